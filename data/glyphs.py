@@ -1,0 +1,300 @@
+"""The built-in corpus `glyphs`: printed characters, distorted as handwriting and cameras do, with captions.
+
+Characters come from the fonts that matplotlib installs; half and more are digits and Latin letters, the rest
+is what else those fonts hold: accented Latin, Greek, Cyrillic, punctuation, mathematics, arrows, symbols.
+Whole families are kept out of training (`data.glyph_fonts.HELD_OUT`) and make up the test split, in which the
+62 digits and letters of unseen type are to be named.
+
+Every picture follows from the seed and its place in the corpus, so the files are the same however many
+processes make them.
+"""
+
+import os
+import string
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.glyph_captions import CLASS_CHARACTERS, CLASS_NAMES, TEMPLATES, character_name, write_caption
+from data.glyph_fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, glyphs_of
+from data.writer import DatasetWriter, Record
+
+__all__ = ["REVISION", "make"]
+
+#: Changes whenever the same seed gives other pictures or captions.
+REVISION = "1"
+
+_CHUNK = 500  # samples that share a random stream
+_TEST_VIEWS = 10  # pictures of each held-out glyph
+_ORNATE = frozenset({"script", "fraktur", "double-struck"})
+_STEPS = 14  # of a stored distance within a pixel, so that it fits into a byte
+
+# the shares of the corpus, and of each how much is written by a pen and how much is cropped to the ink
+_SHARES = {
+    "digit": (0.25, 0.5, 0.75),
+    "letter": (0.33, 0.4, 0.45),
+    "latin": (0.09, 0.0, 0.4),
+    "greek": (0.07, 0.0, 0.4),
+    "cyrillic": (0.07, 0.0, 0.4),
+    "punctuation": (0.06, 0.0, 0.4),
+    "symbol": (0.13, 0.0, 0.6),
+}
+
+
+def make(
+    out: Path,
+    *,
+    samples: int = 60_000,
+    size: int = 32,
+    seed: int = 0,
+    processes: int | None = None,
+    progress: bool = True,
+) -> None:
+    """Write the corpus: a split to train on and a split of held-out font families.
+
+    Args:
+        out: the dataset folder to make.
+        samples: how many training samples; the test split always has ten of each held-out glyph.
+        size: the pictures' side in pixels; they are 8-bit grey PNGs.
+        seed: other seeds give other pictures.
+        processes: how many at once; all cores if None. It does not change the files.
+        progress: show a bar.
+
+    Raises:
+        DataError: ``out`` already holds something.
+    """
+    chunks = [
+        _Chunk(split=split, start=start, count=min(_CHUNK, total - start), size=size, seed=seed)
+        for split, total in (("train", samples), ("test", _TEST_VIEWS * len(_held_out())))
+        for start in range(0, total, _CHUNK)
+    ]
+    with DatasetWriter(out) as writer:
+        for chunk, records in _made(chunks, processes or os.cpu_count() or 1, progress=progress):
+            for record in records:
+                writer.write(chunk.split, record)
+        writer.finish(_card(seed=seed, size=size), class_names=CLASS_NAMES, templates=TEMPLATES)
+
+
+def _card(*, seed: int, size: int) -> dict[str, object]:
+    return {
+        "name": "glyphs",
+        "revision": REVISION,
+        "license": LICENSES,
+        "source": "characters drawn with the fonts that matplotlib installs",
+        "how": "rendered, warped, redrawn with a pen along the skeleton or with other stroke widths, framed by "
+        "the em box or by the ink, then blurred, resampled, faded and made noisy at random strengths; the test "
+        "split shows held-out families, framed by the em box, with mild distortion",
+        "seed": seed,
+        "size": size,
+        "held_out_families": sorted(HELD_OUT),
+        "families": sorted({face.family for face in FACES} - HELD_OUT),
+        "metric": "accuracy",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    split: str
+    start: int
+    count: int
+    size: int
+    seed: int
+
+
+def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[tuple[_Chunk, list[Record]]]:
+    """The records of each chunk, in order."""
+    import multiprocessing
+
+    from rich.progress import track
+
+    def shown(results: Iterator[list[Record]]) -> Iterator[tuple[_Chunk, list[Record]]]:
+        pairs = zip(chunks, results, strict=True)
+        yield from track(pairs, "glyphs", total=len(chunks), disable=not progress, transient=True)
+
+    if processes == 1:
+        with _one_thread():
+            yield from shown(map(_make_chunk, chunks))
+        return
+    # spawned, not forked: torch's threads do not survive a fork
+    with multiprocessing.get_context("spawn").Pool(processes, initializer=_start_process) as pool:
+        yield from shown(pool.imap(_make_chunk, chunks))
+
+
+def _start_process() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(kw_only=True)
+class _Pool:
+    """The glyphs of one share of the corpus by character; ornate alphabets apart, since they are many."""
+
+    plain: dict[str, list[Glyph]] = field(default_factory=dict)
+    ornate: dict[str, list[Glyph]] = field(default_factory=dict)
+
+    def add(self, glyph: Glyph) -> None:
+        pool = self.ornate if _ORNATE & {*glyph.styles} else self.plain
+        pool.setdefault(glyph.character, []).append(glyph)
+
+    def draw(self, rng: np.random.Generator) -> Glyph:
+        characters = list(self.plain)
+        character = characters[int(rng.integers(len(characters)))]
+        glyphs = self.plain[character]
+        if character in self.ornate and rng.random() < 0.1:
+            glyphs = self.ornate[character]
+        return glyphs[int(rng.integers(len(glyphs)))]
+
+
+@cache
+def _pools() -> dict[str, _Pool]:
+    pools = {share: _Pool() for share in _SHARES}
+    for face in FACES:
+        if face.family not in HELD_OUT:
+            for glyph in glyphs_of(face):
+                pools[_share_of(glyph.character)].add(glyph)
+    return pools
+
+
+def _share_of(character: str) -> str:
+    if character in string.digits:
+        return "digit"
+    if character in string.ascii_letters:
+        return "letter"
+    first = character_name(character).split()[0]
+    if first in ("latin", "greek", "cyrillic"):
+        return first
+    return "punctuation" if unicodedata.category(character)[0] == "P" else "symbol"
+
+
+@cache
+def _held_out() -> tuple[Glyph, ...]:
+    """The test split's glyphs: every class in every face of the held-out families."""
+    found = [
+        glyph
+        for face in FACES
+        if face.family in HELD_OUT
+        for glyph in glyphs_of(face)
+        if glyph.character in CLASS_CHARACTERS and glyph.draw == glyph.character
+    ]
+    return tuple(found)
+
+
+def _make_chunk(chunk: _Chunk) -> list[Record]:
+    from data.glyph_distortion import draw_distortions, draw_pictures, mild, visible_words
+
+    training = chunk.split == "train"
+    rng = np.random.default_rng([chunk.seed, int(training), chunk.start])
+    glyphs, pen, crop = _drawn_glyphs(rng, chunk)
+    distortion = draw_distortions(rng, pen=pen, crop=crop)
+    if not training:
+        distortion = mild(distortion)
+    shorten = np.where(
+        pen, rng.choice(PRUNED, size=len(glyphs), p=[0.5, 0.35, 0.15]), np.int64(-1)
+    )  # -1: the outline
+    fields, reach, boxes = _shapes(glyphs, shorten.tolist())
+    pictures = draw_pictures(rng, fields, reach, boxes, distortion, size=chunk.size)
+    records = []
+    for index, glyph in enumerate(glyphs):
+        number = chunk.start + index
+        label = None
+        visible = visible_words(distortion, index)
+        if training:
+            caption = write_caption(
+                rng, glyph.character, styles=glyph.styles, visible=visible, cropped=bool(crop[index])
+            )
+        else:
+            label = CLASS_CHARACTERS.index(glyph.character)
+            caption = f"a photo of the {CLASS_NAMES[label]}"
+        meta = {
+            "character": glyph.character,
+            "name": character_name(glyph.character),
+            "family": glyph.face.family,
+            "styles": [*glyph.styles, *visible],
+        }
+        png = _png(pictures[index])
+        record = Record(
+            key=f"{number:08d}", image=png, extension="png", caption=caption, label=label, meta=meta
+        )
+        records.append(record)
+    return records
+
+
+def _drawn_glyphs(
+    rng: np.random.Generator, chunk: _Chunk
+) -> tuple[list[Glyph], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which glyphs a chunk shows, which of them a pen writes, and which are cropped to the ink."""
+    if chunk.split == "test":
+        held_out = _held_out()
+        glyphs = [
+            held_out[number % len(held_out)] for number in range(chunk.start, chunk.start + chunk.count)
+        ]
+        return glyphs, np.zeros(chunk.count, bool), np.zeros(chunk.count, bool)
+    pools = _pools()
+    shares = list(_SHARES)
+    weights, pens, crops = (np.array(column) for column in zip(*_SHARES.values(), strict=True))
+    kinds = rng.choice(len(shares), size=chunk.count, p=weights / weights.sum())
+    glyphs = [pools[shares[kind]].draw(rng) for kind in kinds]
+    ornate = np.array([bool(_ORNATE & {*glyph.styles}) for glyph in glyphs])
+    pen = (rng.random(chunk.count) < pens[kinds]) & ~ornate
+    crop = rng.random(chunk.count) < crops[kinds]
+    return glyphs, pen, crop
+
+
+_Shape: TypeAlias = tuple[NDArray[np.int8], float, tuple[int, int, int, int]]
+_shape_cache: dict[tuple[Glyph, int], _Shape] = {}
+
+
+def _shapes(
+    glyphs: list[Glyph], shorten: list[int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Distance fields (N, CANVAS, CANVAS), reach of the ink (N,) and ink boxes (N, 4) of some glyphs.
+
+    A field is the outline's where ``shorten`` is -1, else the skeleton's with its ends that much shorter.
+    """
+    from data.glyph_fonts import outline_field, rasterize, skeleton_field
+
+    for how in {*shorten}:
+        pairs = zip(glyphs, shorten, strict=True)
+        new = list(dict.fromkeys(g for g, s in pairs if s == how and (g, s) not in _shape_cache))
+        if not new:
+            continue
+        ink = np.stack([rasterize(glyph) for glyph in new])
+        fields = outline_field(ink) if how < 0 else skeleton_field(ink, shorten=how)
+        for glyph, one, shape in zip(new, ink, fields, strict=True):
+            rows, columns = np.flatnonzero(one.any(1)), np.flatnonzero(one.any(0))
+            box = (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
+            stored = np.round(shape * _STEPS).astype(np.int8)
+            _shape_cache[glyph, how] = (stored, float(-shape.min()), box)
+    found = [_shape_cache[pair] for pair in zip(glyphs, shorten, strict=True)]
+    fields = np.stack([shape for shape, _, _ in found]).astype(np.float32) / np.float32(_STEPS)
+    reach = np.array([reach for _, reach, _ in found], np.float32)
+    return fields, reach, np.array([box for _, _, box in found], np.float32)
+
+
+def _png(picture: NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    buffer = BytesIO()
+    Image.fromarray(picture).save(buffer, "png", compress_level=3)
+    return buffer.getvalue()
