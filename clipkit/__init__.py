@@ -1,0 +1,33 @@
+"""clipkit trains CLIP models, tells how good they are, and puts them to use.
+
+import clipkit
+model = clipkit.load("runs/quickstart")
+images = clipkit.encode_image(["cat.jpg", "dog.png"], model)        # (2, O) float32, unit norm
+texts = clipkit.encode_text(["a photo of a cat"], model)            # (1, O) float32, unit norm
+probabilities = clipkit.classify("cat.jpg", ["cat", "dog"], model)  # (1, 2) float32, rows sum to 1
+"""
+
+from clipkit.api import classify, encode_image, encode_text, load
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError
+from clipkit.loss import clip_loss
+from clipkit.model import CLIP, create
+from clipkit.tokenizer import tokenize
+from clipkit.zero_shot import zero_shot_classifier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CLIP",
+    "CheckpointError",
+    "ClipkitError",
+    "ConfigError",
+    "DataError",
+    "classify",
+    "clip_loss",
+    "create",
+    "encode_image",
+    "encode_text",
+    "load",
+    "tokenize",
+    "zero_shot_classifier",
+]

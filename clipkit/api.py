@@ -1,0 +1,95 @@
+"""What a user of a model calls: load or create one, encode pictures and texts, classify.
+
+Letters: N pictures or texts, C classes, O embedding dimension.
+"""
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clipkit.checkpoint import load_model, resolve_checkpoint
+from clipkit.errors import CheckpointError, DataError
+from clipkit.model import CLIP
+from clipkit.preprocess import ImageLike, batch_of
+from clipkit.zero_shot import DEFAULT_TEMPLATES, encode_prompts, evaluating, zero_shot_classifier
+
+__all__ = ["classify", "encode_image", "encode_text", "load"]
+
+
+def load(source: str | PathLike[str], *, device: str | torch.device = "cpu") -> CLIP:
+    """A trained model, in evaluation mode.
+
+    Args:
+        source: a run folder (its newest checkpoint) or one checkpoint folder.
+        device: where to put it.
+
+    Raises:
+        CheckpointError: nothing is there, or it is damaged.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise CheckpointError(f"no model at {path}: give a run folder or a checkpoint folder")
+    return load_model(resolve_checkpoint(path)).to(device)
+
+
+@torch.inference_mode()
+def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_size: int = 64) -> Tensor:
+    """Pictures → (N, O) float32 unit-norm features on the CPU.
+
+    Args:
+        images: one or many paths, encoded bytes, PIL images, uint8 arrays (H, W, 3) or tensors (3, H, W); a
+            uint8 array or tensor of four dimensions is many.
+        model: a CLIP.
+        batch_size: pictures held decoded at a time.
+
+    Raises:
+        DataError: a picture cannot be read or decoded.
+    """
+    many = _as_list(images)
+    device = model.logit_scale.device
+    parts = [torch.zeros(0, model.architecture.embed_dim)]
+    with evaluating(model):
+        for start in range(0, len(many), batch_size):
+            pixels = batch_of(many[start : start + batch_size], model.preprocess)
+            parts.append(model.encode_image(pixels.to(device)).cpu())
+    return torch.cat(parts)
+
+
+def encode_text(texts: str | Sequence[str], model: CLIP, *, batch_size: int = 256) -> Tensor:
+    """Texts → (N, O) float32 unit-norm features on the CPU."""
+    many = [texts] if isinstance(texts, str) else list(texts)
+    return encode_prompts(model, many, batch_size=batch_size).cpu()
+
+
+def classify(
+    images: ImageLike | Sequence[ImageLike],
+    class_names: Sequence[str],
+    model: CLIP,
+    *,
+    templates: Sequence[str] = DEFAULT_TEMPLATES,
+) -> Tensor:
+    """Probabilities of classes by zero-shot: (N, C) float32, rows sum to 1, on the CPU.
+
+    Args:
+        images: as for ``encode_image``.
+        class_names: C names.
+        model: a CLIP.
+        templates: prompts in which ``{c}`` (or ``{}``) stands for the class.
+    """
+    if isinstance(class_names, str):
+        raise DataError(f"class_names must be a list of names, not the one string {class_names!r}")
+    weights = zero_shot_classifier(model, class_names, templates).cpu()  # (O, C)
+    scale = model.logit_scale.detach().float().exp().cpu()
+    return (scale * encode_image(images, model) @ weights).softmax(dim=-1)
+
+
+def _as_list(images: ImageLike | Sequence[ImageLike]) -> Sequence[ImageLike]:
+    if isinstance(images, np.ndarray | Tensor):
+        return list(images) if images.ndim == 4 else [images]
+    if isinstance(images, Sequence) and not isinstance(images, str | bytes):
+        return images
+    return [images]  # what it is not, load_image says

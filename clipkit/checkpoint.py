@@ -1,0 +1,259 @@
+"""Checkpoints of a run: what is in one, how it is written so that no kill can spoil it, and how it is read.
+
+    RUN/checkpoints/LATEST                       the newest one's name
+    RUN/checkpoints/step_00000200/
+        model.safetensors                        weights, in open_clip's names
+        model.json                               architecture, preprocessing, tokenizer
+        optimizer.safetensors                    the optimizer's tensors
+        state.json                               everything else that the loop carries on with
+        config.toml                              the run's whole configuration
+        COMPLETE                                 size of each file above
+
+A checkpoint is written aside, synced, renamed, and only then does LATEST move. No pickle is read or written.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from clipkit.architectures import ARCHITECTURES, Architecture
+from clipkit.config import Config, to_toml
+from clipkit.errors import CheckpointError
+from clipkit.model import CLIP
+from clipkit.preprocess import Preprocess
+from clipkit.tokenizer import VOCABULARY
+
+__all__ = [
+    "LoopState", "latest_checkpoint", "load_model", "load_training", "resolve_checkpoint", "save_checkpoint",
+]  # fmt: skip
+
+_LATEST, _COMPLETE = "LATEST", "COMPLETE"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopState:
+    """All state of the training loop besides weights and the optimizer's tensors.
+
+    Order, augmentation and random draws are functions of the seed and the step, so the number of batches
+    consumed is all that the data need, and no generator is saved.
+    """
+
+    step: int  # updates made = global batches consumed
+    data: str  # fingerprint of the training samples
+    seconds: float = 0.0  # of training so far
+    bad_samples: int = 0
+
+
+def save_checkpoint(
+    run: Path, model: CLIP, optimizer: torch.optim.Optimizer, state: LoopState, config: Config, *, keep: int
+) -> Path:
+    """Write ``checkpoints/step_<8 digits>`` and point LATEST at it; older ones beyond ``keep`` are removed.
+
+    Raises:
+        CheckpointError: it could not be written, for example for want of space; the former ones are untouched.
+    """
+    root = run / "checkpoints"
+    folder = root / f"step_{state.step:08d}"
+    aside = root / f".{folder.name}.partial"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_file({k: v.contiguous() for k, v in model.state_dict().items()}, aside / "model.safetensors")
+        save_file(_optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
+        (aside / "model.json").write_text(json.dumps(_model_card(model), indent=2) + "\n")
+        (aside / "state.json").write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=2) + "\n")
+        (aside / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        (aside / _COMPLETE).write_text(json.dumps(sizes, indent=2) + "\n")
+        for path in aside.iterdir():
+            _sync(path)
+        _sync(aside)
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+        _sync(root)
+        _point_at(root, folder.name)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint of step {state.step} was not written: {error}") from error
+    if keep:
+        for old in _complete_ones(root)[keep:]:
+            shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint to resume from; None where the run has none yet.
+
+    1. The one that LATEST names, if it is whole.
+    2. Otherwise the newest whole one (LATEST is missing, or names one that was removed or damaged).
+    """
+    root = run / "checkpoints"
+    pointer = root / _LATEST
+    if pointer.is_file():
+        named = root / pointer.read_text().strip()
+        if named.parent == root and _is_complete(named):
+            return named
+    return next(iter(_complete_ones(root)), None)
+
+
+def resolve_checkpoint(source: Path) -> Path:
+    """The checkpoint folder that a path means: a run folder, its ``checkpoints``, or a checkpoint itself.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (source / "model.json").is_file():
+        return source
+    run = source.parent if source.name == "checkpoints" else source
+    found = latest_checkpoint(run)
+    if found is None:
+        raise CheckpointError(
+            f"no checkpoint in {source}: expected a run folder or a checkpoints/step_… folder"
+        )
+    return found
+
+
+def load_model(folder: Path) -> CLIP:
+    """The model of one checkpoint folder, on the CPU in float32, in evaluation mode.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the weights do not fit the stored architecture.
+    """
+    card = _read_json(folder / "model.json")
+    if card.get("tokenizer") != VOCABULARY:
+        raise CheckpointError(f"{folder}: tokenizer {card.get('tokenizer')!r} is unknown to this version")
+    shape = Architecture.from_dict(card.get("architecture", {}))
+    preprocess = Preprocess.from_dict(card.get("preprocess", {}))
+    with torch.device("meta"):
+        model = CLIP(shape, name=str(card.get("name", "")), preprocess=preprocess)
+    model = model.to_empty(device="cpu")
+    model.reset_constants()
+    load_weights(model, _read_tensors(folder / "model.safetensors"), origin=folder)
+    return model.eval()
+
+
+def load_training(folder: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> LoopState:
+    """Put a checkpoint's weights and optimizer state into what a run has built; returns the loop's state."""
+    load_weights(model, _read_tensors(folder / "model.safetensors"), origin=folder)
+    _restore_optimizer(model, optimizer, _read_tensors(folder / "optimizer.safetensors"), folder)
+    stored = _read_json(folder / "state.json")
+    if stored.pop("format", None) != _FORMAT:
+        raise CheckpointError(f"{folder}: state.json is of another format than this version writes")
+    try:
+        return LoopState(**stored)
+    except TypeError as error:
+        raise CheckpointError(f"{folder}: state.json does not fit: {error}") from error
+
+
+def load_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> None:
+    """Copy named tensors into a model; every name and shape must fit.
+
+    Raises:
+        CheckpointError: names the missing, unexpected and misshapen tensors.
+    """
+    own = model.state_dict()
+    missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    misshapen = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
+    faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    if any(faults.values()):
+        parts = [f"{len(names)} {what} ({names[0]}, …)" for what, names in faults.items() if names]
+        raise CheckpointError(
+            f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}"
+        )
+    model.load_state_dict(tensors)
+
+
+def _model_card(model: CLIP) -> dict[str, Any]:
+    name = model.name if ARCHITECTURES.get(model.name) == model.architecture else ""
+    return {
+        "format": _FORMAT,
+        "name": name,
+        "architecture": model.architecture.to_dict(),
+        "preprocess": model.preprocess.to_dict(),
+        "tokenizer": VOCABULARY,
+    }
+
+
+def _optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as ``<parameter name>/<state name>``, so that it does not depend on group order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            tensors[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value).contiguous()
+    return tensors
+
+
+def _restore_optimizer(
+    model: CLIP, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], origin: Path
+) -> None:
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, what = key.rpartition("/")
+        states.setdefault(name, {})[what] = value
+    if states.keys() != parameters.keys():
+        raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
+    for name, parameter in parameters.items():
+        # the count of updates stays where it was saved from; everything of the parameter's shape moves to it
+        optimizer.state[parameter] = {
+            what: value.to(parameter.device) for what, value in states[name].items()
+        }
+
+
+def _complete_ones(root: Path) -> list[Path]:
+    """Whole checkpoints, the newest first."""
+    return [folder for folder in sorted(root.glob("step_*"), reverse=True) if _is_complete(folder)]
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / _COMPLETE).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _point_at(root: Path, name: str) -> None:
+    aside = root / f".{_LATEST}.partial"
+    aside.write_text(name + "\n")
+    _sync(aside)
+    aside.replace(root / _LATEST)
+    _sync(root)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold an object")
+    return value
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

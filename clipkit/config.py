@@ -1,0 +1,293 @@
+"""The configuration of a run: frozen dataclasses, checked when they are made; nothing here loads torch.
+
+A value comes from the defaults below, then from the TOML file, then from ``dotted.key=value`` on the command
+line. It never changes after ``load_config``.
+"""
+
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clipkit.architectures import architecture
+from clipkit.errors import ConfigError, nearest
+
+__all__ = [
+    "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "LogConfig", "ModelConfig", "OptimConfig",
+    "changes", "load_config", "to_toml",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model."""
+
+    name: str = "ViT-B-32"
+
+    def __post_init__(self) -> None:
+        architecture(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on, and how it is read."""
+
+    train: str | tuple[str, ...] = "glyphs"  # built-in corpus, folder, tar or brace pattern; one or several
+    workers: int = 2  # loader processes of each rank; 0 reads in the training process
+    window: int = 64  # how many shards are mixed at a time
+    crop_scale: float = (
+        0.9  # smallest share of the picture's area that a random crop keeps; 1 cuts the centre
+    )
+    max_bad: float = 0.05  # share of samples that may be bad before the run stops; 0 stops at the first
+
+    def __post_init__(self) -> None:
+        _require(bool(self.train), "data.train", self.train, "name at least one source")
+        _require(0 <= self.workers <= 512, "data.workers", self.workers, "0 to 512")
+        _require(self.window >= 1, "data.window", self.window, "at least 1")
+        _require(0 < self.crop_scale <= 1, "data.crop_scale", self.crop_scale, "above 0, at most 1")
+        _require(0 <= self.max_bad <= 1, "data.max_bad", self.max_bad, "0 to 1")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """``train`` as a tuple, whichever way it was given."""
+        return (self.train,) if isinstance(self.train, str) else self.train
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule: linear warm-up, half a cosine down to ``min_lr``."""
+
+    lr: float = 5e-4
+    min_lr: float = 0.0
+    warmup: int = 2000  # steps
+    weight_decay: float = 0.2
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-6
+    clip_norm: float = 1.0  # of the whole gradient; 0 does not clip
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "optim.lr", self.lr, "above 0")
+        _require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "0 to optim.lr")
+        _require(self.warmup >= 0, "optim.warmup", self.warmup, "at least 0")
+        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "at least 0")
+        _require(0 <= self.beta1 < 1, "optim.beta1", self.beta1, "0 up to 1")
+        _require(0 <= self.beta2 < 1, "optim.beta2", self.beta2, "0 up to 1")
+        _require(self.eps > 0, "optim.eps", self.eps, "above 0")
+        _require(self.clip_norm >= 0, "optim.clip_norm", self.clip_norm, "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved; it is also saved at its end, and on Ctrl-C or SIGTERM."""
+
+    every_steps: int = 1000  # 0: not by step
+    every_minutes: float = 30.0  # 0: not by time
+    keep: int = 3  # how many of the newest stay; 0 keeps all
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 0, "checkpoint.every_steps", self.every_steps, "at least 0")
+        _require(self.every_minutes >= 0, "checkpoint.every_minutes", self.every_minutes, "at least 0")
+        _require(self.keep >= 0, "checkpoint.keep", self.keep, "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What the model is scored on while it trains and at the end."""
+
+    data: tuple[str, ...] = ()  # built-in sets or dataset folders
+    every_steps: int = 1000  # 0: only at the end
+    batch_size: int = 256  # pictures encoded at a time on each rank
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 0, "eval.every_steps", self.every_steps, "at least 0")
+        _require(self.batch_size >= 1, "eval.batch_size", self.batch_size, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where figures go besides the run folder's ``metrics.jsonl``."""
+
+    every_steps: int = 10
+    tensorboard: bool = True
+    wandb: str = ""  # project name; WANDB_MODE=offline needs no account
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 1, "log.every_steps", self.every_steps, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    out: str = ""  # run folder; empty: runs/<name of the config file>
+    seed: int = 0
+    steps: int = 10_000
+    batch_size: int = 256  # pairs of a step over all ranks
+    accumulate: int = (
+        1  # parts that a rank's share of the batch is computed in; the loss stays that of the whole
+    )
+    precision: str = "auto"  # fp32, bf16, or auto: bf16 where a GPU has it
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63")
+        _require(self.steps >= 1, "steps", self.steps, "at least 1")
+        _require(
+            self.batch_size >= 2,
+            "batch_size",
+            self.batch_size,
+            "at least 2: a pair needs another to be told from",
+        )
+        _require(self.accumulate >= 1, "accumulate", self.accumulate, "at least 1")
+        _require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
+        _require(
+            self.batch_size % self.accumulate == 0,
+            "accumulate",
+            self.accumulate,
+            f"a divisor of batch_size = {self.batch_size}",
+        )
+
+
+_PRECISIONS = ("auto", "fp32", "bf16")
+# what may differ when a run is resumed: it changes neither the data's order nor the maths
+RESUMABLE = ("out", "accumulate", "data.workers", "data.max_bad", "checkpoint", "eval", "log")
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply ``dotted.key=value`` overrides.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown, or a value does not fit.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} is not TOML: {error}") from error
+    for override in overrides:
+        _set(values, override)
+    config = _build(Config, values, "")
+    assert isinstance(config, Config)
+    return config if config.out else replace(config, out=str(Path("runs") / path.stem))
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as a TOML file that ``load_config`` reads back."""
+    lines: list[str] = []
+    sections: list[str] = []
+    for name, value in _items(config):
+        if is_dataclass(value):
+            sections.append("\n".join([f"\n[{name}]", *(f"{k} = {_literal(v)}" for k, v in _items(value))]))
+        else:
+            lines.append(f"{name} = {_literal(value)}")
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """The settings that differ and may not when a run is resumed, as ``key: before → after``."""
+    old, new = _flat(before), _flat(after)
+    return [
+        f"{key}: {_literal(old[key])} → {_literal(new[key])}"
+        for key in old
+        if old[key] != new[key] and key not in RESUMABLE and key.split(".")[0] not in RESUMABLE
+    ]
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} = {value!r} does not fit: {wanted}")
+
+
+def _items(config: Any) -> list[tuple[str, Any]]:
+    return [(one.name, getattr(config, one.name)) for one in fields(config)]
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in _items(config):
+        if is_dataclass(value):
+            flat.update({f"{name}.{key}": inner for key, inner in _items(value)})
+        else:
+            flat[name] = value
+    return flat
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+        return f'"{escaped}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return repr(value)
+
+
+def _set(values: dict[str, Any], override: str) -> None:
+    """Apply one ``dotted.key=value``; the value is TOML, or else a plain string."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not of the form key=value, such as optim.lr=1e-3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, name = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key} is unknown: {section} is no section")
+    values[name] = value
+
+
+def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(f"{prefix}{key} is unknown: {_nearest_key(prefix + key)}")
+    given = {key: _fit(hints[key], value, prefix + key) for key, value in values.items()}
+    return kind(**given)
+
+
+def _nearest_key(key: str) -> str:
+    known = list(_flat(Config()))
+    last = {one.rsplit(".", 1)[-1]: one for one in reversed(known)}
+    name = key.rsplit(".", 1)[-1]
+    return f"did you mean {last[name]!r}?" if name in last else nearest(key, known)
+
+
+def _fit(hint: Any, value: Any, key: str) -> Any:
+    """A TOML value as the field's type wants it."""
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} = {value!r} does not fit: it is a section, set {key}.<name> instead")
+        return _build(typing.cast(type[Any], hint), value, key + ".")
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and not math.isfinite(value):
+        raise ConfigError(f"{key} = {value!r} does not fit: a finite number")
+    if float in kinds and is_number:
+        return float(value)
+    if int in kinds and is_number and value == int(value):  # 1e4 is a whole number too
+        return int(value)
+    for kind in (bool, str):
+        if kind in kinds and isinstance(value, kind):
+            return value
+    if any(typing.get_origin(kind) is tuple for kind in kinds):
+        many = [value] if isinstance(value, str) else value
+        if isinstance(many, list | tuple) and all(isinstance(one, str) for one in many):
+            return tuple(many)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    wanted = " or ".join(names.get(kind, "a list of strings") for kind in kinds)
+    raise ConfigError(f"{key} = {value!r} does not fit: {wanted}")

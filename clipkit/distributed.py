@@ -1,0 +1,133 @@
+"""The only place besides ``train.py`` that knows torch.distributed: who we are, and collectives with gradients.
+
+Everything works without a process group too, as the single process of a world of one.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clipkit.errors import ConfigError
+
+__all__ = [
+    "all_gather_rows", "any_rank", "barrier", "gather_objects", "mean_over_ranks", "rank", "start", "stop",
+    "sum_over_ranks", "world_size",
+]  # fmt: skip
+
+
+def start() -> torch.device:
+    """Join the process group that ``torchrun`` announces, if any, and choose this process's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"{os.environ.get('LOCAL_WORLD_SIZE')} processes on a machine with "
+                f"{torch.cuda.device_count()} GPUs: set --nproc-per-node to the number of GPUs"
+            )
+        torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
+    return device
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's number, 0 ≤ rank < world_size."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The elementwise sum of every rank's tensor, on each rank; no gradient."""
+    if world_size() == 1:
+        return values
+    total = values.detach().to(_transport(), copy=True)
+    dist.all_reduce(total)
+    return total.to(values.device)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is up on at least one rank."""
+    return bool(sum_over_ranks(torch.tensor(float(flag))).item())
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value of plain kinds (numbers, strings, lists), in the order of ranks."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def all_gather_rows(rows: Tensor) -> Tensor:
+    """Every rank's (B, …) rows as (world · B, …), differentiable; B must be the same on all ranks.
+
+    The backward pass sums the gradients that all ranks hold for a row and hands them to its owner.
+    """
+    if world_size() == 1:
+        return rows
+    gathered: Tensor = _AllGatherRows.apply(rows)
+    return gathered
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of every rank's scalar, whose gradient is that of this rank's own term.
+
+    Averaged over ranks, as DistributedDataParallel does, those gradients are the gradient of the mean.
+    """
+    if world_size() == 1:
+        return value
+    mean: Tensor = _MeanOverRanks.apply(value)
+    return mean
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        gathered = rows.new_empty((world_size() * rows.shape[0], *rows.shape[1:]))
+        dist.all_gather_into_tensor(gathered, rows.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        own = gradient.new_empty((gradient.shape[0] // world_size(), *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(own, gradient.contiguous())
+        return own
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return sum_over_ranks(value) / world_size()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _transport() -> torch.device:
+    """Where tensors must lie for the process group to carry them."""
+    return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")

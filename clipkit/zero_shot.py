@@ -1,0 +1,85 @@
+"""Zero-shot classifiers from class names and prompt templates (Radford et al. 2021, section 3.1.4).
+
+Letters: C classes, T templates, O embedding dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipkit.errors import DataError
+from clipkit.model import CLIP
+from clipkit.tokenizer import tokenize
+
+__all__ = ["DEFAULT_TEMPLATES", "encode_prompts", "fill_template", "zero_shot_classifier"]
+
+DEFAULT_TEMPLATES = ("a photo of a {c}.",)
+
+
+def zero_shot_classifier(
+    model: CLIP,
+    class_names: Sequence[str],
+    templates: Sequence[str] = DEFAULT_TEMPLATES,
+    *,
+    batch_size: int = 256,
+) -> Tensor:
+    """One weight vector a class: its prompts' unit embeddings are averaged, and the mean is made unit norm.
+
+    Args:
+        model: a CLIP; it is used in evaluation mode and given back in the mode it had.
+        class_names: C names, in the order of the labels.
+        templates: T prompts in which ``{c}`` (or ``{}``) stands for the class.
+        batch_size: prompts encoded at a time.
+
+    Returns:
+        (O, C) float32 with unit columns, on the model's device.
+
+    Raises:
+        DataError: there are no classes or templates, or a template has no place for the class.
+    """
+    if not class_names or not templates:
+        raise DataError("a zero-shot classifier needs at least one class name and one template")
+    prompts = [fill_template(template, name) for name in class_names for template in templates]
+    features = encode_prompts(model, prompts, batch_size=batch_size)  # (C * T, O)
+    per_class = features.view(len(class_names), len(templates), -1).mean(dim=1)  # (C, O)
+    return F.normalize(per_class, dim=-1).T.contiguous()
+
+
+def fill_template(template: str, name: str) -> str:
+    """Put a class name in a template's place for it; other braces stay as they are."""
+    for place in ("{c}", "{}"):
+        if place in template:
+            return template.replace(place, name)
+    raise DataError(f"template {template!r} has no {{c}} where the class name goes")
+
+
+@torch.inference_mode()
+def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256) -> Tensor:
+    """Texts → (N, O) float32 unit-norm features on the model's device; each distinct text is encoded once."""
+    device = model.logit_scale.device
+    distinct = list(dict.fromkeys(prompts))
+    # texts of one length together: a batch is computed to its longest
+    by_length = sorted(range(len(distinct)), key=lambda i: len(distinct[i]))
+    rows: dict[str, Tensor] = {}
+    with evaluating(model):
+        for start in range(0, len(by_length), batch_size):
+            texts = [distinct[i] for i in by_length[start : start + batch_size]]
+            tokens = tokenize(texts, model.architecture.text.context_length, trim=True).to(device)
+            rows.update(zip(texts, model.encode_text(tokens), strict=True))
+    if not rows:
+        return torch.zeros(0, model.architecture.embed_dim, device=device)
+    return torch.stack([rows[prompt] for prompt in prompts])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards in the mode it had."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
