@@ -1,0 +1,329 @@
+"""Evaluation datasets: what to show the model, what is right, and which tasks make sense.
+
+Two layouts are read. The one in which the field publishes its sets (data/writer.py shows it; split ``test``),
+with three additions: ``dataset_type.txt`` may say ``retrieval``, ``card.json`` may list ``"tasks"`` and states
+how many samples there are, and a caption file may hold several captions, one a line. And a plain folder of
+pictures, ``ROOT/<class name>/*.jpg``, whose folder names are the class names with ``_`` for a space.
+
+Which tasks a dataset is scored on unless the user names one: those of its card's ``"tasks"``; else retrieval if
+its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labelled sets often carry captions that
+are made from the class, and retrieval among hundreds of equal captions measures nothing.
+"""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from clipkit.errors import DataError, nearest
+from data.builtin import BUILTIN, built_in
+from data.index import IMAGE_EXTENSIONS
+from data.shards import Sample, Shards, find_shards
+
+__all__ = ["DEFAULT_TEMPLATES", "TASKS", "EvalDataset", "ImageFolder", "Pictures", "open_dataset"]
+
+SPLIT = "test"
+TASKS = ("zero-shot", "retrieval")
+DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
+_MAX_TEXT_BYTES = 16 << 20  # of a file of names, templates or a card
+_log = logging.getLogger("eval")
+
+
+class Pictures(Protocol):
+    """Random access to encoded pictures; ``data.shards.Shards`` and ``ImageFolder`` are ones."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, number: int) -> Sample:
+        """The picture's bytes with what lies beside it; DataError if it cannot be read."""
+
+    def locate(self, number: int) -> tuple[str, str]:
+        """Shard (or folder) and key (or file), to name a picture in a message."""
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change when the pictures do."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalDataset:
+    """One dataset to score a model on.
+
+    Attributes:
+        name: as it stands in results.
+        class_names: the line number is the label; a name may be empty or stand there twice.
+        templates: prompts with ``{c}`` for the class name.
+        shards: the N pictures.
+        labels: (N,) int64, or None for a dataset without labels.
+        captions: of each picture, one or more; or None for a dataset without captions.
+        revision: the pictures' fingerprint.
+        tasks: what it is scored on unless the user says otherwise, of ``TASKS``.
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    templates: tuple[str, ...]
+    shards: Pictures
+    labels: Tensor | None
+    captions: tuple[tuple[str, ...], ...] | None
+    revision: str
+    tasks: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def where(self, number: int) -> str:
+        """Names a picture in a message."""
+        shard, key = self.shards.locate(number)
+        return f"dataset {self.name}: picture {key} of {shard}"
+
+
+class ImageFolder:
+    """The pictures below ``root/<class>/``, class folders and files in the order of their names.
+
+    Raises:
+        DataError: there is none.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folders = _visible_folders(root)
+        self.files = [
+            (file, label)
+            for label, folder in enumerate(self.folders)
+            for file in sorted(folder.rglob("*"))
+            if _is_picture(file)
+        ]
+        if not self.files:
+            raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, number: int) -> Sample:
+        """Picture ``number`` with its label.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        file, label = self.files[number]
+        folder, key = self.locate(number)
+        try:
+            image = file.read_bytes()
+        except OSError as error:
+            raise DataError(str(error.strerror)) from error
+        return Sample(id=number, shard=folder, key=key, image=image, label=label)
+
+    def locate(self, number: int) -> tuple[str, str]:
+        """The folder, and the file's path in it."""
+        return str(self.root), self.files[number][0].relative_to(self.root).as_posix()
+
+    def fingerprint(self) -> str:
+        """Of paths and sizes; the folder may be moved."""
+        digest = hashlib.sha256()
+        for number, (file, _) in enumerate(self.files):
+            digest.update(
+                f"{self.locate(number)[1]}\0{file.stat().st_size}\n".encode("utf-8", "surrogateescape")
+            )
+        return digest.hexdigest()[:16]
+
+
+def open_dataset(name_or_folder: str | Path) -> EvalDataset:
+    """Open a built-in dataset by its name (made on first use), or a folder in one of the two layouts.
+
+    Raises:
+        DataError: there is no such dataset, or it is incomplete or contradicts itself. Pictures are decoded
+            later; one that does not decode is then an error too, so a score is never of fewer pictures.
+    """
+    source = str(name_or_folder)
+    if source in BUILTIN and not Path(source).is_dir():
+        return _open_published(built_in(source), source)
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise DataError(
+            f"no dataset {source!r}: it is not a folder, nor built in ({nearest(source, BUILTIN)})"
+        )
+    name = folder.resolve().name
+    marks = ("classnames.txt", "dataset_type.txt", "card.json", "nshards.txt")
+    if (
+        any((folder / mark).is_file() for mark in marks)
+        or any(folder.glob("*.tar"))
+        or any(folder.glob("*/*.tar"))
+    ):
+        return _open_published(folder, name)
+    return _open_image_folder(folder, name)
+
+
+def _open_published(folder: Path, name: str) -> EvalDataset:
+    card = _card(folder)
+    paths = find_shards(str(folder), split=SPLIT)
+    _check_consecutive(paths)
+    shards = Shards(paths, need=("image",))
+    stated = card.get("samples", {}).get(SPLIT) if isinstance(card.get("samples"), dict) else None
+    if shards.skipped or stated not in (None, len(shards)):
+        expected = f", its card says {stated}" if stated is not None else ""
+        raise DataError(
+            f"dataset {name}: {len(shards)} samples of split {SPLIT!r} have a picture, {shards.skipped} have none"
+            f"{expected}; fetch or write it again"
+        )
+    class_names = tuple(_lines(folder / "classnames.txt"))
+    templates = tuple(line for line in _lines(folder / "zeroshot_classification_templates.txt") if line)
+    labels, captions = _annotations(name, shards)
+    return _checked(
+        EvalDataset(
+            name=name,
+            class_names=class_names,
+            templates=templates or DEFAULT_TEMPLATES,
+            shards=shards,
+            labels=labels,
+            captions=captions,
+            revision=shards.fingerprint(),
+            tasks=_tasks(
+                name, card, _lines(folder / "dataset_type.txt"), pairs_only=labels is None and bool(captions)
+            ),
+        )
+    )
+
+
+def _open_image_folder(folder: Path, name: str) -> EvalDataset:
+    splits = [folder / split for split in (SPLIT, "val") if _visible_folders(folder / split)]
+    if not splits and _visible_folders(folder / "train"):
+        raise DataError(f"{folder} has the split 'train' only: name the folder of the pictures to score on")
+    pictures = ImageFolder(splits[0] if splits else folder)
+    templates = tuple(line for line in _lines(folder / "zeroshot_classification_templates.txt") if line)
+    return _checked(
+        EvalDataset(
+            name=name,
+            class_names=tuple(folder.name.replace("_", " ").strip() for folder in pictures.folders),
+            templates=templates or DEFAULT_TEMPLATES,
+            shards=pictures,
+            labels=torch.tensor([label for _, label in pictures.files]),
+            captions=None,
+            revision=pictures.fingerprint(),
+            tasks=("zero-shot",),
+        )
+    )
+
+
+def _checked(dataset: EvalDataset) -> EvalDataset:
+    """The dataset, if its labels, names and templates go together; what is merely odd is logged."""
+    names, labels = dataset.class_names, dataset.labels
+    for template in dataset.templates:
+        if "{c}" not in template:
+            raise DataError(
+                f"dataset {dataset.name}: the template {template!r} has no {{c}} for the class name"
+            )
+    if labels is None or not names:
+        return dataset
+    wrong = (labels >= len(names)).nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        raise DataError(
+            f"{dataset.where(first)} has label {int(labels[first])}, but classnames.txt has {len(names)} lines "
+            f"(labels 0 to {len(names) - 1}); blank lines in it count"
+        )
+    doubled = [repr(name) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        _log.warning(
+            "dataset %s: class names that stand for several classes: %s", dataset.name, _some(doubled)
+        )
+    empty = sorted(set(range(len(names))) - set(labels.tolist()))
+    if empty:
+        _log.warning(
+            "dataset %s: classes without a picture: %s", dataset.name, _some([repr(names[i]) for i in empty])
+        )
+    return dataset
+
+
+def _annotations(name: str, shards: Shards) -> tuple[Tensor | None, tuple[tuple[str, ...], ...] | None]:
+    """Labels and captions: each either of every sample or of none."""
+    labels: list[int | None] = []
+    captions: list[tuple[str, ...]] = []
+    for number in range(len(shards)):
+        shard, key = shards.locate(number)
+        try:
+            sample = shards.read(number)
+        except DataError as error:
+            raise DataError(f"dataset {name}: sample {key} of {shard}: {error}") from error
+        labels.append(sample.label)
+        lines = (sample.caption or "").split("\n")
+        captions.append(tuple(line.strip() for line in lines if line.strip()))
+    for what, present in (
+        ("label", [one is not None for one in labels]),
+        ("caption", list(map(bool, captions))),
+    ):
+        if any(present) and not all(present):
+            shard, key = shards.locate(present.index(False))
+            raise DataError(f"dataset {name}: sample {key} of {shard} has no {what}, others have one")
+    known = [label for label in labels if label is not None]
+    return (torch.tensor(known) if known else None), (tuple(captions) if any(captions) else None)
+
+
+def _tasks(name: str, card: dict[str, Any], kind: list[str], *, pairs_only: bool) -> tuple[str, ...]:
+    if "tasks" in card:
+        tasks = card["tasks"]
+        if not isinstance(tasks, list) or not tasks or not set(tasks) <= set(TASKS):
+            raise DataError(f"dataset {name}: card.json has tasks {tasks!r}; known: {', '.join(TASKS)}")
+        return tuple(task for task in TASKS if task in tasks)
+    if kind and kind[0] not in ("classification", "retrieval"):
+        raise DataError(f"dataset {name} is of type {kind[0][:40]!r}; known: classification, retrieval")
+    return ("retrieval",) if kind == ["retrieval"] or pairs_only else ("zero-shot",)
+
+
+def _card(folder: Path) -> dict[str, Any]:
+    path = folder / "card.json"
+    try:
+        card = json.loads(_text(path) or "{}")
+    except ValueError as error:
+        raise DataError(f"{path} does not parse: {error}") from error
+    if not isinstance(card, dict):
+        raise DataError(f"{path} is not a JSON object")
+    return card
+
+
+def _check_consecutive(paths: list[Path]) -> None:
+    """Published shards are 0.tar … N-1.tar; a gap is a lost shard."""
+    stems = [path.stem for path in paths]
+    if all(stem.isdecimal() for stem in stems):
+        missing = sorted(set(range(len(paths))) - {int(stem) for stem in stems})
+        if missing:
+            raise DataError(
+                f"shard {missing[0]}.tar is missing in {paths[0].parent}; fetch the dataset again"
+            )
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines, stripped. Blank ones stay, because their place has a meaning; a missing file has none."""
+    text = _text(path).removesuffix("\n").removesuffix("\r")
+    return [line.strip() for line in text.split("\n")] if text else []
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    if path.stat().st_size > _MAX_TEXT_BYTES:
+        raise DataError(f"{path} is larger than {_MAX_TEXT_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _visible_folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS and not path.name.startswith(".")
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

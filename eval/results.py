@@ -1,0 +1,168 @@
+"""Scores and the file that keeps them: ``results.jsonl``, appended to and never rewritten."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from clipkit.errors import DataError
+from eval.datasets import EvalDataset
+
+__all__ = ["Score", "append_results", "latest_results", "provenance", "read_results", "weights_id"]
+
+_HASH_DIGITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One measured number.
+
+    Attributes:
+        dataset: its name.
+        task: "zero-shot" or "retrieval".
+        metric: such as "acc1" or "image_to_text_R@1".
+        value: 0–1.
+        n: how many pictures (or captions) it is the mean of.
+        low: lower end of the 95% interval.
+        high: upper end.
+        chance: what random guessing gives on average.
+    """
+
+    dataset: str
+    task: str
+    metric: str
+    value: float
+    n: int
+    low: float
+    high: float
+    chance: float
+
+
+def append_results(
+    path: Path, scores: Sequence[Score], *, step: int | None, provenance: Mapping[str, Any]
+) -> None:
+    """Append one line a score: step, the score's fields, then the provenance.
+
+    All lines go out in one write at the end of the file, so that programs which append at the same time do not
+    mix. If a killed program has left half a line there, it is closed first.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    lines = [
+        json.dumps({"step": step, **asdict(score), **provenance}, ensure_ascii=False) for score in scores
+    ]
+    data = "".join(line + "\n" for line in lines).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                data = b"\n" + data
+            written = os.write(file, data)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+    if written != len(data):
+        raise DataError(f"cannot write {path}: no space left")
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The lines of a results file in order; none if there is no file.
+
+    A line that a killed program has left unfinished is passed over: the score was not recorded.
+    """
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines
+
+
+def latest_results(path: Path) -> list[dict[str, Any]]:
+    """The last line of each (step, dataset, task, metric), in the order of their first appearance.
+
+    A training that was stopped and resumed may score the same step twice.
+    """
+    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in read_results(path):
+        latest[tuple(line.get(key) for key in ("step", "dataset", "task", "metric"))] = line
+    return list(latest.values())
+
+
+def provenance(model: nn.Module, dataset: EvalDataset, *, weights: str) -> dict[str, Any]:
+    """Where a score comes from: versions, weights, data, prompts, number format, preprocessing, time.
+
+    Args:
+        model: as it was when it encoded (and called under the same autocast).
+        dataset: what it was scored on.
+        weights: which weights they are, as ``weights_id`` names them or in own words.
+    """
+    captions = [caption for several in dataset.captions or () for caption in several]
+    preprocess: Any = getattr(model, "preprocess", None)
+    return {
+        "weights": weights,
+        "architecture": str(getattr(model, "name", "")),
+        "data_revision": dataset.revision,
+        "prompts": _digest([*dataset.class_names, "", *dataset.templates]),
+        "prompt_count": len(dataset.class_names) * len(dataset.templates),
+        "captions": _digest(captions) if captions else None,
+        "dtype": _dtype(model),
+        "preprocessing": preprocess.to_dict() if hasattr(preprocess, "to_dict") else None,
+        "clipkit": _version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def weights_id(source: str) -> tuple[str, int | None]:
+    """Name the weights that ``clipkit.load(source)`` loads, and the training step they are of.
+
+    A checkpoint folder or a ``.safetensors`` file gives ``sha256:`` and the first 16 digits of the file's hash;
+    anything else is named by ``source`` itself.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "model.safetensors"
+    if not path.is_file():
+        return source, None
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:_HASH_DIGITS]
+    step = path.resolve().parent.name.removeprefix("step_")
+    return f"sha256:{digest}", int(step) if step.isdecimal() else None
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()[:_HASH_DIGITS]
+
+
+def _dtype(model: nn.Module) -> str:
+    parameter = next(model.parameters())
+    kind = parameter.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def _version() -> str:
+    try:
+        return version("clipkit")
+    except PackageNotFoundError:  # a checkout that was not installed
+        return "unknown"
