@@ -6,7 +6,10 @@ figure. A caption is a few words, since every token costs time in training.
 
 import string
 import unicodedata
+from bisect import bisect
 from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -54,8 +57,13 @@ CLASS_NAMES = tuple(character_name(character) for character in CLASS_CHARACTERS)
 
 
 def _pick(rng: np.random.Generator, choices: _Choices) -> str:
-    weights = np.cumsum([weight for _, weight in choices])
-    return choices[int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))][0]
+    ends = _ends(choices)
+    return choices[bisect(ends, rng.random() * ends[-1])][0]
+
+
+@cache
+def _ends(choices: _Choices) -> list[int]:
+    return list(accumulate(weight for _, weight in choices))
 
 
 def _called(rng: np.random.Generator, character: str, *, cropped: bool) -> str:

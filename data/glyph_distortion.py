@@ -9,6 +9,7 @@ N pictures, S pixels a side of a result, W pixels a side of the work canvas, K k
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = ["Distortion", "draw_distortions", "draw_pictures", "mild", "visible_w
 
 _WORK = 64  # W: strokes are warped on a canvas of this many pixels …
 _GLYPH = 40.0  # … where the longer side of a glyph takes up this many
+_EM_STEP = CANVAS / _WORK * 1.1  # canvas pixels of a work pixel where the em box is the frame
 _LOW_SIDES = (8, 10, 12, 16, 20, 24)
 _KNOTS = (3, 5, 9)
 
@@ -148,8 +150,8 @@ def visible_words(distortion: Distortion, index: int) -> list[str]:
 def draw_pictures(
     rng: np.random.Generator,
     fields: _Array,
-    reach: NDArray[np.float32],
-    boxes: NDArray[np.float32],
+    reach: _Array,
+    boxes: _Array,
     distortion: Distortion,
     *,
     size: int,
@@ -176,21 +178,24 @@ def _column(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))[:, None, None]
 
 
+@cache
+def _spline(knots: int, size: int) -> Tensor:
+    """Weights (size, knots) that spread values at knots over a line as a smooth curve."""
+    eye = torch.eye(knots)[None, :, :, None]
+    return F.interpolate(eye, size=(size, 1), mode="bicubic", align_corners=True)[0, :, :, 0].T.contiguous()
+
+
 def _spread(knots: Tensor, size: int) -> Tensor:
     """Knots of a coarse grid (…, K, K) to a smooth surface (…, size, size)."""
-    k = knots.shape[-1]
-    eye = torch.eye(k)[None]
-    weights = F.interpolate(eye[:, :, :, None], size=(size, 1), mode="bicubic", align_corners=True)[
-        0, :, :, 0
-    ].T
+    weights = _spline(knots.shape[-1], size)
     return weights @ knots @ weights.T
 
 
 def _strokes(
     rng: np.random.Generator,
     fields: _Array,
-    reach: NDArray[np.float32],
-    boxes: NDArray[np.float32],
+    reach: _Array,
+    boxes: _Array,
     d: Distortion,
     *,
     size: int,
@@ -199,56 +204,57 @@ def _strokes(
     n = len(fields)
     longer = np.maximum(boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1])
     # canvas pixels of one work pixel: cropped glyphs all get the same size to work on
-    step = _column(np.where(d.crop, longer / _GLYPH, CANVAS / _WORK * 1.1))
-    glyph = torch.where(
-        _column(d.crop.astype(np.float32)) > 0, _GLYPH, _column(longer) / step
-    )  # in work pixels
-    warped = _warp(fields, boxes, d, step=step, glyph=glyph) / step
+    step = np.where(d.crop, longer / _GLYPH, _EM_STEP).astype(np.float32)
+    warped = _warp(fields, boxes, d, step=step, glyph=longer / step)
     # pen: half the width; filled: grow or shrink, but never eat up a hairline
-    least = -0.55 * _column(reach) / step
-    half = torch.where(
-        torch.from_numpy(d.pen)[:, None, None],
-        (_column(d.width) * glyph / 2).clamp(min=0.5),
-        torch.maximum(_column(d.width) * glyph, least),
-    )
-    knots = torch.from_numpy(rng.standard_normal((n, 4, 4), dtype=np.float32))
-    half = half * (1 + _column(d.pressure) * _spread(knots, _WORK).clamp(-1.2, 1.2))
-    edge = warped - half  # (N, W, W), below 0 in the ink
+    pen = np.maximum(d.width * longer / 2, 0.5 * step)
+    half = np.where(d.pen, pen, np.maximum(d.width * longer, -0.55 * reach))
+    knots = torch.from_numpy(rng.standard_normal((n, 4, 4), dtype=np.float32)).clamp(-1.2, 1.2)
+    edge = warped - _spread(
+        _column(half) * (1 + _column(d.pressure) * knots), _WORK
+    )  # (N, W, W), ink below 0
     centre, side = _frame(edge, d)
     line = (torch.arange(size, dtype=torch.float32) + 0.5) / size - 0.5
-    x = (centre[:, :1] + line * side[:, None])[:, None, :].expand(n, size, size)
-    y = (centre[:, 1:] + line * side[:, None])[:, :, None].expand(n, size, size)
-    grid = (torch.stack([x, y], dim=3) + 0.5) * 2 / _WORK - 1
+    ends = (centre + 0.5)[:, :, None] + line * side[:, None, None]  # (N, 2, S): columns, then rows
+    ends = ends * (2 / _WORK) - 1
+    grid = torch.empty(n, size, size, 2)
+    grid[..., 0] = ends[:, 0, None, :]
+    grid[..., 1] = ends[:, 1, :, None]
     framed = F.grid_sample(edge[:, None], grid, padding_mode="border", align_corners=False)[:, 0]
-    return (0.5 - framed * size / side[:, None, None]).clamp(0, 1)
+    return (0.5 - framed * (size / side[:, None, None] / _column(step))).clamp(0, 1)
 
 
-def _warp(
-    fields: _Array, boxes: NDArray[np.float32], d: Distortion, *, step: Tensor, glyph: Tensor
-) -> Tensor:
+def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: _Array) -> Tensor:
     """The fields on the work canvas, (N, W, W), still in canvas pixels."""
-    line = torch.arange(_WORK, dtype=torch.float32) + 0.5 - _WORK / 2
-    bend = torch.zeros(len(fields), 2, _WORK, _WORK)
+    n, finest = len(fields), _KNOTS[-1]
+    bend = torch.zeros(n, 2, finest, finest)  # displacements in work pixels
     for scale, knots in enumerate(d.knots):
-        amount = torch.from_numpy(d.warp[:, scale])[:, None, None, None] * glyph[:, None]
-        bend += _spread(torch.from_numpy(knots).clamp(-2, 2) * amount, _WORK)
-    x, y = line + bend[:, 0], line[:, None] + bend[:, 1]  # (N, W, W)
-    cosine, sine = _column(np.cos(d.rotation)), _column(np.sin(d.rotation))
-    x, y = cosine * x + sine * y, cosine * y - sine * x
-    x = x + _column(d.shear) * y
-    half_aspect = _column(np.exp(d.aspect / 2))
-    zoom = _column(np.where(d.crop, 1, np.exp(-d.zoom)))
-    x, y = x * step * zoom / half_aspect, y * step * zoom * half_aspect
-    middle = np.stack([(boxes[:, 0] + boxes[:, 2]) / 2, (boxes[:, 1] + boxes[:, 3]) / 2], axis=1)
-    middle = np.where(d.crop[:, None], middle, CANVAS / 2)
-    grid = torch.stack([x + _column(middle[:, 0]), y + _column(middle[:, 1])], dim=3) * (2 / CANVAS) - 1
+        amount = torch.from_numpy(d.warp[:, scale] * glyph)[:, None, None, None]
+        bend += _spread(torch.from_numpy(knots).clamp(-2, 2) * amount, finest)
+    # work pixel -> canvas pixel: turn, then lean, then stretch
+    cosine, sine = np.cos(d.rotation), np.sin(d.rotation)
+    zoom = step * np.where(d.crop, 1, np.exp(-d.zoom))
+    wide, high = zoom * np.exp(-d.aspect / 2), zoom * np.exp(d.aspect / 2)
+    lean = np.array([[cosine - d.shear * sine, sine + d.shear * cosine], [-sine, cosine]])
+    affine = torch.from_numpy((lean * np.array([wide, high])[:, None]).transpose(2, 0, 1).astype(np.float32))
+    middle = np.stack([boxes[:, 0] + boxes[:, 2], boxes[:, 1] + boxes[:, 3]], axis=1) / 2
+    middle = np.where(d.crop[:, None], middle, CANVAS / 2).astype(np.float32)
+    # bends and affine map in one product: beside the spline's weights stand a constant and a slope
+    line = torch.arange(_WORK, dtype=torch.float32) + 0.5 - _WORK / 2
+    weights = torch.cat([_spline(finest, _WORK), torch.ones(_WORK, 1), line[:, None]], dim=1)
+    terms = torch.zeros(n, 2, finest + 2, finest + 2)
+    terms[:, :, :finest, :finest] = torch.einsum("nij,njyx->niyx", affine, bend)
+    terms[:, :, finest, finest] = torch.from_numpy(middle)
+    terms[:, :, finest, finest + 1] = affine[:, :, 0]
+    terms[:, :, finest + 1, finest] = affine[:, :, 1]
+    places = weights @ (terms * (2 / CANVAS)) @ weights.T - 1  # (N, 2, W, W)
     source = torch.from_numpy(fields)[:, None]
+    grid = places.permute(0, 2, 3, 1).contiguous()
     return F.grid_sample(source, grid, padding_mode="border", align_corners=False)[:, 0]
 
 
 def _frame(edge: Tensor, d: Distortion) -> tuple[Tensor, Tensor]:
     """Centre (N, 2) and side (N,) of the square, in work pixels, that the picture shows."""
-    ink = edge < 0
     where = torch.arange(_WORK, dtype=torch.float32)
 
     def ends(line: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,16 +262,16 @@ def _frame(edge: Tensor, d: Distortion) -> tuple[Tensor, Tensor]:
         last = torch.where(line, where, -1).amax(1)
         return torch.where(last < 0, 0, first), torch.where(last < 0, _WORK - 1, last)  # no ink: everything
 
-    left, right = ends(ink.any(1))
-    top, bottom = ends(ink.any(2))
+    left, right = ends(edge.amin(1) < 0)
+    top, bottom = ends(edge.amin(2) < 0)
     crop = torch.from_numpy(d.crop)
     tight = torch.maximum(right - left, bottom - top) + 1.5
-    em = EM * 1.25 * _WORK / (CANVAS * 1.1)
-    side = torch.where(crop, tight, em) * (1 + 2 * torch.from_numpy(d.margin))
+    margin = torch.from_numpy(d.margin)
+    side = torch.where(crop, tight, EM * 1.25 / _EM_STEP) * (1 + 2 * margin)
     middle = torch.stack([left + right, top + bottom], dim=1) / 2
     middle = torch.where(crop[:, None], middle, (_WORK - 1) / 2)
-    loose = torch.where(crop, torch.from_numpy(d.margin), 1.0)  # a tight crop has no room to move
-    return middle + torch.from_numpy(d.shift) * (side * loose)[:, None], side
+    room = torch.where(crop, margin, 1.0)  # a tight crop has no room to move
+    return middle + torch.from_numpy(d.shift) * (side * room)[:, None], side
 
 
 def _photograph(rng: np.random.Generator, cover: Tensor, d: Distortion) -> Tensor:

@@ -33,7 +33,7 @@ __all__ = [
     "glyphs_of",
     "outline_field",
     "rasterize",
-    "skeleton_field",
+    "skeleton_fields",
 ]
 
 EM = 48  # pixels of the em square
@@ -167,8 +167,8 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
 
     Only what the font itself lists is there, so a box for a missing character is never drawn.
     """
-    from fontTools import agl
-    from fontTools.ttLib import TTFont
+    from fontTools import agl  # type: ignore[import-untyped]
+    from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
 
     with TTFont(font_folder() / face.file, lazy=True) as font:
         names: dict[int, str] = font.getBestCmap()
@@ -241,71 +241,85 @@ def rasterize(glyph: Glyph) -> NDArray[np.uint8]:
 
 def outline_field(ink: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Signed distance to the outline, (N, H, W) uint8 ink -> (N, H, W) float32 within ±REACH, ink negative."""
-    cover = ink.astype(np.float32) / 255
-    far = np.float32(REACH**2)
     # a grey pixel is cut by the outline: its cover says how far from its centre
-    outside = np.where(cover >= 1, 0, np.where(cover <= 0, far, np.maximum(0, 0.5 - cover) ** 2))
-    inside = np.where(cover <= 0, 0, np.where(cover >= 1, far, np.maximum(0, cover - 0.5) ** 2))
+    offset = ink.astype(np.float32) / 255 - 0.5
+    squares = np.round(offset * offset * _FINE).astype(np.int16)
+    outside = np.where(ink == 255, 0, np.where(ink == 0, _FAR, np.where(offset < 0, squares, 0)))
+    inside = np.where(ink == 0, 0, np.where(ink == 255, _FAR, np.where(offset > 0, squares, 0)))
     return _root_of_nearest(outside) - _root_of_nearest(inside)
 
 
-def skeleton_field(ink: NDArray[np.uint8], *, shorten: int = 0) -> NDArray[np.float32]:
-    """Distance to the strokes' centre lines, (N, H, W) uint8 ink -> (N, H, W) float32 in [0, REACH].
+def skeleton_fields(ink: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
+    """Distances to the strokes' centre lines, (N, H, W) uint8 ink -> (N, H, W) float32 in [0, REACH] each.
 
-    ``shorten`` takes that many pixels off every free end, which also takes off short spurs like serifs.
+    One field for each of ``PRUNED``: that many pixels are taken off every free end, which also takes off short
+    spurs like serifs.
     """
-    lines = _prune(_thin(ink > 127), shorten)
-    return _root_of_nearest(np.where(lines, np.float32(0), np.float32(REACH**2)))
+    lines, done, fields = _thin(ink > 127), 0, []
+    for pixels in PRUNED:
+        lines, done = _prune(lines, pixels - done), pixels
+        fields.append(_root_of_nearest(np.where(lines, np.int16(0), _FAR)))
+    return fields
 
 
-def _root_of_nearest(squares: NDArray[np.float32]) -> NDArray[np.float32]:
+_FINE = 64  # squares of distances are kept in these fractions, so that they fit into 16 bits
+_FAR = np.int16(REACH * REACH * _FINE)
+
+
+def _root_of_nearest(squares: NDArray[np.int16]) -> NDArray[np.float32]:
     """Square root of min over pixels of (value there + squared distance to there), within REACH."""
-    best = squares.astype(np.float32)
-    for axis in (1, 2):
-        source, best = best, best.copy()
-        near = np.moveaxis(best, axis, 0)
-        values = np.moveaxis(source, axis, 0)
-        for step in range(1, REACH + 1):
-            np.minimum(near[step:], values[:-step] + np.float32(step * step), out=near[step:])
-            np.minimum(near[:-step], values[step:] + np.float32(step * step), out=near[:-step])
-    return np.minimum(np.sqrt(best), np.float32(REACH))
+    best = squares.astype(np.int16)
+    for start in range(0, len(best), 32):  # a few at a time, so that they stay in the processor's cache
+        some = best[start : start + 32]
+        for axis in (1, 2):
+            near, values = np.moveaxis(some, axis, 0), np.moveaxis(some.copy(), axis, 0)
+            for step in range(1, REACH + 1):
+                more = values + np.int16(step * step * _FINE)
+                np.minimum(near[step:], more[:-step], out=near[step:])
+                np.minimum(near[:-step], more[step:], out=near[:-step])
+    return np.minimum(np.sqrt(best.astype(np.float32) / _FINE), np.float32(REACH))
 
 
-def _neighbours(lines: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    """The eight neighbours of each pixel, clockwise from the one above; outside the canvas is empty."""
+def _neighbours(lines: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """The eight neighbours of each pixel as bits, clockwise from the one above; outside the canvas is empty."""
     height, width = lines.shape[1:]
-    padded = np.pad(lines, ((0, 0), (1, 1), (1, 1)))
-    around = ((0, 1), (0, 2), (1, 2), (2, 2), (2, 1), (2, 0), (1, 0), (0, 0))
-    return [padded[:, y : y + height, x : x + width] for y, x in around]
+    padded = np.pad(lines.view(np.uint8), ((0, 0), (1, 1), (1, 1)))
+    code = np.zeros(lines.shape, np.uint8)
+    for bit, (y, x) in enumerate(((0, 1), (0, 2), (1, 2), (2, 2), (2, 1), (2, 0), (1, 0), (0, 0))):
+        code |= padded[:, y : y + height, x : x + width] << np.uint8(bit)
+    return code
+
+
+@cache
+def _goes() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """For each of the 256 neighbourhoods whether its pixel goes, in the two turns of a round of thinning."""
+    bits = (np.arange(256)[:, None] >> np.arange(8)) & 1 == 1  # (256, 8)
+    count = bits.sum(1)
+    rises = (~bits & np.roll(bits, -1, axis=1)).sum(1)
+    up, right, down, left = bits[:, 0], bits[:, 2], bits[:, 4], bits[:, 6]
+    border = (count >= 2) & (count <= 6) & (rises == 1)
+    first = border & ~(up & right & down) & ~(right & down & left)
+    second = border & ~(up & right & left) & ~(up & down & left)
+    return first, second
 
 
 def _thin(ink: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Thinning to lines of one pixel (Zhang and Suen, "A fast parallel algorithm for thinning", 1984)."""
     lines = ink.copy()
-    changed = True
-    while changed:
-        changed = False
-        for first in (True, False):
-            p = _neighbours(lines)
-            count = np.sum(p, axis=0, dtype=np.int8)
-            rises = np.sum([~a & b for a, b in zip(p, [*p[1:], p[0]], strict=True)], axis=0, dtype=np.int8)
-            up, right, down, left = p[0], p[2], p[4], p[6]
-            if first:
-                edge = ~(up & right & down) & ~(right & down & left)
-            else:
-                edge = ~(up & right & left) & ~(up & down & left)
-            gone = lines & (count >= 2) & (count <= 6) & (rises == 1) & edge
-            if gone.any():
-                lines &= ~gone
-                changed = True
+    left = np.arange(len(lines))  # those that are not thin yet
+    while len(left):
+        some = before = lines[left]
+        for table in _goes():
+            some = some & ~table[_neighbours(some)]
+        lines[left] = some
+        left = left[(some != before).any(axis=(1, 2))]
     return lines
 
 
 def _prune(lines: NDArray[np.bool_], pixels: int) -> NDArray[np.bool_]:
+    single = np.array([value.bit_count() == 1 for value in range(256)])
     for _ in range(pixels):
-        ends = lines & (np.sum(_neighbours(lines), axis=0, dtype=np.int8) == 1)
-        alone = ends & np.logical_or.reduce(
-            _neighbours(ends)
-        )  # two pixels left: keep them, or a dot would go
+        ends = lines & single[_neighbours(lines)]
+        alone = ends & (_neighbours(ends) > 0)  # two pixels are left: keep them, or a dot would vanish
         lines = lines & ~(ends & ~alone)
     return lines
