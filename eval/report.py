@@ -1,0 +1,207 @@
+"""Builds ``report.html``, the page a person looks at after a training: one file that carries everything in itself.
+
+No network, no server: styles, script and pictures are inside, and the page's own security policy forbids anything
+else. All text that comes from data is escaped. The same run folder gives the same bytes.
+"""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from eval.report_charts import number
+from eval.report_curves import curves
+from eval.report_pictures import PictureBook, examples, matrices, queries
+from eval.report_scores import headline_scores, newest, results_table
+from eval.run_folder import BadSamples, Result, RunFolder, read_run_folder
+from eval.snapshot_file import Snapshot
+
+__all__ = ["build_report"]
+
+_HERE = Path(__file__).parent
+
+
+def build_report(run: Path, out: Path | None = None) -> Path:
+    """Write the report of a run folder and give its path.
+
+    Args:
+        run: the run folder. Each of its files may be missing or cut short; the page says what it lacks.
+        out: the file to write; by default ``report.html`` in the run folder. It appears whole or not at all.
+
+    Raises:
+        DataError: there is no run folder.
+    """
+    folder = read_run_folder(run)
+    out = run / "report.html" if out is None else out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    # a caption may hold half of a surrogate pair, which UTF-8 cannot carry
+    aside.write_text(_page(folder), encoding="utf-8", errors="replace")
+    aside.replace(out)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Section:
+    """A titled part of the page; one without content is left out."""
+
+    name: str
+    title: str
+    content: str
+    lead: str = ""
+
+    def html(self) -> str:
+        lead = f'<p class="lead">{self.lead}</p>' if self.lead else ""
+        return f'<section id="{self.name}"><h2>{self.title}</h2>{lead}{self.content}</section>\n'
+
+
+def _page(run: RunFolder) -> str:
+    book = PictureBook()
+    sections = [
+        _Section(name="curves", title="Curves", content=curves(run)),
+        *_picture_sections(run, book),
+        _Section(name="results", title="All results", content=results_table(run.results)),
+        _Section(name="about", title="About this run", content=_about(run)),
+    ]
+    shown = [section for section in sections if section.content]
+    links = "".join(f'<a href="#{section.name}">{section.title}</a>' for section in shown)
+    body = "".join(section.html() for section in shown)
+    style = (_HERE / "report.css").read_text(encoding="utf-8")
+    script = (_HERE / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(run.name)} – clipkit</title>\n"
+        f"<style>\n{style}\n{book.style()}\n</style></head>\n"
+        f'<body><main>{_head(run)}<nav aria-label="Sections">{links}</nav>\n{body}</main>\n'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _head(run: RunFolder) -> str:
+    notes = list(run.notes)
+    if run.bad_samples and run.bad_samples.count:
+        count = number(run.bad_samples.count)
+        notes.append(f"{count} samples could not be used and were replaced; the end of the page says why.")
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    aside = f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
+    return (
+        f'<header class="top"><p class="kind">clipkit training report</p><h1>{escape(run.name)}</h1>'
+        f'<p class="lead">{_sentence(run)}</p>{headline_scores(run.results)}</header>{aside}'
+    )
+
+
+def _sentence(run: RunFolder) -> str:
+    """The run in one sentence."""
+    model, planned = run.config.get("model"), run.config.get("steps")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    parts = [f"<b>{escape(str(name))}</b>" if name else "A model"]
+    if run.metrics and run.step is not None:
+        of = f" of {number(planned)}" if isinstance(planned, int) and planned > run.step else ""
+        parts.append(f"trained for {number(run.step)}{of} steps")
+    elif run.step is not None:
+        parts.append(f"at step {number(run.step)}")
+    else:
+        parts.append("of which nothing is recorded yet")
+    samples, seconds, loss, chance = (run.last(key) for key in ("samples", "seconds", "loss", "chance"))
+    if samples:
+        parts.append(f"on {number(samples)} samples")
+    if seconds:
+        parts.append(f"in {_duration(seconds)}")
+    text = " ".join(parts)
+    if loss is not None:
+        text += f". The last loss is {number(loss)}"
+        text += f", where guessing gives {number(chance)}" if chance else ""
+    return text + "."
+
+
+def _duration(seconds: float) -> str:
+    for limit, length, unit in ((90, 1, "seconds"), (5400, 60, "minutes"), (172_800, 3600, "hours")):
+        if seconds < limit:
+            return f"{number(round(seconds / length, 1))} {unit}"
+    return f"{number(round(seconds / 86_400, 1))} days"
+
+
+def _picture_sections(run: RunFolder, book: PictureBook) -> list[_Section]:
+    def by_dataset(build: Callable[[Sequence[Snapshot], PictureBook], str]) -> str:
+        parts = [(name, build(snapshots, book)) for name, snapshots in run.snapshots.items()]
+        return "".join(
+            f'<div class="dataset"><h3>{escape(name)}</h3>{part}</div>' for name, part in parts if part
+        )
+
+    return [
+        _Section(
+            name="examples",
+            title="Example predictions",
+            lead="Held-out pictures picked by chance, with the five likeliest labels. ✓ marks the true one.",
+            content=by_dataset(examples),
+        ),
+        _Section(
+            name="similarity",
+            title="Similarity of a held-out batch",
+            lead="Rows are pictures, columns their captions. The pairs lie on the diagonal, which stands out more "
+            "and more as the model learns.",
+            content=by_dataset(matrices),
+        ),
+        _Section(
+            name="queries",
+            title="Nearest pictures",
+            lead="The held-out pictures nearest to a text, nearest first, as the training went on. ✓ marks those "
+            "of the right class.",
+            content=by_dataset(queries),
+        ),
+    ]
+
+
+def _about(run: RunFolder) -> str:
+    parts = [_provenance(newest(run.results)), _bad_samples(run.bad_samples)]
+    if run.config_text:
+        parts.append(f"<h3>Configuration</h3><pre>{escape(run.config_text.strip())}</pre>")
+    return "".join(parts)
+
+
+def _provenance(results: Sequence[Result]) -> str:
+    """Where the newest scores come from; what differs between datasets is told for each."""
+    values: dict[str, dict[str, str]] = {}
+    for result in results:
+        for key, value in result.provenance.items():
+            if value is not None:
+                values.setdefault(key, {})[result.dataset] = _told(value)
+    datasets = {result.dataset for result in results}
+    rows = []
+    for key, by_dataset in values.items():
+        if len(set(by_dataset.values())) == 1 and len(by_dataset) == len(datasets):
+            told = escape(next(iter(by_dataset.values())))
+        else:
+            told = "<br>".join(f"{escape(name)}: {escape(value)}" for name, value in by_dataset.items())
+        rows.append(f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{told}</dd>")
+    return f'<h3>Where the scores come from</h3><dl class="facts">{"".join(rows)}</dl>' if rows else ""
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_told(one)}" for key, one in value.items())
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _bad_samples(bad: BadSamples | None) -> str:
+    if bad is None or bad.count == 0:
+        return ""
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in one)}</tr>" for one in bad.first)
+    said = f"{number(bad.count)} samples could not be used and were replaced by others. The first of them:"
+    return (
+        f'<h3>Bad samples</h3><p>{said}</p><div class="scroll" tabindex="0" role="region" '
+        'aria-label="Bad samples"><table><thead><tr><th scope="col">Shard</th><th scope="col">Key</th>'
+        f'<th scope="col">Cause</th></tr></thead><tbody>{rows}</tbody></table></div>'
+    )

@@ -1,0 +1,140 @@
+"""Which curves the report shows, and how they are prepared for drawing."""
+
+import math
+from collections.abc import Sequence
+
+from eval.report_charts import Chart, Line, Point, downsample, draw, number, smooth
+from eval.report_scores import is_share, metric_name
+from eval.run_folder import Result, RunFolder
+
+__all__ = ["curves"]
+
+_CAP = 100.0  # the published bound of exp(t)
+_SETS = 16  # charts of datasets; the table has them all
+_LINES = 2
+_SMOOTHED = 50  # a smoothed curve keeps about this many independent values
+
+
+def curves(run: RunFolder) -> str:
+    """The charts of a run; "" if it recorded nothing."""
+    charts = [_loss(run), *_accuracy(run), _temperature(run), _learning_rate(run)]
+    speed = run.metrics.get("samples_per_second", ())
+    charts.append(_noisy("Speed", speed, summary=_typical(speed, " samples/s"), floor=0))
+    waiting = [(step, 100 * share) for step, share in run.metrics.get("data_time", ())]
+    charts.append(
+        _noisy(
+            "Time waiting for data", waiting, summary=_typical(waiting, "%"), unit="%", floor=0, ceiling=10
+        )
+    )
+    drawn = "".join(draw(chart) for chart in charts)
+    return f'<div class="charts">{drawn}</div>' if drawn else ""
+
+
+def _loss(run: RunFolder) -> Chart:
+    chance = run.metrics.get("chance", ())
+    levels = []
+    if chance:
+        batch = round(math.exp(min(chance[-1][1], 40.0)))
+        name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
+        levels.append(Line(name=name, points=_thinned(chance), reference=True))
+    return _noisy("Loss", run.metrics.get("loss", ()), levels=levels, wide=True)
+
+
+def _temperature(run: RunFolder) -> Chart:
+    points = run.metrics.get("logit_scale", ())
+    lines = [Line(name="exp(t)", points=_thinned(points))]
+    if points:
+        lines.append(Line(name=f"cap {number(_CAP)}", points=[(points[0][0], _CAP)], reference=True))
+    return Chart(title="Temperature", note="exp(t), which multiplies the cosines", lines=lines, floor=0)
+
+
+def _learning_rate(run: RunFolder) -> Chart:
+    points = run.metrics.get("lr", ())
+    peak = f"peak {number(max(rate for _, rate in points))}" if points else ""
+    return Chart(
+        title="Learning rate",
+        lines=[Line(name="learning rate", points=_thinned(points), summary=peak)],
+        floor=0,
+    )
+
+
+def _accuracy(run: RunFolder) -> list[Chart]:
+    """A chart for each dataset and task: two metrics over the steps, the first with its interval, and chance."""
+    groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for result in run.results:
+        groups.setdefault((result.dataset, result.task), {}).setdefault(result.metric, []).append(result)
+    charts = []
+    for (dataset, task), metrics in list(groups.items())[:_SETS]:
+        first = next(iter(metrics.values()))
+        percent = all(is_share(row) for row in first)
+        factor = 100.0 if percent else 1.0
+        like = [rows for rows in metrics.values() if all(is_share(row) for row in rows) == percent]
+        lines = [_scores(rows, factor, tone) for tone, rows in enumerate(_telling(like), start=1)]
+        chance = first[-1].chance
+        if chance is not None:
+            name = f"chance {number(round(factor * chance, 2))}{'%' if percent else ''}"
+            lines.append(Line(name=name, points=[(first[0].step, factor * chance)], reference=True))
+        title = f"{dataset}, {task}" if task else dataset
+        charts.append(Chart(title=title, lines=lines, unit="%" if percent else "", floor=0))
+    return charts
+
+
+def _telling(metrics: Sequence[list[Result]]) -> list[list[Result]]:
+    """The first metric, and the one that says most beside it: top-5, or the other direction of retrieval."""
+    first = metrics[0][0].metric
+    other = {"acc1": "acc5", "image_to_text_R@1": "text_to_image_R@1"}.get(first)
+    beside = [rows for rows in metrics[1:] if other is None or rows[0].metric == other]
+    return [metrics[0], *beside[: _LINES - 1]]
+
+
+def _scores(rows: Sequence[Result], factor: float, tone: int) -> Line:
+    band = [
+        (row.step, factor * row.low, factor * row.high)
+        for row in rows
+        if row.low is not None and row.high is not None
+    ]
+    points = [(row.step, factor * row.value) for row in rows]
+    return Line(
+        name=metric_name(rows[0].metric),
+        points=points,
+        band=band if tone == 1 else (),
+        tone=tone,
+        dots=True,
+    )
+
+
+def _noisy(
+    title: str,
+    points: Sequence[Point],
+    *,
+    summary: str | None = None,
+    unit: str = "",
+    floor: float | None = None,
+    ceiling: float | None = None,
+    levels: Sequence[Line] = (),
+    wide: bool = False,
+) -> Chart:
+    """A smoothed line before a faint band from the least to the greatest raw value."""
+    mean = _thinned(smooth(points, len(points) / _SMOOTHED))
+    line = Line(name=title.lower(), points=mean, band=_range(points), summary=summary)
+    return Chart(title=title, lines=[line, *levels], unit=unit, floor=floor, ceiling=ceiling, wide=wide)
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    return [(x, last) for x, last, _, _ in downsample(points)]
+
+
+def _range(points: Sequence[Point]) -> list[tuple[float, float, float]]:
+    """Each bucket's range joined with its neighbours', so that a band of single values still has a width."""
+    buckets = downsample(points)
+    out = []
+    for i, (x, _, _, _) in enumerate(buckets):
+        near = buckets[max(0, i - 1) : i + 2]
+        out.append((x, min(low for _, _, low, _ in near), max(high for _, _, _, high in near)))
+    return out
+
+
+def _typical(points: Sequence[Point], unit: str) -> str | None:
+    """The median, which the start and a pause do not bend."""
+    values = sorted(value for _, value in points)
+    return f"median {number(values[len(values) // 2])}{unit}" if values else None

@@ -1,0 +1,113 @@
+"""The scores of the report: the big figures at its head, and the table of them all."""
+
+from collections.abc import Sequence
+from html import escape
+
+from eval.report_charts import number
+from eval.run_folder import Result
+
+__all__ = ["headline_scores", "is_share", "metric_name", "newest", "results_table"]
+
+_HEADLINES = 4
+_WORDS = {
+    "acc1": "top-1",
+    "acc5": "top-5",
+    "image_to_text_R@1": "image to text R@1",
+    "text_to_image_R@1": "text to image R@1",
+}
+_COLUMNS = ("Dataset", "Task", "Metric", "Value", "95% interval", "Chance", "Samples", "Step")
+_TEXT_COLUMNS = 3
+
+
+def metric_name(metric: str) -> str:
+    """A metric as a person says it."""
+    return _WORDS.get(metric, metric.replace("_", " "))
+
+
+def is_share(result: Result) -> bool:
+    """Whether a score lies in 0–1 and is told in percent."""
+    numbers = (result.value, result.low, result.high, result.chance)
+    return all(0 <= one <= 1 for one in numbers if one is not None)
+
+
+def newest(results: Sequence[Result]) -> list[Result]:
+    """The last score of each dataset, task and metric."""
+    last: dict[tuple[str, str, str], Result] = {}
+    for result in results:
+        last[result.dataset, result.task, result.metric] = result
+    return list(last.values())
+
+
+def headline_scores(results: Sequence[Result]) -> str:
+    """The first metric of each dataset and task in big figures, with its interval and chance."""
+    first: dict[tuple[str, str], Result] = {}
+    for result in newest(results):
+        first.setdefault((result.dataset, result.task), result)
+    shown = "".join(_headline(result) for result in list(first.values())[:_HEADLINES])
+    return f'<div class="scores">{shown}</div>' if shown else ""
+
+
+def _headline(result: Result) -> str:
+    details = []
+    if result.low is not None and result.high is not None:
+        details.append(f"95% interval {_told(result, result.low)} to {_told(result, result.high)}")
+    if result.chance is not None:
+        details.append(f"chance {_told(result, result.chance)}")
+    if result.n is not None:
+        details.append(f"n = {number(result.n)}")
+    figure, unit = (f"{result.value * 100:.1f}", "%") if is_share(result) else (number(result.value), "")
+    gauge = _gauge(result) if is_share(result) else ""
+    return (
+        f'<div class="score"><p class="what"><b>{escape(result.dataset)}</b> '
+        f"{escape(' '.join(filter(None, (result.task, metric_name(result.metric)))))}</p>"
+        f'<p class="figure">{escape(figure)}<small>{unit}</small></p>{gauge}'
+        f'<p class="details">{"".join(f"<span>{escape(one)}</span>" for one in details)}</p></div>'
+    )
+
+
+def _gauge(result: Result) -> str:
+    marks = [f'<i class="bar" style="width:{result.value * 100:.2f}%"></i>']
+    if result.low is not None and result.high is not None:
+        width = max(0.0, result.high - result.low) * 100
+        marks.append(f'<i class="interval" style="left:{result.low * 100:.2f}%;width:{width:.2f}%"></i>')
+    if result.chance is not None:
+        marks.append(f'<i class="chance" style="left:{result.chance * 100:.2f}%"></i>')
+    return f'<div class="gauge" aria-hidden="true">{"".join(marks)}</div>'
+
+
+def results_table(results: Sequence[Result]) -> str:
+    """The last score of every metric; "" if there is none."""
+    rows = "".join(_row(result) for result in newest(results))
+    if not rows:
+        return ""
+    heads = "".join(
+        f'<th scope="col"{"" if i < _TEXT_COLUMNS else " class=n"}>{name}</th>'
+        for i, name in enumerate(_COLUMNS)
+    )
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="All results"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _row(result: Result) -> str:
+    interval = ""
+    if result.low is not None and result.high is not None:
+        interval = f"{_told(result, result.low)} – {_told(result, result.high)}"
+    texts = (result.dataset, result.task, metric_name(result.metric))
+    figures = (
+        _told(result, result.value),
+        interval,
+        "" if result.chance is None else _told(result, result.chance),
+        "" if result.n is None else number(result.n),
+        number(result.step),
+    )
+    cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
+    cells += "".join(f'<td class="n">{escape(text)}</td>' for text in figures)
+    return f"<tr>{cells}</tr>"
+
+
+def _told(result: Result, value: float) -> str:
+    if not is_share(result):
+        return number(value)
+    return f"{value * 100:.1f}%" if value >= 0.01 or value == 0 else f"{value * 100:.2f}%"

@@ -1,0 +1,243 @@
+"""Reads what a training left in its run folder, however far it came.
+
+Any file may be missing, and a kill may have cut its last line short: what is there is read, and ``notes`` says
+what is not. A resumed training repeats some steps; the last word on a step counts.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clipkit.errors import DataError
+from eval.snapshot_file import Snapshot, find_snapshots, read_snapshot
+
+__all__ = ["BadSamples", "Result", "RunFolder", "read_run_folder"]
+
+METRICS = (
+    "loss",
+    "chance",
+    "logit_scale",
+    "lr",
+    "samples_per_second",
+    "data_time",
+    "seconds",
+    "samples",
+    "epoch",
+    "grad_norm",
+)
+SNAPSHOTS = 5  # moments shown of each dataset
+_MAX_LINE = 1 << 20
+_MAX_CONFIG_BYTES = 1 << 20
+_SHOWN_BAD = 5
+_RESULT_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One score: a line of ``results.jsonl``. ``low`` and ``high`` bound its 95% interval."""
+
+    step: int
+    dataset: str
+    task: str
+    metric: str
+    value: float
+    n: int | None
+    low: float | None
+    high: float | None
+    chance: float | None
+    provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadSamples:
+    """How many samples could not be used, and the first few as (shard, key, cause)."""
+
+    count: int
+    first: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """Everything the report shows.
+
+    ``metrics`` gives for each name of a curve its finite (step, value) points in order of steps; ``snapshots`` at
+    most five of each dataset, evenly chosen, the first and the last among them.
+    """
+
+    name: str
+    config_text: str
+    config: Mapping[str, Any]
+    metrics: Mapping[str, Sequence[tuple[int, float]]]
+    results: Sequence[Result]
+    snapshots: Mapping[str, Sequence[Snapshot]]
+    bad_samples: BadSamples | None
+    notes: Sequence[str]
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a curve."""
+        points = self.metrics.get(metric)
+        return points[-1][1] if points else None
+
+    @property
+    def step(self) -> int | None:
+        """The last step that anything was written at."""
+        steps = [points[-1][0] for points in self.metrics.values() if points]
+        steps += [result.step for result in self.results]
+        return max(steps, default=None)
+
+
+def read_run_folder(run: Path) -> RunFolder:
+    """Read a run folder.
+
+    Raises:
+        DataError: there is no such folder, or it holds nothing that a training writes.
+    """
+    if not run.is_dir():
+        raise DataError(f"no run folder at {run}")
+    notes: list[str] = []
+    config_text, config = _read_config(run / "config.toml", notes)
+    metrics = _read_metrics(run / "metrics.jsonl", notes)
+    results = _read_results(run / "results.jsonl", notes)
+    snapshots = _read_snapshots(run, notes)
+    if not (config_text or metrics or results or snapshots):
+        raise DataError(f"{run} is not a run folder: it has no config.toml, metrics, results or snapshots")
+    return RunFolder(
+        name=run.resolve().name,
+        config_text=config_text,
+        config=config,
+        metrics=metrics,
+        results=results,
+        snapshots=snapshots,
+        bad_samples=_read_bad_samples(run, notes),
+        notes=notes,
+    )
+
+
+def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    if not path.is_file():
+        notes.append("config.toml is missing, so the settings of this run are not shown.")
+        return "", {}
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        notes.append("config.toml is too large to be a config, and is not shown.")
+        return "", {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        notes.append(f"config.toml does not parse ({error}); it is shown as it is.")
+        return text, {}
+
+
+def _read_metrics(path: Path, notes: list[str]) -> dict[str, list[tuple[int, float]]]:
+    columns: dict[str, dict[int, float]] = {name: {} for name in METRICS}
+    not_finite: set[str] = set()
+    for line in _lines(path, notes, "the curves of the training are not shown"):
+        step = _whole(line.get("step"))
+        if step is None:
+            continue
+        for name, column in columns.items():
+            value = line.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if math.isfinite(value):
+                    column[step] = float(value)
+                else:
+                    not_finite.add(name)
+    if not_finite:
+        notes.append(
+            f"Some values of {', '.join(sorted(not_finite))} are not finite numbers and are left out."
+        )
+    return {name: sorted(column.items()) for name, column in columns.items() if column}
+
+
+def _read_results(path: Path, notes: list[str]) -> list[Result]:
+    found: dict[tuple[int, str, str, str], Result] = {}
+    for line in _lines(path, notes, "there are no scores to show"):
+        step, value = _whole(line.get("step")), _number(line.get("value"))
+        dataset, metric = line.get("dataset"), line.get("metric")
+        if step is None or value is None or dataset is None or metric is None:
+            continue
+        result = Result(
+            step=step,
+            dataset=str(dataset),
+            task=str(line.get("task", "")),
+            metric=str(metric),
+            value=value,
+            n=_whole(line.get("n")),
+            low=_number(line.get("low")),
+            high=_number(line.get("high")),
+            chance=_number(line.get("chance")),
+            provenance={key: one for key, one in line.items() if key not in _RESULT_FIELDS},
+        )
+        found[result.step, result.dataset, result.task, result.metric] = result
+    return sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
+
+
+def _read_snapshots(run: Path, notes: list[str]) -> dict[str, list[Snapshot]]:
+    chosen: dict[str, list[Snapshot]] = {}
+    for steps in find_snapshots(run).values():
+        for path in _evenly(list(steps.values()), SNAPSHOTS):
+            try:
+                snapshot = read_snapshot(path)
+            except DataError:
+                notes.append(f"snapshots/{path.name} cannot be read and is left out.")
+                continue
+            chosen.setdefault(snapshot.dataset, []).append(snapshot)
+    if not chosen:
+        notes.append("There are no snapshots, so predictions and pictures are not shown.")
+    return chosen
+
+
+def _read_bad_samples(run: Path, notes: list[str]) -> BadSamples | None:
+    paths = sorted(run.glob("bad_samples*.jsonl"))
+    count = 0
+    first: list[tuple[str, str, str]] = []
+    for path in paths:
+        for line in _lines(path, notes, ""):
+            count += 1
+            if len(first) < _SHOWN_BAD:
+                cause = line.get("cause", line.get("error", line.get("reason", "")))
+                first.append((str(line.get("shard", "")), str(line.get("key", "")), str(cause)))
+    return BadSamples(count=count, first=first) if paths else None
+
+
+def _lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file; lines that do not parse are counted and noted."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing, so {consequence}.")
+        return
+    broken = 0
+    with path.open("rb") as file:
+        while line := file.readline(_MAX_LINE):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                broken += bool(line.strip())
+                continue
+            if isinstance(value, dict):
+                yield value
+            else:
+                broken += 1
+    if broken:
+        what = "one line" if broken == 1 else f"{broken} lines"
+        notes.append(f"{path.name}: {what} cut short or broken, and left out.")
+
+
+def _evenly(paths: list[Path], count: int) -> list[Path]:
+    if len(paths) <= count:
+        return paths
+    return [paths[round(i * (len(paths) - 1) / (count - 1))] for i in range(count)]
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _whole(value: object) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
