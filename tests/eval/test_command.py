@@ -1,0 +1,95 @@
+"""The commands as a user runs them, each in its own process."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipkit import CLIP
+from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.config import Config
+from clipkit.errors import run_command
+from eval import read_results, weights_id
+from eval.__main__ import main
+
+WriteDataset = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(model: CLIP, tmp_path: Path) -> Path:
+    """A run folder with one checkpoint."""
+    state = LoopState(step=40, data="none")
+    save_checkpoint(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), state, Config(), keep=1)
+    return tmp_path / "run"
+
+
+def command(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("COLUMNS", None)
+    return subprocess.run(
+        [sys.executable, "-m", "eval", *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_zero_shot_prints_a_table_and_writes_lines(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    colours, shades = write_dataset("colours"), write_dataset("shades")
+    done = command("zero-shot", "--model", run, "--data", colours, "--data", shades, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.strip().splitlines()
+    assert lines[0].split() == ["dataset", "metric", "value", "%", "95%", "interval", "chance", "%", "n"]
+    assert max(map(len, lines[:-1])) <= 80 and "\x1b" not in done.stdout and "…" not in done.stdout
+    assert re.search(r"colours +acc1 +\d+\.\d +\d+\.\d–\d+\.\d +14\.29 +23\b", done.stdout)
+    assert lines[-1] == f"wrote 6 lines to {run / 'results.jsonl'}"
+    results = read_results(run / "results.jsonl")
+    assert [(line["dataset"], line["step"]) for line in results] == [("colours", 40)] * 3 + [
+        ("shades", 40)
+    ] * 3
+    checkpoint = run / "checkpoints" / "step_00000040"
+    assert results[0]["weights"] == weights_id(str(checkpoint))[0]
+
+
+def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    data = write_dataset(labels=[None] * 12, captions=[f"thing {i}" for i in range(12)], class_names=None)
+    checkpoint = run / "checkpoints" / "step_00000040"
+    done = command("retrieval", "--model", checkpoint, "--data", data, "--out", "own.jsonl", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line["metric"] for line in read_results(tmp_path / "own.jsonl")] == [
+        f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
+    ]
+
+
+def test_mistakes_are_one_line_and_exit_1(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset()
+    for arguments, message in (
+        (["zero-shot", "--model", "none", "--data", data], "no model at none"),
+        (["zero-shot", "--model", run, "--data", data, "--data", "nowhere"], "no dataset 'nowhere'"),
+        (["retrieval", "--model", run, "--data", data], "dataset colours has no captions"),
+        (["zero-shot", "--model", run, "--data", data, "--batch-size", "0"], "not a whole number above 0"),
+        (["zero-shot", "--model", run, "--data", data, "--device", "toaster"], "is not a device"),
+        (["zero-shot", "--data", data], "required: --model"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            run_command(lambda given=arguments: main([str(one) for one in given]))  # type: ignore[misc]
+        assert left.value.code == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert not (run / "results.jsonl").exists()
+    done = command("zero-shot", "--model", "none", "--data", data, folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)

@@ -1,0 +1,151 @@
+import json
+import logging
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipkit.errors import DataError
+from eval.datasets import DEFAULT_TEMPLATES, open_dataset
+
+WriteDataset = Callable[..., Path]
+
+
+def picture() -> bytes:
+    file = BytesIO()
+    Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(file, "jpeg")
+    return file.getvalue()
+
+
+def test_a_published_folder(write_dataset: WriteDataset) -> None:
+    folder = write_dataset(captions=[f"picture {i}" for i in range(23)])
+    dataset = open_dataset(folder)
+    assert (dataset.name, len(dataset), dataset.tasks) == ("colours", 23, ("zero-shot",))
+    assert dataset.class_names[:3] == ("red", "green", "blue")
+    assert dataset.templates == ("a photo of something {c}.", "{c}")
+    assert dataset.labels is not None and dataset.labels.tolist() == [i % 7 for i in range(23)]
+    assert dataset.captions is not None and dataset.captions[22] == ("picture 22",)
+    assert dataset.revision == open_dataset(folder.rename(folder.with_name("moved"))).revision
+
+
+def test_the_built_in_digits() -> None:
+    dataset = open_dataset("digits")
+    assert (dataset.name, len(dataset), len(dataset.class_names)) == ("digits", 1797, 10)
+    assert dataset.tasks == ("zero-shot",)
+
+
+@pytest.mark.parametrize("ending", ["\n", "", "\r\n"])
+def test_blank_class_names_keep_their_place(write_dataset: WriteDataset, ending: str) -> None:
+    folder = write_dataset(labels=[0, 3, 5])
+    newline = "\r\n" if ending == "\r\n" else "\n"
+    text = newline.join(["  cube ", "", "ball", "", "cone", "disc"]) + ending
+    (folder / "classnames.txt").write_bytes(text.encode())
+    assert open_dataset(folder).class_names == ("cube", "", "ball", "", "cone", "disc")
+
+
+def test_a_last_blank_class_name_counts_too(write_dataset: WriteDataset) -> None:
+    folder = write_dataset(labels=[0, 1])
+    (folder / "classnames.txt").write_text("cube\n\n")
+    assert open_dataset(folder).class_names == ("cube", "")
+
+
+def test_duplicate_and_empty_classes_are_told(
+    write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_dataset(labels=[0, 1, 2], class_names=["missile", "cat", "missile", "dog"])
+    with caplog.at_level(logging.WARNING, "eval"):
+        assert open_dataset(folder).class_names == ("missile", "cat", "missile", "dog")
+    assert [record.getMessage() for record in caplog.records] == [
+        "dataset colours: class names that stand for several classes: 'missile'",
+        "dataset colours: classes without a picture: 'dog'",
+    ]
+
+
+def test_which_tasks(write_dataset: WriteDataset) -> None:
+    both = write_dataset("both", captions=["a", "b"] * 11 + ["c"], card={"tasks": ["retrieval", "zero-shot"]})
+    assert open_dataset(both).tasks == ("zero-shot", "retrieval")
+    pairs = write_dataset("pairs", labels=[None] * 2, captions=["a\n\n b \n", "c"], class_names=None)
+    assert open_dataset(pairs).tasks == ("retrieval",)
+    assert open_dataset(pairs).captions == (("a", "b"), ("c",))
+    typed = write_dataset("typed", captions=["x"] * 23)
+    (typed / "dataset_type.txt").write_text("retrieval\n")
+    assert open_dataset(typed).tasks == ("retrieval",)
+
+
+def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
+    for name in (
+        "tabby_cat/1.jpg",
+        "tabby_cat/sub/2.JPEG",
+        "dog/3.jpg",
+        "dog/notes.txt",
+        "dog/.4.jpg",
+        ".git/5.jpg",
+    ):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name).write_bytes(picture())
+    dataset = open_dataset(tmp_path / "pets")
+    assert dataset.class_names == ("dog", "tabby cat")
+    assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 1]
+    assert dataset.templates == DEFAULT_TEMPLATES
+    assert dataset.where(2) == f"dataset pets: picture tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
+    assert dataset.shards.read(1).image == picture()
+    revision = dataset.revision
+    (tmp_path / "pets" / "dog" / "6.jpg").write_bytes(picture())
+    assert open_dataset(tmp_path / "pets").revision != revision
+
+
+def test_a_folder_of_pictures_with_splits(tmp_path: Path) -> None:
+    for name in ("train/dog/1.jpg", "test/dog/1.jpg", "test/cat/2.jpg", "test/cat/3.jpg"):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name).write_bytes(picture())
+    dataset = open_dataset(tmp_path / "pets")
+    assert (dataset.class_names, len(dataset)) == (("cat", "dog"), 3)
+
+
+def refusal(folder: Path | str) -> str:
+    with pytest.raises(DataError) as caught:
+        open_dataset(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    assert "not a folder, nor built in (did you mean 'digits'?)" in refusal("digit")
+    (tmp_path / "empty").mkdir()
+    assert "no picture in folders by class" in refusal(tmp_path / "empty")
+    assert "has label 7, but classnames.txt has 7 lines" in refusal(write_dataset("range", labels=[0, 7]))
+    assert "picture s0000001" in refusal(tmp_path / "range")
+    assert "sample s0000001 of" in refusal(write_dataset("unlabelled", labels=[0, None]))
+    assert "has no label, others have one" in refusal(tmp_path / "unlabelled")
+    assert "has no caption" in refusal(write_dataset("mute", labels=[0, 1], captions=["a", " \n"]))
+    assert "has no {c}" in refusal(write_dataset("template", templates=["a photo of a {}."]))
+    assert "tasks ['sing']; known: zero-shot, retrieval" in refusal(
+        write_dataset("task", card={"tasks": ["sing"]})
+    )
+    assert "no tar of split 'test'" in refusal(write_dataset("split", split="train"))
+    kind = write_dataset("kind")
+    (kind / "dataset_type.txt").write_text("multilabel\n")
+    assert "of type 'multilabel'" in refusal(kind)
+    latin = write_dataset("latin")
+    (latin / "classnames.txt").write_bytes("café\n".encode("latin-1"))
+    assert "not UTF-8" in refusal(latin)
+
+
+def test_lost_shards_and_samples_are_refused(write_dataset: WriteDataset) -> None:
+    folder = write_dataset()
+    (folder / "test" / "1.tar").unlink()
+    assert "nshards.txt says '3'" in refusal(folder)
+    (folder / "test" / "nshards.txt").unlink()
+    assert "shard 1.tar is missing" in refusal(folder)
+    (folder / "test" / "2.tar").rename(folder / "test" / "1.tar")
+    assert "its card says 23" in refusal(folder)
+    card = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps({**card, "samples": {"test": 13}}))
+    assert len(open_dataset(folder)) == 13
+    (folder / "card.json").write_text("[1]")
+    assert "is not a JSON object" in refusal(folder)
+    (folder / "card.json").write_text("{")
+    assert "does not parse" in refusal(folder)

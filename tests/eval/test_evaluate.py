@@ -1,0 +1,281 @@
+"""Encoding, zero-shot and retrieval on small real datasets, against plain loops and open_clip."""
+
+import io
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import clipkit
+import eval as evaluation
+from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError
+from eval.encode import Ranks, encode_dataset
+from eval.results import Score
+from eval.zero_shot import class_weights
+
+WriteDataset = Callable[..., Path]
+
+
+def by_metric(scores: list[Score]) -> dict[str, Score]:
+    return {score.metric: score for score in scores}
+
+
+def test_encode_gives_the_features_of_the_public_api(model: CLIP, write_dataset: WriteDataset) -> None:
+    dataset = evaluation.open_dataset(write_dataset())
+    seen: list[int] = []
+    model.train()
+    try:
+        encoded = encode_dataset(model, dataset, batch_size=5, progress=seen.append)
+        assert model.training
+    finally:
+        model.eval()
+    pictures = [dataset.shards.read(i).image for i in range(len(dataset))]
+    expected = clipkit.encode_image(pictures, model)
+    assert encoded.image_features.dtype == torch.float32
+    torch.testing.assert_close(encoded.image_features, expected, atol=1e-6, rtol=0)
+    assert seen == [5, 5, 5, 5, 3]
+
+
+def test_zero_shot_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:
+    dataset = evaluation.open_dataset(write_dataset())
+    scores = by_metric(evaluation.evaluate(model, dataset))
+    assert list(scores) == ["acc1", "acc5", "mean_per_class_recall"]
+    assert dataset.labels is not None
+    top1, top5, per_class = 0, 0, [[0, 0] for _ in range(7)]
+    for i, label in enumerate(dataset.labels.tolist()):
+        image = clipkit.encode_image(dataset.shards.read(i).image, model)[0]
+        similarities = []
+        for name in dataset.class_names:
+            prompts = clipkit.encode_text([t.replace("{c}", name) for t in dataset.templates], model)
+            mean = prompts.mean(dim=0)
+            similarities.append(float(image @ (mean / mean.norm())))
+        order = sorted(range(7), key=lambda c: -similarities[c])
+        top1 += order[0] == label
+        top5 += label in order[:5]
+        per_class[label][0] += order[0] == label
+        per_class[label][1] += 1
+    assert scores["acc1"].value == pytest.approx(top1 / 23)
+    assert scores["acc5"].value == pytest.approx(top5 / 23)
+    assert scores["mean_per_class_recall"].value == pytest.approx(sum(a / b for a, b in per_class) / 7)
+    assert [s.chance for s in scores.values()] == pytest.approx([1 / 7, 5 / 7, 1 / 7])
+    assert {(s.n, s.task, s.dataset) for s in scores.values()} == {(23, "zero-shot", "colours")}
+    assert all(0 <= s.low <= s.value <= s.high <= 1 for s in scores.values())
+
+
+def test_no_acc5_of_five_classes(model: CLIP, write_dataset: WriteDataset) -> None:
+    folder = write_dataset(labels=[0, 1, 2, 3, 4], class_names=list("abcde"))
+    assert list(by_metric(evaluation.evaluate(model, folder))) == ["acc1", "mean_per_class_recall"]
+
+
+def test_retrieval_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:
+    # several captions a picture, and captions that stand at several pictures, once even twice at one
+    captions = [f"thing {i}\nkind {i % 5}" + ("\nkind 1" if i == 1 else "") for i in range(12)]
+    folder = write_dataset(labels=[None] * 12, captions=captions, class_names=None, templates=None)
+    dataset = evaluation.open_dataset(folder)
+    scores = by_metric(evaluation.evaluate(model, dataset, tasks=["retrieval"]))
+    assert dataset.captions is not None
+    listed = [(i, caption) for i, own in enumerate(dataset.captions) for caption in own]
+    images = clipkit.encode_image([dataset.shards.read(i).image for i in range(12)], model)
+    texts = clipkit.encode_text([caption for _, caption in listed], model)
+    similarity = images @ texts.T  # (12, 25)
+    right = torch.tensor([[caption in own for _, caption in listed] for own in dataset.captions])
+    for k in (1, 5, 10):
+        for name, values, mask in (
+            ("image_to_text", similarity, right),
+            ("text_to_image", similarity.T, right.T),
+        ):
+            top = values.topk(k, dim=1).indices
+            expected = mask.gather(1, top).any(dim=1).double().mean().item()
+            score = scores[f"{name}_R@{k}"]
+            assert score.value == pytest.approx(expected)
+            assert score.n == len(values)
+            assert 1 / 25 < score.chance <= 1
+    assert len(scores) == 6
+
+
+def test_retrieval_of_plain_pairs_has_the_usual_chance(model: CLIP, write_dataset: WriteDataset) -> None:
+    folder = write_dataset(labels=[None] * 8, captions=[f"thing {i}" for i in range(8)], class_names=None)
+    scores = by_metric(evaluation.evaluate(model, folder))
+    assert {name: score.chance for name, score in scores.items()} == pytest.approx(
+        {f"{way}_R@{k}": k / 8 for way in ("image_to_text", "text_to_image") for k in (1, 5)}
+    )
+
+
+class Meeting:
+    """Two threads as two ranks: ``gather`` gives both the sum, and fails if one never comes."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor | None] = [None, None]
+        self.barrier = threading.Barrier(2, timeout=20)
+
+    def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def add(values: Tensor) -> Tensor:
+            self.values[rank] = values.clone()
+            self.barrier.wait()
+            first, second = self.values
+            assert first is not None and second is not None
+            total = first + second
+            self.barrier.wait()
+            return total
+
+        return add
+
+    def run(self, work: Callable[[Ranks], object]) -> list[object]:
+        outcomes: list[object] = [None, None]
+
+        def one(rank: int) -> None:
+            try:
+                outcomes[rank] = work(Ranks(rank=rank, world=2, gather=self.gather(rank)))
+            except DataError as error:
+                outcomes[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outcomes
+
+
+@pytest.mark.parametrize("count", [1, 23])
+def test_two_ranks_give_the_scores_of_one(model: CLIP, write_dataset: WriteDataset, count: int) -> None:
+    captions = [f"thing {i}" for i in range(23)]
+    tasks = ["zero-shot", "retrieval"] if count > 1 else ["zero-shot"]
+    folder = write_dataset(
+        labels=[i % 7 for i in range(count)], captions=captions[:count], card={"tasks": tasks}
+    )
+    dataset = evaluation.open_dataset(folder)
+    alone = evaluation.evaluate(model, dataset)
+    out = folder / "results.jsonl"
+
+    def work(ranks: Ranks) -> list[Score]:
+        return evaluation.evaluate(
+            model,
+            dataset,
+            batch_size=4,
+            rank=ranks.rank,
+            world=ranks.world,
+            gather=ranks.gather,
+            out=out,
+            step=7,
+        )
+
+    first, second = Meeting().run(work)
+    assert first == second == alone
+    lines = evaluation.read_results(out)
+    assert [(line["step"], line["metric"], line["value"]) for line in lines] == [
+        (7, score.metric, score.value) for score in alone
+    ]
+
+
+def break_picture(folder: Path, key: str) -> None:
+    """Replace a picture in a shard by bytes that are no picture."""
+    for shard in (folder / "test").glob("*.tar"):
+        with tarfile.open(shard) as tar:
+            members = [(m, tar.extractfile(m).read()) for m in tar.getmembers()]  # type: ignore[union-attr]
+        with tarfile.open(shard, "w") as tar:
+            for member, data in members:
+                data = b"not a picture" if member.name == f"{key}.png" else data
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def test_a_picture_that_does_not_decode_is_named_on_every_rank(
+    model: CLIP, write_dataset: WriteDataset
+) -> None:
+    folder = write_dataset()
+    break_picture(folder, "s0000013")
+    dataset = evaluation.open_dataset(folder)
+    message = r"dataset colours: picture s0000013 of .*1\.tar: not a picture in a known format; .*"
+    with pytest.raises(DataError, match=message):
+        evaluation.evaluate(model, dataset, batch_size=4)
+    outcomes = Meeting().run(
+        lambda ranks: encode_dataset(model, dataset, rank=ranks.rank, world=ranks.world, gather=ranks.gather)
+    )
+    assert all(isinstance(one, DataError) and "s0000013" in str(one) for one in outcomes)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("eval-decode")]
+
+
+def test_what_a_task_needs_is_checked_before_anything_is_encoded(
+    model: CLIP, write_dataset: WriteDataset
+) -> None:
+    def refused(folder: Path, task: str) -> str:
+        with pytest.raises(DataError) as caught:
+            evaluation.evaluate(model, folder, tasks=[task], progress=lambda _: pytest.fail("encoded"))
+        return str(caught.value)
+
+    labelled = write_dataset("labelled")
+    pairs = write_dataset("pairs", labels=[None] * 3, captions=["a", "b", "c"], class_names=None)
+    unnamed = write_dataset("unnamed", class_names=None)
+    same = write_dataset("same", captions=["thing"] * 23)
+    assert "no captions" in refused(labelled, "retrieval")
+    assert "no labels" in refused(pairs, "zero-shot")
+    assert "no classnames.txt" in refused(unnamed, "zero-shot")
+    assert "one caption for all" in refused(same, "retrieval")
+    with pytest.raises(ConfigError, match="did you mean 'zero-shot'"):
+        evaluation.evaluate(model, labelled, tasks=["zeroshot"])
+
+
+def test_one_encoding_serves_all(model: CLIP, write_dataset: WriteDataset) -> None:
+    folder = write_dataset(
+        captions=[f"thing {i}" for i in range(23)], card={"tasks": ["zero-shot", "retrieval"]}
+    )
+    seen: list[int] = []
+    encoded = encode_dataset(model, evaluation.open_dataset(folder), progress=seen.append)
+    scores = evaluation.evaluate(model, encoded, progress=lambda _: pytest.fail("encoded again"))
+    assert sum(seen) == 23
+    assert scores == evaluation.evaluate(model, folder)
+    assert {score.task for score in scores} == {"zero-shot", "retrieval"}
+
+
+def test_evaluation_leaves_no_trace_in_a_training(model: CLIP, write_dataset: WriteDataset) -> None:
+    folder = write_dataset()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model.train()
+    try:
+        evaluation.evaluate(model, folder)
+        assert model.training and torch.equal(torch.get_rng_state(), before)
+        model(torch.zeros(2, 3, 16, 16), clipkit.tokenize(["a", "b"]))[0].sum().backward()
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.eval()
+
+
+def test_similarities_are_float32_under_autocast(model: CLIP, write_dataset: WriteDataset) -> None:
+    encoded = encode_dataset(model, evaluation.open_dataset(write_dataset()))
+    weights = class_weights(model, encoded.dataset)
+    expected = evaluation.zero_shot(model, encoded)
+    assert weights.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert class_weights(model, encoded.dataset).dtype == torch.float32
+        assert evaluation.provenance(model, encoded.dataset, weights="w")["dtype"] == "bfloat16"
+        mixed = encode_dataset(model, encoded.dataset)
+    assert mixed.image_features.dtype == torch.float32
+    assert len(expected) == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
+def test_classifier_is_open_clips(model: CLIP, write_dataset: WriteDataset) -> None:
+    import open_clip
+
+    twin = open_clip.CLIP(
+        embed_dim=16,
+        vision_cfg={"image_size": 16, "patch_size": 8, "width": 32, "layers": 1, "head_width": 16},
+        text_cfg={"width": 32, "layers": 1, "heads": 2},
+    ).eval()
+    twin.load_state_dict(model.state_dict())
+    dataset = evaluation.open_dataset(write_dataset())
+    expected = open_clip.build_zero_shot_classifier(
+        twin,
+        tokenizer=open_clip.get_tokenizer("ViT-B-32"),
+        classnames=dataset.class_names,
+        templates=[lambda name, t=template: t.replace("{c}", name) for template in dataset.templates],
+        num_classes_per_batch=3,
+    )
+    torch.testing.assert_close(class_weights(model, dataset), expected, atol=1e-6, rtol=0)

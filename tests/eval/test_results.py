@@ -1,0 +1,98 @@
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipkit import CLIP
+from clipkit.errors import DataError
+from eval import Score, append_results, latest_results, open_dataset, provenance, read_results, weights_id
+
+WriteDataset = Callable[..., Path]
+
+
+def score(metric: str = "acc1", value: float = 0.5) -> Score:
+    return Score(
+        dataset="d", task="zero-shot", metric=metric, value=value, n=10, low=0.2, high=0.8, chance=0.1
+    )
+
+
+def test_lines_are_appended_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "results.jsonl"
+    append_results(path, [score("acc1"), score("acc5")], step=100, provenance={"weights": "w"})
+    append_results(path, [score("acc1", 0.6)], step=None, provenance={})
+    assert read_results(path)[0] == {
+        "step": 100, "dataset": "d", "task": "zero-shot", "metric": "acc1", "value": 0.5, "n": 10, "low": 0.2,
+        "high": 0.8, "chance": 0.1, "weights": "w",
+    }  # fmt: skip
+    assert [(line["step"], line["metric"]) for line in read_results(path)] == [
+        (100, "acc1"),
+        (100, "acc5"),
+        (None, "acc1"),
+    ]
+    assert read_results(tmp_path / "none.jsonl") == []
+
+
+def test_a_half_written_line_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_results(path, [score()], step=1, provenance={})
+    path.write_text(path.read_text() + '{"step": 2, "dataset": "d", "ta')
+    append_results(path, [score()], step=3, provenance={})
+    assert [line["step"] for line in read_results(path)] == [1, 3]
+
+
+def test_the_latest_line_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for step, value in ((1, 0.1), (2, 0.2), (1, 0.3)):
+        append_results(path, [score(value=value)], step=step, provenance={})
+    assert [(line["step"], line["value"]) for line in latest_results(path)] == [(1, 0.3), (2, 0.2)]
+
+
+def test_programs_that_append_at_once_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    program = (
+        "import sys; from pathlib import Path; from eval import Score, append_results\n"
+        "one = Score(dataset=sys.argv[2] * 3000, task='t', metric='m', value=0, n=1, low=0, high=1, chance=0)\n"
+        "for step in range(50): append_results(Path(sys.argv[1]), [one] * 4, step=step, provenance={})"
+    )
+    programs = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "ab"]
+    assert [one.wait(60) for one in programs] == [0, 0]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 400
+    runs = [[line["dataset"][0] for line in lines[i : i + 4]] for i in range(0, 400, 4)]
+    assert all(len(set(run)) == 1 for run in runs)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write"):
+        append_results(tmp_path / "file" / "results.jsonl", [score()], step=1, provenance={})
+
+
+def test_provenance_tells_data_prompts_and_versions(model: CLIP, write_dataset: WriteDataset) -> None:
+    dataset = open_dataset(write_dataset(captions=[f"thing {i}" for i in range(23)]))
+    facts = provenance(model, dataset, weights="sha256:1")
+    json.dumps(facts)
+    assert facts["data_revision"] == dataset.revision
+    assert (facts["weights"], facts["dtype"], facts["torch"]) == ("sha256:1", "float32", torch.__version__)
+    assert facts["prompt_count"] == 14
+    assert facts["preprocessing"]["image_size"] == 16
+    assert datetime.fromisoformat(facts["time"]).utcoffset() is not None
+    other = open_dataset(write_dataset("other", templates=["{c}", "a photo of something {c}."]))
+    assert provenance(model, other, weights="")["prompts"] != facts["prompts"]
+    assert provenance(model, other, weights="")["captions"] is None
+
+
+def test_weights_are_named_by_the_hash_of_their_file(tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000200"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    name, step = weights_id(str(folder))
+    assert (name, step) == ("sha256:" + hashlib.sha256(b"weights").hexdigest()[:16], 200)
+    assert weights_id(str(folder / "model.safetensors")) == (name, step)
+    assert weights_id("open_clip:ViT-B-32/openai") == ("open_clip:ViT-B-32/openai", None)
