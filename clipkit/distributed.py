@@ -32,7 +32,8 @@ def start() -> torch.device:
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
+        # tensors on the CPU go by gloo, so that agreeing on a flag never waits for a GPU's queue
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
     return device
 
 
@@ -62,9 +63,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """The elementwise sum of every rank's tensor, on each rank; no gradient."""
     if world_size() == 1:
         return values
-    total = values.detach().to(_transport(), copy=True)
+    total = values.detach().clone()
     dist.all_reduce(total)
-    return total.to(values.device)
+    return total
 
 
 def any_rank(flag: bool) -> bool:
@@ -126,8 +127,3 @@ class _MeanOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
-
-
-def _transport() -> torch.device:
-    """Where tensors must lie for the process group to carry them."""
-    return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")

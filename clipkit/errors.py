@@ -3,6 +3,7 @@
 A mistake of our own is an ``assert`` or an ordinary exception with its traceback.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -39,7 +40,9 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     try:
         status = command()
     except ClipkitError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # the same mistake may be reported by every process of a job
+        who = "error" if rank == "0" else f"error (rank {rank})"
+        print(f"{who}: " + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has left, as in `… | head`
         sys.stderr.close()

@@ -38,7 +38,7 @@ OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 
-ImageLike: TypeAlias = Union[str, PathLike[str], bytes, "Image", npt.NDArray[Any], Tensor]  # noqa: UP007
+ImageLike: TypeAlias = Union[str, PathLike[str], bytes, "Image", npt.NDArray[Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,172 @@
+"""What a training shows and records: a live bar or plain lines, ``metrics.jsonl``, TensorBoard and wandb."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from clipkit.config import Config, to_toml
+from clipkit.errors import ConfigError
+
+__all__ = ["MetricsLog", "ProgressLine", "drop_lines_after"]
+
+_PLAIN_EVERY_SECONDS = 10.0
+
+
+class ProgressLine:
+    """A live progress bar on a terminal, a line every ten seconds elsewhere; silent where not ``shown``."""
+
+    def __init__(self, *, steps: int, done: int, shown: bool) -> None:
+        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+        self._steps, self._shown = steps, shown
+        self._started, self._done_before = time.monotonic(), done
+        self._last_line = 0.0
+        columns = (
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._bar = Progress(*columns, console=self.console, transient=True, disable=not shown)
+        self._live = shown and self.console.is_terminal
+        self._task = self._bar.add_task("starting", total=steps, completed=done)
+        if self._live:
+            self._bar.start()
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self._shown:
+            self.console.print(line, markup=False)
+
+    def advance(self, step: int) -> None:
+        """``step`` updates are made."""
+        if self._live:
+            self._bar.update(self._task, completed=step)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the newest figures."""
+        text = (
+            f"loss {metrics['loss']:.3f} (chance {metrics['chance']:.2f}) "
+            f"{metrics['samples_per_second']:.0f}/s data {metrics['data_time']:.0%} "
+            f"scale {metrics['logit_scale']:.1f}"
+        )
+        if self._live:
+            self._bar.update(self._task, completed=step, description=text)
+        elif time.monotonic() - self._last_line >= _PLAIN_EVERY_SECONDS:
+            self._last_line = time.monotonic()
+            elapsed = self._last_line - self._started
+            left = elapsed / max(1, step - self._done_before) * (self._steps - step)
+            self.say(f"step {step}/{self._steps} {text} left {left / 60:.0f}m{left % 60:02.0f}s")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._live:
+            self._bar.stop()
+
+
+class Sink(Protocol):
+    """Where scalars of a step go."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of one step."""
+
+    def close(self) -> None:
+        """Bring everything out."""
+
+
+class MetricsLog:
+    """Every logged step as a line of ``metrics.jsonl``, and in TensorBoard and wandb where they are wanted.
+
+    Args:
+        run: the run folder.
+        config: of the run.
+        step: updates made so far; figures of later steps, left by a run that was killed, are taken out.
+    """
+
+    def __init__(self, run: Path, config: Config, *, step: int) -> None:
+        path = run / "metrics.jsonl"
+        drop_lines_after(path, step)
+        self._file = path.open("a", encoding="utf-8")
+        self._sinks: list[Sink] = []
+        if config.log.tensorboard:
+            with suppress(ImportError):  # an extra; its absence is said in README, not at each start
+                self._sinks.append(_TensorBoard(run, step))
+        if config.log.wandb:
+            self._sinks.append(_Wandb(run, config))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the figures of one step."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(step, {f"train/{name}": value for name, value in values.items()})
+
+    def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Scores go to the loggers; their own file is the evaluation's."""
+        for sink in self._sinks:
+            sink.write(step, scores)
+
+    def close(self) -> None:
+        """Bring everything out."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Take lines of steps beyond ``step``, and a last line that a kill has cut short, out of a JSONL file."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, AttributeError, TypeError):
+            if (json.loads(line).get("step") or 0) <= step:
+                kept.append(line + "\n")
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)
+
+
+class _TensorBoard:
+    def __init__(self, run: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, run: Path, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("log.wandb is set but wandb is missing: pip install 'clipkit[log]'") from error
+        identity = run / "wandb_id"
+        if not identity.is_file():
+            identity.write_text(f"{run.name}-{time.time_ns():x}\n")
+        self._run: Any = wandb.init(
+            project=config.log.wandb,
+            name=run.name,
+            id=identity.read_text().strip(),
+            resume="allow",
+            dir=str(run),
+            config={"toml": to_toml(config)},
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

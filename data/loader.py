@@ -1,0 +1,154 @@
+"""Batches for one rank: read, decode, crop, tokenize, collate, in worker processes that run ahead.
+
+Letters: B samples of this rank's part of a batch, S image side in pixels, L tokens of the longest caption.
+"""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from clipkit.errors import DataError
+from clipkit.preprocess import decode_image
+from clipkit.tokenizer import tokenize
+from data.augment import random_of, train_transform
+from data.order import Order
+from data.shards import Shards
+
+__all__ = ["BadSample", "Batch", "Loader"]
+
+_SUBSTITUTES = 32  # tries for one bad sample before the data are called broken
+_CROP, _SUBSTITUTE = 0, 1  # what a stream of random numbers is for; part of its seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadSample:
+    """A sample that could not be used, and why."""
+
+    shard: str
+    key: str
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        images: (B, 3, S, S) uint8.
+        tokens: (B, L) int64, trimmed to the longest caption of this part.
+        ids: (B,) int64, sample numbers; a bad sample's substitute stands under its own number.
+        bad: the samples that were replaced.
+    """
+
+    images: Tensor
+    tokens: Tensor
+    ids: Tensor
+    bad: tuple[BadSample, ...] = ()
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory; torch's loader calls this."""
+        return replace(self, images=self.images.pin_memory(), tokens=self.tokens.pin_memory())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """The batches of one rank from a step on.
+
+    The content of a batch follows from (seed, step, rank, world) alone, so the loader has no state: iterating
+    from step n gives what a run would have seen that never stopped.
+    """
+
+    shards: Shards
+    order: Order
+    image_size: int
+    context_length: int
+    crop_scale: float = 0.9
+    rank: int = 0
+    world: int = 1
+    workers: int = 0
+    pin: bool = False
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """The batches of steps ``start`` to ``stop - 1``.
+
+        Raises:
+            DataError: no usable sample was found in place of a bad one.
+        """
+        loader: DataLoader[Batch | DataError] = DataLoader(
+            _Batches(self),
+            batch_size=None,
+            sampler=range(start, stop),
+            num_workers=self.workers,
+            pin_memory=self.pin,
+            prefetch_factor=4 if self.workers else None,
+            worker_init_fn=_leave_signals_to_the_trainer,
+        )
+        for batch in loader:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+
+    def batch(self, step: int) -> Batch:
+        """This rank's part of the batch after ``step`` others."""
+        ids = self.order.batch(step, rank=self.rank, world=self.world)
+        epoch = self.order.position(step).epoch
+        bad: list[BadSample] = []
+        images, captions = [], []
+        for number in ids.tolist():
+            image, caption = self._pair(number, epoch, bad)
+            images.append(image)
+            captions.append(caption)
+        tokens = tokenize(captions, self.context_length, trim=True)
+        return Batch(images=torch.stack(images), tokens=tokens, ids=torch.from_numpy(ids), bad=tuple(bad))
+
+    def _pair(self, number: int, epoch: int, bad: list[BadSample]) -> tuple[Tensor, str]:
+        """Sample ``number``, or if it is bad another one that (seed, epoch, number) determines."""
+        substitutes = None
+        chosen = number
+        for _ in range(_SUBSTITUTES):
+            try:
+                return self._decode(chosen, epoch)
+            except DataError as error:
+                shard, key = self.shards.locate(chosen)
+                bad.append(BadSample(shard=shard, key=key, cause=str(error)))
+            substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, number)
+            chosen = int(substitutes.integers(len(self.shards)))
+        last = bad[-1]
+        raise DataError(
+            f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}"
+        )
+
+    def _decode(self, number: int, epoch: int) -> tuple[Tensor, str]:
+        sample = self.shards.read(number)
+        if sample.caption is None or not sample.caption.strip():
+            raise DataError("empty caption")
+        image = train_transform(
+            decode_image(sample.image),
+            image_size=self.image_size,
+            crop_scale=self.crop_scale,
+            random=random_of(self.order.seed, _CROP, epoch, number),
+        )
+        return image, sample.caption
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    # both may reach the whole process group, and the trainer still needs batches for the step it is in
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class _Batches(Dataset["Batch | DataError"]):
+    """Steps as a map-style dataset: a worker makes whole batches."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __getitem__(self, step: int) -> "Batch | DataError":
+        try:
+            return self.loader.batch(step)
+        except DataError as error:
+            return error  # raised in the main process, where its message stays one line

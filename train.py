@@ -1,0 +1,399 @@
+"""Train a CLIP: ``torchrun train.py [CONFIG.toml] [key=value …]``, or ``python train.py`` for one process.
+
+Read from top to bottom in the order in which things happen: build, resume, loop, evaluate, save. The same
+command again resumes where the run was left, with the same weights, bit for bit, as if it had never stopped.
+"""
+
+import argparse
+import fcntl
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from clipkit import distributed
+from clipkit.accumulation import backward
+from clipkit.architectures import architecture
+from clipkit.checkpoint import LoopState, latest_checkpoint, load_training, save_checkpoint
+from clipkit.config import Config, changes, load_config, to_toml
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, run_command
+from clipkit.loss import clip_loss
+from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
+from clipkit.optim import adamw, learning_rate
+from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
+from data.loader import Batch, Loader
+from data.order import Order
+from data.shards import Shards, find_shards
+from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_dataset, read_results
+from eval.report import build_report
+from eval.snapshot import take_snapshot, write_snapshot
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
+
+
+def main() -> int:
+    # 1. The configuration: printed, and never changed from here on.
+    options = parse_arguments()
+    config = load_config(options.config, options.overrides)
+    run = Path(config.out)
+    if options.dry_run:
+        print(to_toml(config), end="")
+        return 0
+
+    # 2. This process among the others, and its device.
+    device = distributed.start()
+    rank, world = distributed.rank(), distributed.world_size()
+    chief = rank == 0
+    check_split(config, world)
+    bf16 = use_bf16(config, device)
+
+    # 3. The run folder: ours alone, and of this configuration.
+    with only_trainer_of(run, config, chief=chief):
+        # 4. The data, training and evaluation, checked before anything is computed.
+        if chief:
+            print(to_toml(config), file=sys.stderr)
+        shards = Shards([path for source in config.data.sources for path in find_shards(source)])
+        datasets = [open_dataset(name) for name in config.eval.data]
+        for dataset in datasets:
+            check_tasks(dataset)
+        order = Order(
+            shards.counts.tolist(), seed=config.seed, batch_size=config.batch_size, window=config.data.window
+        )
+        shape = architecture(config.model.name)
+        loader = Loader(
+            shards=shards,
+            order=order,
+            image_size=shape.vision.image_size,
+            context_length=shape.text.context_length,
+            crop_scale=config.data.crop_scale,
+            rank=rank,
+            world=world,
+            workers=config.data.workers,
+            pin=device.type == "cuda",
+        )
+
+        # 5. The model and the optimizer.
+        model = create(config.model.name, seed=config.seed).to(device)
+        optimizer = adamw(model, config.optim)
+
+        # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
+        state = LoopState(step=0, data=shards.fingerprint())
+        if (checkpoint := latest_checkpoint(run)) is not None:
+            found = load_training(checkpoint, model, optimizer)
+            if found.data != state.data:
+                raise CheckpointError(
+                    f"{checkpoint} was trained on other data (fingerprint {found.data}, now {state.data}): "
+                    "bring the data back, or set out=… for a new run"
+                )
+            state = found
+        if chief:  # what a run that was killed had written after its last checkpoint
+            drop_lines_after(run / "results.jsonl", state.step)
+        trained: torch.nn.Module = model
+        if world > 1:
+            trained = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+        # 7. The loop.
+        progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
+        progress.say(describe(model, order, shards, world, device, bf16=bf16))
+        progress.say(f"resuming {run} at step {state.step}" if state.step else f"starting {run}")
+        log = MetricsLog(run, config, step=state.step) if chief else None
+        scorer = Scorer(model, datasets, run, config, log, progress, bf16=bf16)
+        stop = StopRequest()
+        batches = loader.batches(state.step, config.steps)
+        step, bad_samples, stopped = state.step, state.bad_samples, False
+        began = clock() - state.seconds
+        saved_step, saved_at = step, clock()
+        window_began, window_step, waited = clock(), step, 0.0
+        try:
+            if is_due(step, config.eval.every_steps):
+                scorer.score_if_owed(step)  # a run that was stopped leaves the scores of its last step to us
+            while step < config.steps and not stopped:
+                # 7a. The next batch, already on its way.
+                asked = clock()
+                batch = next(batches)
+                images = batch.images.to(device, non_blocking=True)
+                tokens = batch.tokens.to(device, non_blocking=True)
+                waited += clock() - asked
+
+                # 7b. The gradient of the global batch, clipped, and one update.
+                rate = learning_rate(step, config.steps, config.optim)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.zero_grad(set_to_none=True)
+                loss = backward(
+                    trained, images, tokens, loss=clip_loss, parts=config.accumulate, autocast=bf16
+                )
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm or math.inf)
+                optimizer.step()
+                with torch.no_grad():
+                    model.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
+                step += 1
+                progress.advance(step)
+
+                # 7c. What all ranks must agree on: whether to stop, and how many samples were bad.
+                record_bad_samples(run, batch, step, progress, rank=rank)
+                asked_to_stop, newly_bad = distributed.sum_over_ranks(
+                    torch.tensor([int(stop.asked), len(batch.bad)])
+                ).tolist()
+                stopped = asked_to_stop > 0
+                bad_samples += newly_bad
+                check_bad_samples(bad_samples, step * config.batch_size, config.data.max_bad, run)
+
+                # 7d. What is due after this step. Only the chief's clock counts, and only it saves.
+                last = step == config.steps
+                due_score = is_due(step, config.eval.every_steps) and not last and not stopped
+                minutes = (clock() - saved_at) / 60
+                due_save = last or stopped or is_due(step, config.checkpoint.every_steps)
+                due_save |= 0 < config.checkpoint.every_minutes <= minutes
+
+                # 7e. What is shown and recorded. A loss that is no number ends the run before it is saved.
+                if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
+                    if not math.isfinite(value := loss.item()):
+                        raise ClipkitError(
+                            f"the loss of step {step} is {value}; the last checkpoint is of step {saved_step}: "
+                            "try a lower optim.lr, a longer optim.warmup or precision=fp32"
+                        )
+                    elapsed = clock() - window_began
+                    metrics = {
+                        "epoch": (step - 1) // order.batches_per_epoch,
+                        "samples": step * config.batch_size,
+                        "loss": value,
+                        "chance": math.log(config.batch_size),
+                        "samples_per_second": (step - window_step) * config.batch_size / elapsed,
+                        "data_time": waited / elapsed,
+                        "logit_scale": model.logit_scale.exp().item(),
+                        "lr": rate,
+                        "grad_norm": norm.item(),
+                        "bad_samples": bad_samples,
+                        "seconds": clock() - began,
+                    }
+                    progress.update(step, metrics)
+                    if log is not None:
+                        log.write(step, metrics)
+
+                # 7f. Scores on what it never saw, by all ranks together; then a checkpoint.
+                if due_score:
+                    scorer.score(step)
+                if due_save:
+                    if chief:
+                        state = replace(state, step=step, seconds=clock() - began, bad_samples=bad_samples)
+                        save_checkpoint(run, model, optimizer, state, config, keep=config.checkpoint.keep)
+                    saved_step, saved_at = step, clock()
+                if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
+                    window_began, window_step, waited = clock(), step, 0.0
+
+            # 8. The end: the last scores, and the page that shows it all.
+            if not stopped:
+                scorer.score_if_owed(step)
+        finally:
+            progress.close()
+            if log is not None:
+                log.close()
+        if stopped:
+            progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
+        elif chief:
+            progress.say(f"done: {build_report(run)}")
+    distributed.stop()
+    return 0
+
+
+def clock() -> float:
+    return time.monotonic()
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Train a CLIP. The same command again resumes a run that was stopped.",
+        epilog="example: torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR optim.lr=1e-3",
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="default: configs/quickstart.toml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings instead of the file's")
+    parser.add_argument("--dry-run", action="store_true", help="print the configuration and stop")
+    options = parser.parse_intermixed_args()
+    if options.config is not None and "=" in options.config:
+        options.overrides.insert(0, options.config)
+        options.config = None
+    options.config = Path(options.config) if options.config else DEFAULT_CONFIG
+    return options
+
+
+def check_split(config: Config, world: int) -> None:
+    parts = world * config.accumulate
+    if config.batch_size % parts:
+        raise ConfigError(
+            f"batch_size = {config.batch_size} is no multiple of {world} processes × "
+            f"accumulate = {config.accumulate}"
+        )
+
+
+def use_bf16(config: Config, device: torch.device) -> bool:
+    if config.precision == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return config.precision == "bf16"
+
+
+@contextmanager
+def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]:
+    """Make or reopen the run folder, and hold it while training; another training there is refused."""
+    if not chief:
+        yield
+        return
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = (run / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"the run folder {run} cannot be made: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another training is writing to {run}: wait for it, or set another out="
+            ) from error
+        claim(run, config)
+        yield
+
+
+def claim(run: Path, config: Config) -> None:
+    """Write the run's configuration, or compare it with the one that the folder was trained with."""
+    stored = run / "config.toml"
+    if stored.is_file():
+        differing = changes(load_config(stored), config)
+        if differing:
+            raise ConfigError(
+                f"{run} holds a run of another configuration ({'; '.join(differing)}): "
+                "set out=… for a new run, or remove that folder"
+            )
+    elif any(path.name != ".lock" for path in run.iterdir()):
+        raise ConfigError(f"{run} exists and is no run folder: set another out=")
+    aside = run / ".config.toml.partial"
+    aside.write_text(to_toml(config), encoding="utf-8")
+    aside.replace(stored)
+
+
+def describe(
+    model: CLIP, order: Order, shards: Shards, world: int, device: torch.device, *, bf16: bool
+) -> str:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    left_out = order.samples - order.batches_per_epoch * order.batch_size
+    precision = "bf16" if bf16 else "fp32"
+    return (
+        f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}; "
+        f"{order.samples} samples in {len(shards.paths)} shards ({shards.skipped} without a pair skipped), "
+        f"{order.batches_per_epoch} batches of {order.batch_size} an epoch, {left_out} samples left out of each"
+    )
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM asks to save and leave after the step; a second Ctrl-C leaves at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def record_bad_samples(run: Path, batch: Batch, step: int, progress: ProgressLine, *, rank: int) -> None:
+    if not batch.bad:
+        return
+    name = f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl"
+    with (run / name).open("a", encoding="utf-8") as file:
+        for bad in batch.bad:
+            file.write(json.dumps({"step": step, **asdict(bad)}) + "\n")
+    first = batch.bad[0]
+    more = f" (and {len(batch.bad) - 1} more)" if len(batch.bad) > 1 else ""
+    progress.say(f"bad sample replaced: {first.key} in {first.shard}: {first.cause}{more}")
+
+
+def check_bad_samples(bad: int, seen: int, share: float, run: Path) -> None:
+    if bad > share * max(seen, 1000):  # a few early ones are no measure of the whole
+        raise DataError(
+            f"{bad} of the first {seen} samples are bad, more than data.max_bad = {share:g} allows: "
+            f"see {run}/bad_samples.jsonl"
+        )
+
+
+class Scorer:
+    """Scores the model on the evaluation data, by all ranks together, and keeps what the report shows."""
+
+    def __init__(
+        self,
+        model: CLIP,
+        datasets: Sequence[EvalDataset],
+        run: Path,
+        config: Config,
+        log: MetricsLog | None,
+        progress: ProgressLine,
+        *,
+        bf16: bool,
+    ) -> None:
+        self.model, self.datasets, self.run, self.config = model, datasets, run, config
+        self.log, self.progress, self.bf16 = log, progress, bf16
+        self.device_type = model.logit_scale.device.type
+
+    def score_if_owed(self, step: int) -> None:
+        """Score this step unless the results have it already."""
+        done = {
+            line["dataset"] for line in read_results(self.run / "results.jsonl") if line.get("step") == step
+        }
+        owed = distributed.rank() == 0 and any(dataset.name not in done for dataset in self.datasets)
+        if distributed.any_rank(owed):
+            self.score(step)
+
+    def score(self, step: int) -> None:
+        """Append a line a score to results.jsonl, and take a snapshot."""
+        rank, world = distributed.rank(), distributed.world_size()
+        for dataset in self.datasets:
+            with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
+                encoded = encode_dataset(
+                    self.model,
+                    dataset,
+                    batch_size=self.config.eval.batch_size,
+                    rank=rank,
+                    world=world,
+                    gather=distributed.sum_over_ranks,
+                )
+                scores = evaluate(
+                    self.model,
+                    encoded,
+                    rank=rank,
+                    world=world,
+                    gather=distributed.sum_over_ranks,
+                    out=self.run / "results.jsonl",
+                    step=step,
+                    weights=f"{self.run.name} at step {step}",
+                )
+            if self.log is None:
+                continue
+            write_snapshot(self.run, take_snapshot(self.model, encoded, step=step))
+            for score in scores:
+                if score.metric in ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1"):
+                    self.progress.say(
+                        f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
+                        f"[{score.low:.1%}, {score.high:.1%}] chance {score.chance:.1%}"
+                    )
+            named = {f"{score.dataset}/{score.task}/{score.metric}": score.value for score in scores}
+            self.log.write_scores(step, named)
+
+
+if __name__ == "__main__":
+    run_command(main)
