@@ -59,7 +59,7 @@ def number(value: float) -> str:
     size = abs(value)
     if size >= 1e15 or not math.isfinite(value):
         return f"{value:.3g}"
-    if size >= 1000 or value == int(value):
+    if size >= 999.5 or value == int(value):
         return f"{value:,.0f}"
     if size >= 0.001:
         digits = max(0, 2 - math.floor(math.log10(size)))
@@ -116,7 +116,8 @@ def draw(chart: Chart) -> str:
         f'<span class="yt" style="top:{scale.top(y):.2f}%">{_tick(y, plain)}{escape(chart.unit)}</span>'
         for y in y_ticks
     ]
-    labels += [_x_label(x, scale) for x in _whole_ticks(scale.x0, scale.x1)]
+    x_ticks = _whole_ticks(scale.x0, scale.x1)
+    labels += [_x_label(x, scale, unit=" steps" if x == x_ticks[-1] else "") for x in x_ticks]
     labels += [_reference_label(line, scale) for line in drawn if line.reference]
     said = "; ".join(_in_words(line, chart.unit) for line in drawn)
     return (
@@ -190,7 +191,7 @@ def _points(points: Sequence[Point], scale: _Scale) -> str:
 
 def _grid(ticks: Sequence[float], scale: _Scale) -> str:
     lines = "".join(f"M0 {scale.y(y):.1f}H1000" for y in ticks)
-    return f'<path class="grid" d="{lines}"/>'
+    return f'<path class="grid" d="{lines}"/><path class="axis" d="M0 1000H1000"/>'
 
 
 def _band(line: Line, scale: _Scale) -> str:
@@ -210,10 +211,10 @@ def _path(line: Line, scale: _Scale) -> str:
     return out
 
 
-def _x_label(x: float, scale: _Scale) -> str:
+def _x_label(x: float, scale: _Scale, *, unit: str) -> str:
     left = scale.left(x)
-    side = " first" if left < 6 else " last" if left > 94 else ""
-    return f'<span class="xt{side}" style="left:{left:.2f}%">{escape(number(x))}</span>'
+    side = " first" if left < 6 else " last" if left > 90 else ""
+    return f'<span class="xt{side}" style="left:{left:.2f}%">{escape(number(x))}{unit}</span>'
 
 
 def _reference_label(line: Line, scale: _Scale) -> str:

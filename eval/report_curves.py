@@ -37,7 +37,10 @@ def _loss(run: RunFolder) -> Chart:
         batch = round(math.exp(min(chance[-1][1], 40.0)))
         name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
         levels.append(Line(name=name, points=_thinned(chance), reference=True))
-    return _noisy("Loss", run.metrics.get("loss", ()), levels=levels, wide=True)
+    last = run.last("loss")
+    summary = None if last is None else number(last)
+    note = "line: mean of nearby steps; band: least to greatest"
+    return _noisy("Loss", run.metrics.get("loss", ()), summary=summary, note=note, levels=levels, wide=True)
 
 
 def _temperature(run: RunFolder) -> Chart:
@@ -75,7 +78,9 @@ def _accuracy(run: RunFolder) -> list[Chart]:
             name = f"chance {number(round(factor * chance, 2))}{'%' if percent else ''}"
             lines.append(Line(name=name, points=[(first[0].step, factor * chance)], reference=True))
         title = f"{dataset}, {task}" if task else dataset
-        charts.append(Chart(title=title, lines=lines, unit="%" if percent else "", floor=0))
+        best = max(y for line in lines for _, y in line.points)
+        ceiling = 100.0 if percent and best > 75 else None
+        charts.append(Chart(title=title, lines=lines, unit="%" if percent else "", floor=0, ceiling=ceiling))
     return charts
 
 
@@ -108,6 +113,7 @@ def _noisy(
     points: Sequence[Point],
     *,
     summary: str | None = None,
+    note: str = "",
     unit: str = "",
     floor: float | None = None,
     ceiling: float | None = None,
@@ -117,7 +123,9 @@ def _noisy(
     """A smoothed line before a faint band from the least to the greatest raw value."""
     mean = _thinned(smooth(points, len(points) / _SMOOTHED))
     line = Line(name=title.lower(), points=mean, band=_range(points), summary=summary)
-    return Chart(title=title, lines=[line, *levels], unit=unit, floor=floor, ceiling=ceiling, wide=wide)
+    return Chart(
+        title=title, lines=[line, *levels], unit=unit, note=note, floor=floor, ceiling=ceiling, wide=wide
+    )
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

@@ -91,7 +91,7 @@ def _example(one: Example, ranks: Sequence[tuple[int, int]], snapshot: Snapshot,
             f'<span title="step {number(step)}"{" class=best" if value == 1 else ""}>{value}</span>'
             for step, value in ranks
         )
-        history = f'<p class="history">rank over the run {steps}</p>'
+        history = f'<p class="history">ranks {steps}</p>'
     return (
         f'<article class="example"><header>{book.show(snapshot.pictures, one.picture)}'
         f"<div><h4>{escape(one.truth or 'unlabelled')}</h4>{rank}</div></header>"
@@ -100,11 +100,11 @@ def _example(one: Example, ranks: Sequence[tuple[int, int]], snapshot: Snapshot,
 
 
 def _bar(label: str, probability: float, right: bool) -> str:
-    share = min(1.0, max(0.0, probability)) * 100
+    share = min(1.0, max(0.0, probability))
     mark = '<span class="tick" title="the true label">✓</span>' if right else ""
     return (
         f'<li class="{"right" if right else "wrong"}"><span class="label">{mark}{escape(label)}</span>'
-        f'<span class="p">{_percent(probability)}</span><i style="width:{share:.1f}%"></i></li>'
+        f'<span class="p">{_percent(probability)}</span><i style="--p:{share:.4f}"></i></li>'
     )
 
 

@@ -1,0 +1,350 @@
+"""The report: one well-formed page that carries everything in itself, whatever is missing or odd."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipkit.errors import DataError
+from eval.report import build_report
+from eval.report_charts import Chart, Line, downsample, draw, number, smooth
+from eval.snapshot import Snapshot, write_snapshot
+from eval.snapshot_file import Example, Guess, Hit, Matrix, Picture, Query
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGNgYGD4z8AAAAMCAQABGdcNAAAAAElFTkSuQmCC"
+EVIL = "<script>alert('x')</script>\"><img src=http://evil.example/x>&"
+_VOID = {"meta", "br", "path", "polyline", "polygon"}
+
+
+class Page(HTMLParser):
+    """Checks the nesting of a page and collects what a test asks for."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs), f"doubled attribute in {tag}"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def snapshot(step: int, *, dataset: str = "digits", words: str = "a photo of a digit") -> Snapshot:
+    guesses = tuple(Guess(label=f"{words} {i}", probability=0.5 / (i + 1), right=i == 1) for i in range(5))
+    example = Example(picture="4", guesses=guesses, truth=f"{words} 1", rank=2, probability=0.25)
+    missed = Example(picture="5", guesses=guesses[2:], truth="far", rank=9, probability=0.0001)
+    matrix = Matrix(pictures=("4", "5"), captions=(words, "other"), cosines=((0.5, -0.1), (0.0, 0.3)))
+    hits = tuple(
+        Hit(picture=name, cosine=0.25, right=right)
+        for name, right in (("4", True), ("5", False), ("9", None))
+    )
+    return Snapshot(
+        step=step,
+        dataset=dataset,
+        samples=10,
+        classes=10,
+        examples=(example, missed),
+        matrix=matrix,
+        queries=(Query(text=words, hits=hits),),
+        pictures={"4": Picture(png=PNG, alt=words), "5": Picture(png="", alt="does not decode")},
+    )
+
+
+def metrics_line(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 5.0 / (1 + step / 50),
+        "chance": math.log(256),
+        "samples_per_second": 800.0 + step % 7,
+        "data_time": 0.05,
+        "logit_scale": 14.3 + step / 10,
+        "lr": 1e-4,
+        "seconds": step / 2,
+        "samples": step * 256,
+    }
+
+
+def result_line(
+    step: int, dataset: str = "digits", metric: str = "acc1", value: float = 0.612
+) -> dict[str, Any]:
+    scores = {"value": value, "n": 1797, "low": value - 0.02, "high": value + 0.02, "chance": 0.1}
+    return {
+        "step": step,
+        "dataset": dataset,
+        "task": "zero-shot",
+        "metric": metric,
+        **scores,
+        "torch": "2.15.0",
+    }
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "quickstart"
+    run.mkdir()
+    (run / "config.toml").write_text('steps = 300\n[model]\nname = "ViT-Ti-4-32"\n')
+    write_lines(run / "metrics.jsonl", [metrics_line(step) for step in range(1, 301)])
+    rows = [
+        result_line(step, dataset, metric)
+        for step in (100, 200, 300)
+        for dataset in ("digits", "glyphs")
+        for metric in ("acc1", "acc5")
+    ]
+    write_lines(run / "results.jsonl", rows)
+    for step in (100, 200, 300):
+        write_snapshot(run, snapshot(step))
+    return run
+
+
+def parse(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_page_says_what_happened(run: Path) -> None:
+    page = parse(build_report(run))
+    assert "trained for 300 steps on 76,800 samples in 2.5 minutes" in page.words
+    assert "61.2 %" in page.words
+    assert "95% interval 59.2% to 63.2%" in page.words
+    assert "chance, ln 256 = 5.55" in page.words
+    assert "cap 100" in page.words
+    assert "rank 2 of 10" in page.words
+    assert "1 of 2 pictures nearest" not in page.words
+    assert "2 of 2 pictures nearest to their own caption" in page.words
+    assert "step 100 1 of 2" in page.words
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert ids == ["curves", "examples", "similarity", "queries", "results", "about"]
+    assert not any(attributes.get("class") == "notes" for _, attributes in page.tags)
+
+
+def test_nothing_is_fetched_from_elsewhere(run: Path) -> None:
+    html = build_report(run).read_text()
+    page = Page(html)
+    assert "http:" not in html
+    assert "https:" not in html
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form")
+        assert "src" not in attributes
+        assert not any(name.startswith("on") for name in attributes)
+        assert attributes.get("href", "#").startswith("#")  # type: ignore[union-attr]
+    assert set(re.findall(r"url\((.{15})", html)) == {"data:image/png;"}
+    assert "@import" not in html
+
+
+def test_the_pages_own_policy_admits_its_script_alone(run: Path) -> None:
+    page = parse(build_report(run))
+    (policy,) = (str(a["content"]) for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256("".join(page.scripts).encode()).digest()).decode()
+    assert "default-src 'none'" in policy
+    assert f"script-src 'sha256-{digest}'" in policy
+
+
+def test_pictures_have_words_and_are_there_once(run: Path) -> None:
+    html = build_report(run).read_text()
+    page = Page(html)
+    pictures = [a for tag, a in page.tags if tag == "i" and "pic" in str(a.get("class")).split()]
+    assert len(pictures) > 10
+    assert all(a.get("role") == "img" and a.get("aria-label") for a in pictures)
+    assert html.count(PNG) == 1
+    plots = [a for _, a in page.tags if a.get("class") == "plot"]
+    assert len(plots) == 7
+    assert all(a.get("aria-label") for a in plots)
+
+
+def test_text_from_data_is_escaped(tmp_path: Path) -> None:
+    run = tmp_path / "a<b>&"
+    run.mkdir()
+    (run / "config.toml").write_text(f"# {EVIL}\nsteps = 3\n[model]\nname = '''{EVIL}'''\n")
+    write_lines(run / "metrics.jsonl", [metrics_line(1)])
+    line = {**result_line(1, EVIL, EVIL), "task": EVIL, "weights": EVIL, EVIL: {EVIL: [EVIL]}}
+    write_lines(run / "results.jsonl", [line])
+    write_lines(run / "bad_samples.jsonl", [{"shard": EVIL, "key": EVIL, "cause": EVIL}])
+    evil = snapshot(1, dataset=EVIL, words=EVIL)
+    css = Picture(png="AAAA)}</style><script>alert(1)</script>", alt=EVIL)
+    write_snapshot(run, Snapshot(**{**vars(evil), "pictures": {**evil.pictures, "9": css}}))
+    html = build_report(run).read_text()
+    page = Page(html)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert "alert(" not in "".join(page.scripts)
+    assert html.count("</style>") == 1
+    assert EVIL in "".join(page.text)
+
+
+@pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "results.jsonl", "snapshots"])
+def test_a_missing_part_is_told(run: Path, missing: str) -> None:
+    (run / missing).rename(run / "elsewhere")
+    page = parse(build_report(run))
+    assert (
+        "There are no snapshots" in page.words
+        if missing == "snapshots"
+        else f"{missing} is missing" in page.words
+    )
+
+
+@pytest.mark.parametrize("kept", ["config.toml", "metrics.jsonl", "results.jsonl", "snapshots"])
+def test_one_part_alone_makes_a_page(run: Path, kept: str) -> None:
+    for path in list(run.iterdir()):
+        if path.name != kept:
+            path.rename(run.parent / path.name)
+    parse(build_report(run))
+
+
+def test_lines_cut_short_are_passed_over(run: Path) -> None:
+    for name in ("metrics.jsonl", "results.jsonl"):
+        text = (run / name).read_text()
+        (run / name).write_text(text[:-25])
+    (run / "snapshots" / "step_00000300.digits.json").write_text('{"step": 300, "da')
+    page = parse(build_report(run))
+    assert "metrics.jsonl: one line cut short or broken, and left out." in page.words
+    assert "results.jsonl: one line cut short or broken, and left out." in page.words
+    assert "snapshots/step_00000300.digits.json cannot be read" in page.words
+    assert "trained for 300 steps" in page.words  # a score knows the step
+
+
+def test_odd_values_do_not_stop_it(run: Path) -> None:
+    lines: list[Any] = [
+        {"step": 1, "loss": float("nan"), "lr": float("inf"), "chance": 1e9},
+        {"step": "2", "loss": 1.0},
+        {"step": 3, "loss": "low", "logit_scale": None, "samples": True},
+        {"loss": 1.0},
+    ]
+    write_lines(run / "metrics.jsonl", lines)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"[1]\nnull\n\xff\xfe\n\n" + b"9" * 5000 + b"\n")
+    write_lines(
+        run / "results.jsonl", [{"step": None}, result_line(3, value=250.0), result_line(4, "\ud800", "r@1")]
+    )
+    (run / "config.toml").write_text("steps = = 3")
+    page = parse(build_report(run))
+    assert "Some values of loss, lr are not finite" in page.words
+    assert "config.toml does not parse" in page.words
+    assert "250" in page.words
+
+
+def test_a_repeated_step_counts_once(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**metrics_line(300), "loss": 0.123}) + "\n")
+    assert "last loss is 0.123" in parse(build_report(run)).words
+
+
+def test_at_most_five_moments_are_shown(run: Path) -> None:
+    for step in range(400, 2001, 100):
+        write_snapshot(run, snapshot(step))
+    shown = re.findall(r"<h5>step ([\d,]+)", build_report(run).read_text())
+    assert len(shown) == 5
+    assert (shown[0], shown[-1]) == ("100", "2,000")
+
+
+def test_bad_samples_are_counted(run: Path) -> None:
+    for rank in range(2):
+        lines = [{"step": 1, "shard": "0.tar", "key": f"k{i}", "cause": "cut short"} for i in range(700)]
+        write_lines(run / f"bad_samples.rank{rank}.jsonl", lines)
+    page = parse(build_report(run))
+    assert "1,400 samples could not be used" in page.words
+    assert page.words.count("cut short") == 5
+
+
+def test_same_folder_same_bytes(run: Path, tmp_path: Path) -> None:
+    first = build_report(run).read_bytes()
+    assert build_report(run, tmp_path / "deep" / "page.html").read_bytes() == first
+    assert build_report(run).read_bytes() == first
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["page.html"]
+    assert not list(run.glob(".*"))
+
+
+def test_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no run folder at"):
+        build_report(tmp_path / "nothing")
+    with pytest.raises(DataError, match="is not a run folder"):
+        build_report(tmp_path)
+
+
+def test_long_runs_stay_small(run: Path) -> None:
+    write_lines(run / "metrics.jsonl", [metrics_line(step) for step in range(20_000)])
+    assert build_report(run).stat().st_size < 400_000
+
+
+_NUMBERS = st.floats(-1e12, 1e12, allow_nan=False)
+
+
+@given(st.lists(_NUMBERS, min_size=1, max_size=300), st.integers(1, 50))
+def test_downsampling_loses_no_peak(values: list[float], count: int) -> None:
+    points = list(enumerate(values))
+    buckets = downsample(points, count)
+    assert len(buckets) == min(count, len(values))
+    assert min(low for _, _, low, _ in buckets) == min(values)
+    assert max(high for _, _, _, high in buckets) == max(values)
+    assert buckets[-1][:2] == points[-1]
+    assert [x for x, *_ in buckets] == sorted({x for x, *_ in buckets})
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), _NUMBERS), max_size=30, unique_by=lambda point: point[0]))
+def test_any_curve_is_drawn_inside_its_frame(points: list[tuple[int, float]]) -> None:
+    points.sort()
+    html = draw(Chart(title="t", lines=[Line(name="n", points=points, dots=True)], floor=0))
+    assert bool(html) == bool(points)
+    Page(html)
+    for pair in re.findall(r'points="([^"]*)"', html):
+        for coordinate in re.split("[ ,]", pair):
+            assert -0.1 <= float(coordinate) <= 1000.1
+    for place in re.findall(r"(?:left|top):([^%;]*)%", html):
+        assert -0.1 <= float(place) <= 100.1
+
+
+def test_smoothing_has_no_pull_of_the_start() -> None:
+    assert [y for _, y in smooth([(0, 4.0), (1, 4.0), (2, 4.0)], 10)] == pytest.approx([4.0] * 3)
+    assert smooth([(0, 1.0), (1, 5.0)], 1) == [(0, 1.0), (1, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1797, "1,797"),
+        (5.5452, "5.55"),
+        (0.5, "0.5"),
+        (0.0312, "0.0312"),
+        (-12.34, "-12.3"),
+        (999.7, "1,000"),
+        (5e-4, "5×10⁻⁴"),
+        (1e20, "1e+20"),
+    ],
+)
+def test_numbers_as_a_person_writes_them(value: float, text: str) -> None:
+    assert number(value) == text
