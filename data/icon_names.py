@@ -72,7 +72,7 @@ _KINDS = {
     "text": "text file",
     "video": "video file",
 }
-_SPLIT = re.compile(r"[-_.,:;@()\s]+|\+(?=\w)")
+_SPLIT = re.compile(r"[-_.,:;@()\s]+|(?<!\+)\+(?=\w)|(?<=\+\+)(?=\w)")  # "svg+xml", "c++src"
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _SPOKEN = {"rtl": "right to left", "ltr": "left to right", "symbolic": ""}
 _NOT_SPOKEN_IN_MIME = {"x", "vnd"}

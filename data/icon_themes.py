@@ -104,7 +104,8 @@ def families_of(themes: set[str]) -> dict[str, str]:
 def settle_names(icons: Sequence[Icon], families: Mapping[str, str]) -> list[Icon]:
     """Settle each icon's name and its words; icons whose names say nothing are left out.
 
-    The name is the file's own, unless no other family knows it but one knows another of the icon's names.
+    The name is the file's own, unless another of its names is known to more than twice as many families: an
+    artist may have filed a plain folder as "inode-directory".
     """
     known: dict[str, set[str]] = defaultdict(set)
     for icon in icons:
@@ -112,12 +113,11 @@ def settle_names(icons: Sequence[Icon], families: Mapping[str, str]) -> list[Ico
             known[name] |= {families[theme] for theme in icon.themes}
     settled = []
     for icon in icons:
-        own = {families[theme] for theme in icon.themes}
         readable = {name: text for name in icon.names if (text := words(name, icon.context))}
         if not readable:
             continue
         best = min(readable, key=lambda name: (-len(known[name]), len(name), name))
-        if icon.name in readable and (known[icon.name] - own or not known[best] - own):
+        if icon.name in readable and 2 * len(known[icon.name]) >= len(known[best]):
             best = icon.name
         settled.append(replace(icon, name=best, text=readable[best], symbolic=is_symbolic(best)))
     return settled

@@ -87,6 +87,10 @@ class DatasetWriter:
         self._writers[split].write(record.members())
         self.counts[split] = count + 1
 
+    def extra_file(self, name: str) -> Path:
+        """Where to write one more file of the folder, before ``finish``."""
+        return self._aside / name
+
     def finish(
         self,
         card: Mapping[str, Any],

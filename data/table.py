@@ -1,0 +1,247 @@
+"""Reads the rows of a table of pictures and captions, one at a time: CSV, TSV, JSONL or Parquet.
+
+Text is UTF-8, with or without a byte order mark, or UTF-16 with one. A .csv file may be separated by commas,
+tabs, semicolons or bars, as its header shows. A line that cannot be read is a row with a cause, not an error.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from clipkit.errors import DataError, nearest
+
+__all__ = ["CAPTION_COLUMNS", "IMAGE_COLUMNS", "Row", "Table"]
+
+# the usual names, the most telling first; compared in lower case with "_" for blanks and hyphens
+IMAGE_COLUMNS = (
+    "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
+    "image_filename", "image_name", "image", "img", "picture", "photo", "file",
+)  # fmt: skip
+CAPTION_COLUMNS = (
+    "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "label",
+)  # fmt: skip
+LONGEST_LINE = 2**20  # bytes, of JSONL
+HEADER = 2**16  # bytes in which a header must end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row: what its path and caption columns hold, or the cause for which it cannot be read."""
+
+    number: int  # from 1, the header not counted
+    path: object = None
+    caption: object = None
+    cause: str = ""
+    progress: float  # how much of the table is read, in [0, 1]
+
+
+class Table:
+    """The rows of a table; iterating reads them from the file, in order, in bounded memory.
+
+    Raises:
+        DataError: there is no such file, it is no table of a known kind, or its columns cannot be told.
+    """
+
+    def __init__(self, path: Path, *, image_column: str | None, caption_column: str | None) -> None:
+        if not path.is_file():
+            raise DataError(f"{path} is not a file: name a .csv, .tsv, .jsonl or .parquet table")
+        self.path = path
+        self._asked = image_column, caption_column
+        self._delimiter = ","
+        suffix = path.suffix.lower()
+        if suffix in (".csv", ".tsv", ".tab"):
+            self._rows = self._delimited
+            names = self._header("\t" if suffix != ".csv" else ",\t;|")
+        elif suffix in (".jsonl", ".ndjson"):
+            self._rows = self._json_lines
+            names = self._first_keys()
+        elif suffix in (".parquet", ".pq"):
+            self._rows = self._parquet
+            names = list(_parquet_file(path).schema_arrow.names)
+        else:
+            raise DataError(
+                f"{path}: a table is a .csv, .tsv, .jsonl or .parquet file, not {suffix or 'that'}"
+            )
+        self.image_column = self._column(names, image_column, IMAGE_COLUMNS, "image")
+        self.caption_column = self._column(names, caption_column, CAPTION_COLUMNS, "caption")
+        if suffix in (".parquet", ".pq"):
+            _check_text(path, (self.image_column, self.caption_column))
+        self._image, self._caption = names.index(self.image_column), names.index(self.caption_column)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._rows()
+
+    def _column(self, names: Sequence[str], asked: str | None, usual: Sequence[str], what: str) -> str:
+        """The column that was asked for, or the one with the most telling usual name."""
+        shown = ", ".join(name[:40] for name in names[:30]) or "none"
+        if asked is not None:
+            if asked not in names:
+                raise DataError(f"{self.path} has no column {asked!r} ({nearest(asked, names[:30])})")
+            return asked
+        plain = {_plain(name): name for name in reversed(names)}
+        for name in usual:
+            if name in plain:
+                return plain[name]
+        raise DataError(
+            f"{self.path}: which column is the {what}? Say --{what}-column; its columns are {shown}"
+        )
+
+    def _encoding(self) -> str:
+        with self.path.open("rb") as file:
+            start = file.read(2)
+        return "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+
+    def _header(self, delimiters: str) -> list[str]:
+        """The names in the first line of a delimited file; settles the delimiter on the way."""
+        with self.path.open("rb") as file:
+            text = file.read(HEADER).decode(self._encoding(), errors="replace")
+        best: tuple[int, int] = (-1, -1)
+        names: list[str] = []
+        for delimiter in delimiters:
+            try:
+                fields = [
+                    name.strip() for name in next(csv.reader(io.StringIO(text), delimiter=delimiter), [])
+                ]
+            except csv.Error:
+                continue
+            found = sum(
+                asked in fields if asked is not None else any(_plain(name) in usual for name in fields)
+                for asked, usual in zip(self._asked, (IMAGE_COLUMNS, CAPTION_COLUMNS), strict=True)
+            )
+            if (found, len(fields)) > best:
+                best, names, self._delimiter = (found, len(fields)), fields, delimiter
+        return names
+
+    def _delimited(self) -> Iterator[Row]:
+        size = max(1, self.path.stat().st_size)
+        with self.path.open("rb") as file:
+            # a line end inside quotes belongs to the caption, so the csv module must see it: newline=""
+            text = io.TextIOWrapper(file, encoding=self._encoding(), errors="replace", newline="")
+            reader = csv.reader(text, delimiter=self._delimiter)
+            number = -1
+            while True:
+                try:
+                    fields, cause = next(reader), ""
+                except StopIteration:
+                    return
+                except csv.Error:
+                    fields, cause = (
+                        [""],
+                        "a field longer than 131,072 characters (a quote that does not end?)",
+                    )
+                if not fields:
+                    continue
+                number += 1
+                if number == 0:
+                    continue
+                progress = min(1.0, file.tell() / size)
+                if not cause:
+                    cause = self._fault(fields)
+                if cause:
+                    yield Row(number=number, cause=cause, progress=progress)
+                else:
+                    path, caption = fields[self._image], fields[self._caption]
+                    yield Row(number=number, path=path.strip(), caption=caption, progress=progress)
+
+    def _fault(self, fields: Sequence[str]) -> str:
+        """Why a delimited row cannot be used, or ""."""
+        if len(fields) <= max(self._image, self._caption):
+            return "too few columns"
+        if self._delimiter == "\t" and any("\n" in field and "\t" in field for field in fields):
+            return "a quote that does not end"  # it has swallowed the rows behind it
+        return ""
+
+    def _first_keys(self) -> list[str]:
+        """The keys of the first hundred lines, in the order in which they appear."""
+        names: dict[str, None] = {}
+        with self.path.open("rb") as file:
+            for line in islice(_lines(file), 100):
+                keys = _json_object(line)
+                if isinstance(keys, dict):
+                    names |= dict.fromkeys(keys)
+        if not names:
+            raise DataError(f"{self.path} has no JSON object in its first hundred lines")
+        return list(names)
+
+    def _json_lines(self) -> Iterator[Row]:
+        size = max(1, self.path.stat().st_size)
+        with self.path.open("rb") as file:
+            for number, line in enumerate(_lines(file), 1):
+                progress = min(1.0, file.tell() / size)
+                value = _json_object(line)
+                if isinstance(value, str):
+                    yield Row(number=number, cause=value, progress=progress)
+                else:
+                    path, caption = value.get(self.image_column), value.get(self.caption_column)
+                    yield Row(number=number, path=path, caption=caption, progress=progress)
+
+    def _parquet(self) -> Iterator[Row]:
+        import pyarrow
+
+        file = _parquet_file(self.path)
+        total = max(1, file.metadata.num_rows)
+        columns = [self.image_column, self.caption_column]
+        number = 0
+        try:
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                paths, captions = batch.column(columns[0]), batch.column(columns[1])
+                for path, caption in zip(paths.to_pylist(), captions.to_pylist(), strict=True):
+                    number += 1
+                    yield Row(number=number, path=path, caption=caption, progress=number / total)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{self.path} is broken behind row {number}: {error}") from error
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(" ", "_").replace("-", "_")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines that are not blank; of one that is too long only the start."""
+    first = True
+    while line := file.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            while not (rest := file.readline(LONGEST_LINE)).endswith(b"\n") and rest:
+                pass
+        if first:
+            line, first = line.removeprefix(b"\xef\xbb\xbf"), False
+        if line.strip():
+            yield line
+
+
+def _json_object(line: bytes) -> dict[str, object] | str:
+    """The object in a line of JSON, or the cause for which there is none."""
+    if len(line) > LONGEST_LINE:
+        return f"a line longer than {LONGEST_LINE:,} bytes"
+    try:
+        value = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return "not JSON"
+    return value if isinstance(value, dict) else "not a JSON object"
+
+
+def _check_text(path: Path, columns: Sequence[str]) -> None:
+    """Refuse columns of pictures, of which a batch of rows would fill the memory."""
+    schema = _parquet_file(path).schema_arrow
+    for name in columns:
+        kind = str(schema.field(name).type)
+        if "string" not in kind or kind.startswith(("struct", "list", "large_list", "map")):
+            raise DataError(f"{path}: column {name!r} holds {kind[:60]}, not text; name a column of text")
+
+
+def _parquet_file(path: Path) -> Any:
+    """An open Parquet file; pyarrow comes with the extra ``pack``."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError("Parquet tables need pyarrow: pip install 'pyarrow>=18'") from error
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a Parquet file that can be read: {error}") from error

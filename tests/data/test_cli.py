@@ -1,0 +1,113 @@
+"""``python -m data`` as a user runs it, in processes of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from clipkit.errors import run_command
+from data.__main__ import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*arguments: str | Path, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "data", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=120
+    )
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    path = tmp_path / "table.csv"
+    path.write_text("path,caption\nred.png,red\ngone.png,gone\nred.png,\nred.png,red again\n")
+    return path
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["make", "--help"], ["pack", "--help"]])
+def test_help_fits_80_columns(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 8
+    assert max(map(len, lines)) <= 80
+
+
+def test_pack_reports_what_it_made_and_what_it_left_out(table: Path, tmp_path: Path) -> None:
+    done = run("pack", table, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert f"made {tmp_path / 'out'} in" in done.stdout
+    assert "train    2 samples" in done.stdout
+    assert "path (picture), caption (caption)" in done.stdout
+    assert "2 bad rows, listed in" in done.stdout
+    assert "1  missing file" in done.stdout
+    assert "1  empty caption" in done.stdout
+    assert "4 rows, 2 bad" in done.stderr  # the bar
+
+
+def test_options_reach_pack(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--image-column", "path", "--caption-column", "caption", "--samples-per-shard", "1"]
+    assert main(["pack", str(table), str(tmp_path / "out"), *options, "--max-side", "4", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+    assert sorted(path.name for path in (tmp_path / "out/train").glob("*.tar")) == ["0.tar", "1.tar"]
+
+
+def test_make_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    assert main(["make", "digits", str(tmp_path / "out"), "--quiet"]) == 0
+    output = capsys.readouterr()
+    assert "test     1,797 samples" in output.out
+    assert output.err == ""
+
+
+def test_mistakes_are_one_line_and_exit_1(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    for arguments, message in [
+        (["make", "glyfs", tmp_path / "x"], "did you mean 'glyphs'?"),
+        (["pack", tmp_path / "none.csv", tmp_path / "x"], "none.csv is not a file"),
+        (["pack", table, tmp_path / "full"], "already exists and is not empty"),
+        (["pack", table, tmp_path / "x", "--caption-column", "captoin"], "did you mean 'caption'?"),
+        (["pack", table, tmp_path / "red.png/x"], "red.png/x"),
+        (["pack", table, tmp_path / "x", "--max-side", "0"], "max_side = 0"),
+    ]:
+        given = list(map(str, arguments))
+        with pytest.raises(SystemExit) as stop:
+            run_command(partial(main, given))
+        output = capsys.readouterr()
+        assert (stop.value.code, output.out) == (1, "")
+        assert output.err.startswith("error: ")
+        assert message in output.err
+        assert output.err.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_ctrl_c_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    Image.new("RGB", (1000, 1000)).save(tmp_path / "a.png")
+    with (tmp_path / "table.csv").open("w") as file:
+        file.write("path,caption\n" + "a.png,x\n" * 100_000)
+    command = [sys.executable, "-m", "data", "pack", f"{tmp_path}/table.csv", f"{tmp_path}/out"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".out*/train/0.tar")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "stopped; nothing was written"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "table.csv"]
