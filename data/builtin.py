@@ -1,7 +1,6 @@
 """The built-in data sets: nothing to download, made on first use and kept in the user's cache."""
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipkit.errors import DataError, nearest
+from data.cache import cache_folder
 
-__all__ = ["BUILTIN", "BuiltIn", "built_in", "cache_folder"]
+__all__ = ["BUILTIN", "BuiltIn", "built_in"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,10 @@ def _make_icons(out: Path, progress: bool) -> None:
 
 
 BUILTIN: dict[str, BuiltIn] = {
-    "glyphs": BuiltIn(make=_make_glyphs, revision="1"),
+    "glyphs": BuiltIn(make=_make_glyphs, revision="2"),
     "digits": BuiltIn(make=_make_digits, revision="1"),
     "icons": BuiltIn(make=_make_icons, revision="1"),
 }
-
-
-def cache_folder() -> Path:
-    """Where built-in sets are kept: $CLIPKIT_CACHE, else $XDG_CACHE_HOME/clipkit, else ~/.cache/clipkit."""
-    if own := os.environ.get("CLIPKIT_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "clipkit"
-    return Path.home() / ".cache" / "clipkit"
 
 
 def built_in(name: str, *, progress: bool = True) -> Path:

@@ -25,7 +25,7 @@ __all__ = ["Distortion", "draw_distortions", "draw_pictures", "mild", "visible_w
 _WORK = 64  # W: strokes are warped on a canvas of this many pixels …
 _GLYPH = 40.0  # … where the longer side of a glyph takes up this many
 _EM_STEP = CANVAS / _WORK * 1.1  # canvas pixels of a work pixel where the em box is the frame
-_LOW_SIDES = (8, 10, 12, 16, 20, 24)
+_LOW_SIDES = (8, 10, 12, 14, 16, 20)
 _KNOTS = (3, 5, 9)
 
 _Array: TypeAlias = NDArray[np.float32]
@@ -75,8 +75,16 @@ def draw_distortions(
     width = np.where(
         pen, np.exp(rng.uniform(np.log(0.05), np.log(0.2), n)), rng.normal(0, 0.012, n) * strength
     )
-    warp = rng.uniform(0, 1, (n, 3)) * np.array([0.075, 0.045, 0.015]) * loose[:, None]
-    low = np.where(rng.random(n) < 0.35 * strength, rng.choice(_LOW_SIDES, n), 0)
+    bold = loose * np.where(pen, 1.0, 0.6)  # a hand takes more liberties than a bent sheet of print
+    warp = rng.uniform(0, 1, (n, 3)) * np.array([0.13, 0.07, 0.02]) * bold[:, None]
+    low = np.where(rng.random(n) < 0.4 * strength, rng.choice(_LOW_SIDES, n), 0)
+    low = np.where(crop | (low == 0), low, np.maximum(low, 14))  # the em box leaves little to a character
+    harm = np.where((low > 0) & (low < 12), 0.4, 1.0) * strength  # few pixels bear little more
+    unevenness = _sometimes(rng, n, 0.4, rng.uniform(0, 0.6, n) * harm)
+    blur = _sometimes(rng, n, 0.5, rng.uniform(0, 0.06, n) * harm)
+    levels = np.where(rng.random(n) < 0.25 * strength, rng.choice([2, 4, 8, 16, 17], n), 0)
+    soft = (blur > 0) | (low > 0) | (unevenness > 0.4)  # black and white alone would swallow soft strokes
+    levels = np.where(soft & (levels == 2), 4, levels)
     return Distortion(
         pen=pen,
         crop=crop,
@@ -84,19 +92,19 @@ def draw_distortions(
         pressure=(rng.uniform(0, 0.4, n) * strength).astype(f32),
         rotation=(np.deg2rad(rng.normal(0, 10, n).clip(-25, 25)) * loose).astype(f32),
         shear=(rng.normal(0.04, 0.22, n).clip(-0.5, 0.6) * loose).astype(f32),
-        aspect=(rng.normal(0, 0.2, n) * loose).astype(f32),
+        aspect=(rng.normal(0, 0.3, n).clip(-0.7, 0.5) * bold).astype(f32),
         zoom=(rng.normal(0, 0.1, n).clip(-0.25, 0.2) * strength).astype(f32),
         margin=np.where(crop, np.where(rng.random(n) < 0.5, 0.0, rng.uniform(0, 0.2, n)), 0.04).astype(f32),
         shift=(rng.normal(0, 0.035, (n, 2)).clip(-0.1, 0.1) * strength[:, None]).astype(f32),
         warp=warp.astype(f32),
         knots=tuple(rng.standard_normal((n, 2, k, k), dtype=f32) for k in _KNOTS),
-        unevenness=_sometimes(rng, n, 0.4, rng.uniform(0, 0.6, n) * strength),
-        blur=_sometimes(rng, n, 0.5, rng.uniform(0, 0.06, n) * strength),
+        unevenness=unevenness,
+        blur=blur,
         low_side=low.astype(np.int64),
         upscale=rng.integers(0, 3, n),
-        levels=np.where(rng.random(n) < 0.25 * strength, rng.choice([2, 4, 8, 16, 17], n), 0),
-        noise=_sometimes(rng, n, 0.5, rng.uniform(0, 0.12, n) * strength),
-        contrast=(1 - _sometimes(rng, n, 0.5, rng.uniform(0, 0.6, n) * strength)).astype(f32),
+        levels=levels,
+        noise=_sometimes(rng, n, 0.5, rng.uniform(0, 0.12, n) * harm),
+        contrast=(1 - _sometimes(rng, n, 0.5, rng.uniform(0, 0.6, n) * harm)).astype(f32),
         brightness=rng.uniform(0, 1, n).astype(f32),
         slope=(rng.normal(0, 0.12, (n, 2)) * (strength * (rng.random(n) < 0.3))[:, None]).astype(f32),
         dark=rng.random(n) < 0.5,
@@ -286,14 +294,13 @@ def _photograph(rng: np.random.Generator, cover: Tensor, d: Distortion) -> Tenso
     light = slope[:, 0, None, None] * line + slope[:, 1, None, None] * line[:, None]
     contrast = _column(d.contrast)
     low = (1 - contrast) * _column(d.brightness)
-    picture = (
-        low + contrast * torch.where(torch.from_numpy(d.dark)[:, None, None], ink, 1 - ink) + light * 0.5
-    )
+    picture = torch.where(torch.from_numpy(d.dark)[:, None, None], ink, 1 - ink) + light * 0.5
     noise = torch.from_numpy(rng.standard_normal((n, size, size), dtype=np.float32))
     picture = (picture + noise * _column(d.noise)).clamp(0, 1)
     levels = _column((d.levels - 1).clip(1))
     few = torch.from_numpy(d.levels > 0)[:, None, None]
-    return torch.where(few, (picture * levels).round() / levels, picture)
+    picture = torch.where(few, (picture * levels).round() / levels, picture)
+    return low + contrast * picture  # last, or few levels could leave a faint picture blank
 
 
 def _blur(pictures: Tensor, sigmas: NDArray[np.float32]) -> Tensor:

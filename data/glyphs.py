@@ -24,6 +24,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from clipkit.errors import DataError
 from data.glyph_captions import CLASS_CHARACTERS, CLASS_NAMES, TEMPLATES, character_name, write_caption
 from data.glyph_fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, glyphs_of
 from data.writer import DatasetWriter, Record
@@ -31,7 +32,7 @@ from data.writer import DatasetWriter, Record
 __all__ = ["REVISION", "make"]
 
 #: Changes whenever the same seed gives other pictures or captions.
-REVISION = "1"
+REVISION = "2"
 
 _CHUNK = 500
 _TEST_VIEWS = 10  # pictures of each held-out glyph
@@ -40,7 +41,7 @@ _STEPS = 14  # of a stored distance within a pixel, so that it fits into a byte
 
 # the shares of the corpus, and of each how much is written by a pen and how much is cropped to the ink
 _SHARES = {
-    "digit": (0.25, 0.5, 0.75),
+    "digit": (0.25, 0.55, 0.75),
     "letter": (0.33, 0.4, 0.45),
     "latin": (0.09, 0.0, 0.4),
     "greek": (0.07, 0.0, 0.4),
@@ -70,8 +71,13 @@ def make(
         progress: show a bar.
 
     Raises:
-        DataError: ``out`` already holds something.
+        DataError: ``out`` already holds something, or a number is out of range.
     """
+    if samples < 1 or seed < 0 or not 16 <= size <= 512:
+        raise DataError(
+            f"cannot make {samples} glyphs of {size} pixels from seed {seed}: "
+            "samples must be 1 or more, size 16 to 512, seed 0 or more"
+        )
     chunks = [
         _Chunk(split=split, start=start, count=min(_CHUNK, total - start), size=size, seed=seed)
         for split, total in (("train", samples), ("test", _TEST_VIEWS * len(_held_out())))
@@ -162,7 +168,7 @@ class _Pool:
         characters = list(self.plain)
         character = characters[int(rng.integers(len(characters)))]
         glyphs = self.plain[character]
-        if character in self.ornate and rng.random() < 0.1:
+        if character in self.ornate and rng.random() < 0.06:
             glyphs = self.ornate[character]
         return glyphs[int(rng.integers(len(glyphs)))]
 
@@ -210,20 +216,17 @@ def _make_chunk(chunk: _Chunk) -> list[Record]:
     distortion = draw_distortions(rng, pen=pen, crop=crop)
     if not training:
         distortion = mild(distortion)
-    shorten = np.where(
-        pen, rng.choice(PRUNED, size=len(glyphs), p=[0.5, 0.35, 0.15]), np.int64(-1)
-    )  # -1: the outline
-    fields, reach, boxes = _shapes(glyphs, shorten.tolist())
+    shortened = rng.choice(PRUNED, size=chunk.count, p=[0.5, 0.35, 0.15])
+    fields, reach, boxes = _shapes(glyphs, np.where(pen, shortened, -1).tolist())
     pictures = _pngs(draw_pictures(rng, fields, reach, boxes, distortion, size=chunk.size))
     records = []
-    for index, glyph in enumerate(glyphs):
-        number = chunk.start + index
-        label = None
+    for index, (glyph, picture) in enumerate(zip(glyphs, pictures, strict=True)):
         visible = visible_words(distortion, index)
+        # of the type's style a pen leaves the slant
+        styles = [style for style in glyph.styles if not pen[index] or style in ("italic", "oblique")]
         if training:
-            caption = write_caption(
-                rng, glyph.character, styles=glyph.styles, visible=visible, cropped=bool(crop[index])
-            )
+            label, cropped = None, bool(crop[index])
+            caption = write_caption(rng, glyph.character, styles=styles, visible=visible, cropped=cropped)
         else:
             label = CLASS_CHARACTERS.index(glyph.character)
             caption = f"a photo of the {CLASS_NAMES[label]}"
@@ -231,17 +234,12 @@ def _make_chunk(chunk: _Chunk) -> list[Record]:
             "character": glyph.character,
             "name": character_name(glyph.character),
             "family": glyph.face.family,
-            "styles": [*glyph.styles, *visible],
+            "styles": [*styles, *visible],
         }
-        record = Record(
-            key=f"{number:08d}",
-            image=pictures[index],
-            extension="png",
-            caption=caption,
-            label=label,
-            meta=meta,
+        key = f"{chunk.start + index:08d}"
+        records.append(
+            Record(key=key, image=picture, extension="png", caption=caption, label=label, meta=meta)
         )
-        records.append(record)
     return records
 
 
