@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 import textwrap
 import time
@@ -136,4 +137,6 @@ def _summary(out: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: what is half made is removed
+        signal.signal(stop, signal.default_int_handler)
     run_command(main)

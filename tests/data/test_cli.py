@@ -97,7 +97,8 @@ def test_mistakes_are_one_line_and_exit_1(
     assert not (tmp_path / "x").exists()
 
 
-def test_ctrl_c_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_says_so_and_leaves_nothing(tmp_path: Path, stop: signal.Signals) -> None:
     Image.new("RGB", (1000, 1000)).save(tmp_path / "a.png")
     with (tmp_path / "table.csv").open("w") as file:
         file.write("path,caption\n" + "a.png,x\n" * 100_000)
@@ -106,7 +107,7 @@ def test_ctrl_c_says_so_and_leaves_nothing(tmp_path: Path) -> None:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob(".out*/train/0.tar")) and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(stop)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "stopped; nothing was written"
