@@ -124,7 +124,7 @@ def pick(key: str, count: int) -> int:
 def caption(text: str, *, context: str, symbolic: bool, key: str) -> str:
     """A caption for a picture of ``text``, in one of several phrasings, chosen by ``key``."""
     phrasings = [*_PLAIN]
-    if context and not text.endswith((context, "file")):
+    if context and not {context, "file"} & set(text.split()):  # no "emblem new, emblem"
         phrasings += _WITH_CONTEXT
     head, _, rest = text.partition(" ")
     if rest and context in ("place", "device", "status"):

@@ -104,13 +104,12 @@ def families_of(themes: set[str]) -> dict[str, str]:
 def settle_names(icons: Sequence[Icon], families: Mapping[str, str]) -> list[Icon]:
     """Settle each icon's name and its words; icons whose names say nothing are left out.
 
-    The name is the file's own, unless another of its names is known to more than twice as many families: an
-    artist may have filed a plain folder as "inode-directory".
+    The name is the file's own, unless another of its names is a file's own in more than twice as many
+    families: an artist may have filed a plain folder as "inode-directory".
     """
     known: dict[str, set[str]] = defaultdict(set)
     for icon in icons:
-        for name in icon.names:
-            known[name] |= {families[theme] for theme in icon.themes}
+        known[icon.name].add(families[icon.theme])  # not the names of links: many are of old applications
     settled = []
     for icon in icons:
         readable = {name: text for name in icon.names if (text := words(name, icon.context))}
