@@ -1,0 +1,212 @@
+"""How fast is a training step of clipkit beside open_clip's, at the same maths?
+
+    python bench/train_step.py [--model ViT-B-32] [--batch-size 32] [--rounds 5]
+
+Both train the same weights on the same pictures and captions (16 tokens on average, start and end included),
+each as its own trainer does it: open_clip with captions padded to 77, its loss and its AdamW; clipkit with its
+loss and AdamW. Steps alternate, so that a machine that slows down slows both; before that, one batch's loss
+and gradients are compared. Loading is left out on both sides. The ratio is of medians.
+
+What bounds it: both are matrix products in fp32. The result carries the rate that a plain product of 1,024 ×
+1,024 matrices reaches in the same run, and the rate of the step counted in useful model FLOPs (no padding).
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor
+
+import clipkit
+from clipkit.accumulation import backward
+from clipkit.architectures import Architecture
+from clipkit.config import OptimConfig
+from clipkit.optim import adamw
+from clipkit.preprocess import OPENAI_MEAN, OPENAI_STD
+from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
+
+RESULTS = Path(__file__).parent / "results"
+CONFIG = OptimConfig(lr=1e-5, warmup=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """One batch for both: uint8 pictures for clipkit, normalized ones as open_clip's loader gives them."""
+
+    images: Tensor  # (B, 3, S, S) uint8
+    normalized: Tensor  # (B, 3, S, S) float32
+    tokens: Tensor  # (B, 77) int64
+
+
+def make_pairs(shape: Architecture, batch_size: int) -> Pairs:
+    """Random pictures, and random captions of 16 tokens on average, from 4 to 77."""
+    random = torch.Generator().manual_seed(0)
+    side = shape.vision.image_size
+    images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=random)
+    spread = torch.distributions.Gamma(torch.tensor(4.0), torch.tensor(1 / 3))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lengths = (spread.sample((batch_size,)) + 4).round().clamp(4, 77).long()
+    lengths += round(16 - lengths.float().mean().item())
+    tokens = torch.zeros(batch_size, 77, dtype=torch.int64)
+    for row, length in zip(tokens, lengths.tolist(), strict=True):
+        row[:length] = torch.randint(1, START_OF_TEXT, (length,), generator=random)
+        row[0], row[length - 1] = START_OF_TEXT, END_OF_TEXT
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (OPENAI_MEAN, OPENAI_STD))
+    return Pairs(images=images, normalized=(images.float() / 255 - mean) / std, tokens=tokens)
+
+
+def clipkit_step(model: clipkit.CLIP, pairs: Pairs) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
+    optimizer = adamw(model, CONFIG)
+
+    def gradients() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        return backward(model, pairs.images, pairs.tokens, loss=clipkit.clip_loss, parts=1, autocast=False)
+
+    return gradients, optimizer
+
+
+def open_clip_step(model: Any, pairs: Pairs) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
+    """As open_clip's trainer: the same two groups of parameters, AdamW with its defaults."""
+    loss_of = open_clip.ClipLoss()
+    plain = [p for name, p in model.named_parameters() if p.ndim < 2 or "logit_scale" in name]
+    decayed = [p for name, p in model.named_parameters() if not (p.ndim < 2 or "logit_scale" in name)]
+    optimizer = torch.optim.AdamW(
+        [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": CONFIG.weight_decay}],
+        lr=CONFIG.lr,
+        betas=(CONFIG.beta1, CONFIG.beta2),
+        eps=CONFIG.eps,
+    )
+
+    def gradients() -> Tensor:
+        optimizer.zero_grad()
+        value: Tensor = loss_of(*model(pairs.normalized, pairs.tokens))
+        torch.autograd.backward(value)
+        return value.detach()
+
+    return gradients, optimizer
+
+
+def compare(ours: tuple[Any, Tensor], theirs: tuple[Any, Tensor]) -> dict[str, float]:
+    """The difference of the losses, and the largest difference of any gradient relative to its norm."""
+    gradients = dict(theirs[0].named_parameters())
+    worst = 0.0
+    for name, parameter in ours[0].named_parameters():
+        reference = gradients[name].grad
+        worst = max(worst, float((parameter.grad - reference).norm() / reference.norm().clamp_min(1e-12)))
+    return {"loss": abs(float(ours[1] - theirs[1])), "gradient": worst}
+
+
+def gemm_rate() -> float:
+    """FLOP/s of a 1,024 × 1,024 matrix product in fp32."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    times = []
+    for _ in range(15):
+        began = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - began)
+    return 2 * 1024**3 / statistics.median(times)
+
+
+def useful_flops(shape: Architecture, tokens: Tensor) -> float:
+    """FLOPs of one step's forward and backward over the batch, captions counted to their true length."""
+
+    def tower(width: int, layers: int, length: float) -> float:
+        return layers * (24 * width**2 * length + 4 * width * length**2)
+
+    vision, text = shape.vision, shape.text
+    patches = (vision.image_size // vision.patch_size) ** 2
+    embed = 2 * patches * 3 * vision.patch_size**2 * vision.width
+    lengths = tokens.argmax(dim=1) + 1
+    texts = sum(tower(text.width, text.layers, float(length)) for length in lengths.tolist())
+    return 3 * (len(tokens) * (tower(vision.width, vision.layers, patches + 1) + embed) + texts)
+
+
+def timed(gradients: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """Seconds of a whole step, and of the optimizer in it."""
+    began = time.perf_counter()
+    gradients()
+    middle = time.perf_counter()
+    optimizer.step()
+    end = time.perf_counter()
+    return end - began, end - middle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--model", default="ViT-B-32")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    shape = clipkit.architectures.architecture(options.model)
+    pairs = make_pairs(shape, options.batch_size)
+    ours = clipkit.create(options.model, seed=0).train()
+    theirs = open_clip.create_model(options.model).train()
+    theirs.load_state_dict(ours.state_dict())
+    steps = {"clipkit": clipkit_step(ours, pairs), "open_clip": open_clip_step(theirs, pairs)}
+    difference = compare((ours, steps["clipkit"][0]()), (theirs, steps["open_clip"][0]()))
+    for gradients, optimizer in steps.values():
+        timed(gradients, optimizer)  # the optimizers make their state
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    rates = []
+    for number in range(options.rounds):
+        rates.append(gemm_rate())
+        for name, step in steps.items():
+            seconds[name].append(timed(*step))
+        print(f"round {number + 1}: " + ", ".join(f"{k} {v[-1][0]:.2f} s" for k, v in seconds.items()))
+    report(options, pairs, shape, difference, seconds, statistics.median(rates))
+
+
+def report(
+    options: argparse.Namespace,
+    pairs: Pairs,
+    shape: Architecture,
+    difference: dict[str, float],
+    seconds: dict[str, list[tuple[float, float]]],
+    rate: float,
+) -> None:
+    """Print the outcome and keep it as JSON."""
+    medians = {name: statistics.median(whole for whole, _ in times) for name, times in seconds.items()}
+    useful = useful_flops(shape, pairs.tokens)
+    result = {
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "mean_tokens": float((pairs.tokens.argmax(dim=1) + 1).float().mean()),
+        "threads": torch.get_num_threads(),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "open_clip": open_clip.__version__,
+        "largest_difference": difference,
+        "samples_per_second": {name: options.batch_size / median for name, median in medians.items()},
+        "optimizer_seconds": {
+            name: statistics.median(part for _, part in times) for name, times in seconds.items()
+        },
+        "seconds": {name: [whole for whole, _ in times] for name, times in seconds.items()},
+        "gemm_gflops": rate / 1e9,
+        "useful_share_of_gemm_rate": {name: useful / median / rate for name, median in medians.items()},
+        "ratio": medians["open_clip"] / medians["clipkit"],
+        "ratio_by_round": [
+            theirs[0] / ours[0] for ours, theirs in zip(seconds["clipkit"], seconds["open_clip"], strict=True)
+        ],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"train_step_{options.model}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k != "seconds"}, indent=2))
+    rates = result["samples_per_second"]
+    assert isinstance(rates, dict)
+    print(
+        f"clipkit {rates['clipkit']:.2f} samples/s, open_clip {rates['open_clip']:.2f} samples/s, "
+        f"ratio {medians['open_clip'] / medians['clipkit']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
