@@ -166,7 +166,25 @@ def test_interval_of_the_mean_per_class() -> None:
     # equal classes: the mean per class is the accuracy, so the interval is nearly that of a proportion
     assert (low, high) == pytest.approx(wilson_interval(int(correct.sum()), 500), abs=0.01)
     assert mean_per_class_interval(correct, labels) == (low, high)
-    assert mean_per_class_interval(correct & False, labels) == wilson_interval(0, 500)
+    assert mean_per_class_interval(correct & False, labels) == pytest.approx(wilson_interval(0, 500))
+    low, high = mean_per_class_interval(labels == 3, labels)  # a model that always says the same
+    assert low < 0.08 and high > 0.12
+
+
+def test_interval_of_the_mean_per_class_holds_the_truth() -> None:
+    random = np.random.default_rng(0)
+    for sizes, truth in (
+        (np.full(10, 100), random.uniform(0.2, 0.95, 10)),
+        (np.full(50, 1), np.full(50, 0.3)),
+        (np.r_[np.full(10, 200), np.full(4, 8)], np.r_[np.full(10, 0.99), np.full(4, 0.5)]),
+    ):
+        labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+        held = 0
+        for _ in range(60):
+            correct = torch.from_numpy(random.random(len(labels)) < np.repeat(truth, sizes))
+            low, high = mean_per_class_interval(correct, labels)
+            held += low <= truth.mean() <= high
+        assert held >= 51  # 57 expected of 95%
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
