@@ -8,7 +8,10 @@ WebDataset rule.
 import hashlib
 import mmap
 import os
+import re
+import stat
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,7 +30,19 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "
 IMAGE, CAPTION, LABEL, META = range(4)  # columns of ShardIndex.spans
 _COLUMN = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}
 _BLOCK = 512
-_VERSION = 1  # of the stored form; raise it when the scan or the arrays change
+_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
+_ABOUT_NEXT = (b"L", b"K", b"x", b"X", b"g")  # members that say something of those after them
+_PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
+_PAX_SIZE = re.compile(r"[0-9]{1,19}")
+_MAX_EXTRA_BYTES = 1 << 20  # of a member that holds another one's long name; far beyond what any writer makes
+_MAX_NAME = 4096  # characters; all keys of a shard are stored at the length of the longest
+_VERSION = 2  # of the stored form; raise it when the scan or the arrays change
+
+# what reading a damaged stored index may raise; then it is made again
+_UNUSABLE = (
+    OSError, ValueError, KeyError, EOFError, MemoryError, NotImplementedError, RuntimeError, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +70,22 @@ def index_shard(path: Path) -> ShardIndex:
     """The index of one tar, from the cache folder where the same file was scanned before.
 
     Raises:
-        DataError: the file is missing, compressed, not a tar, or ends in the middle of a member.
+        DataError: the file is missing, compressed, not a tar, or not whole.
     """
     try:
         status = path.stat()
     except OSError as error:
         raise DataError(f"shard {path}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"shard {path} is not a regular file")
     identity = f"{_VERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-    stored = cache_folder() / "index" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
-    unusable = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)  # then it is made again
-    with suppress(*unusable), np.load(stored, allow_pickle=False) as arrays:
+    stored = cache_folder() / "index" / f"{hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]}.npz"
+    with suppress(*_UNUSABLE), stored.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         return ShardIndex(**{name: arrays[name] for name in ShardIndex.__dataclass_fields__})
-    index = _scan(path)
+    try:
+        index = _scan(path)
+    except OSError as error:
+        raise DataError(f"shard {path}: {error.strerror}") from error
     with suppress(OSError):
         _store(index, stored)
     return index
@@ -125,61 +144,86 @@ def _walk(path: Path, tar: mmap.mmap, end: int) -> Iterator[tuple[str, int, int]
             return  # a block of zeros ends the archive
         size = _check_header(path, header, position)
         kind = header[156:157]
-        regular = kind in (b"0", b"\0", b"7")
-        if regular and long_size is not None:
+        if kind in _WITHOUT_DATA:
+            size = 0  # whatever the header says: hard links may state the size of what they link to
+        elif kind not in _ABOUT_NEXT and long_size is not None:
             size = long_size
         data = position + _BLOCK
-        position = data + -(-size // _BLOCK) * _BLOCK
         if data + size > end:
-            raise DataError(
-                f"shard {path} is truncated: a member at byte {data - _BLOCK} needs {data + size} bytes, "
-                f"the file has {end}; fetch or write it again"
+            raise _truncated(
+                path, f"a member at byte {position} needs {data + size} bytes, the file has {end}"
             )
+        if kind in _ABOUT_NEXT and size > _MAX_EXTRA_BYTES:
+            raise DataError(f"shard {path} states a name of {size} bytes at byte {position}; write it again")
         if kind == b"L":
-            long_name = tar[data : data + size].split(b"\0", 1)[0].decode("utf-8", "replace")
-        elif kind == b"x":
+            long_name = _text(tar[data : data + size])
+        elif kind in (b"x", b"X"):
             records = _pax_records(tar[data : data + size])
             long_name = records.get("path", long_name)
-            long_size = int(records["size"]) if records.get("size", "").isdecimal() else long_size
-        elif regular:
-            yield long_name if long_name is not None else _name(header), data, size
-        if kind not in (b"L", b"x", b"K", b"g"):
+            stated = records.get("size", "")
+            long_size = int(stated) if _PAX_SIZE.fullmatch(stated) else long_size
+            if any(key.startswith("GNU.sparse.") for key in records):
+                kind = b"S"
+        elif kind in (b"0", b"\0", b"7"):
+            name = long_name if long_name is not None else _name(header)
+            if len(name) > _MAX_NAME:
+                raise DataError(f"shard {path} has a name of {len(name)} characters at byte {position}")
+            yield name, data, size
+        if kind == b"S":
+            raise DataError(f"shard {path} holds a sparse file at byte {position}: write it without --sparse")
+        if kind not in _ABOUT_NEXT:
             long_name = long_size = None
-    if position < end:
-        raise DataError(f"shard {path} is truncated: it ends inside a header at byte {position}")
+        position = data + -(-size // _BLOCK) * _BLOCK
+    raise _truncated(path, f"it has no end mark; it stops at byte {end}")
+
+
+def _truncated(path: Path, what: str) -> DataError:
+    return DataError(f"shard {path} is truncated: {what}; fetch or write it again")
 
 
 def _check_header(path: Path, header: bytes, position: int) -> int:
     """The size that a header states, after its checksum was found right."""
-    stated = header[148:156].split(b"\0", 1)[0].strip()
     # the checksum is taken with its own eight bytes read as spaces
-    if not stated.isdigit() or int(stated, 8) != sum(header) - sum(header[148:156]) + 8 * 32:
+    if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
         if position == 0 and header[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
             raise DataError(f"shard {path} is compressed: random access needs a plain tar, unpack it first")
         what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
         raise DataError(f"shard {path} {what}; fetch or write it again")
     field = header[124:136]
-    if field[0] & 0x80:  # base 256, for 8 GiB and more
-        return int.from_bytes(field[1:], "big")
-    return int(field.split(b"\0", 1)[0].strip() or b"0", 8)
+    # base 256 where the first bit is set, for 8 GiB and more; with the second one set the number is negative
+    size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
+    if size is None:
+        raise DataError(f"shard {path} has a broken size at byte {position}; fetch or write it again")
+    return size
+
+
+def _octal(field: bytes) -> int | None:
+    """A number in octal digits between blanks, 0 for an empty field, None for anything else."""
+    digits = field.split(b"\0", 1)[0].strip(b" ")
+    # int() alone would take signs, underscores and prefixes
+    return None if digits.strip(b"01234567") else int(digits or b"0", 8)
+
+
+def _text(data: bytes) -> str:
+    # names that are not UTF-8 must stay different from one another, and printable
+    return data.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
 
 
 def _name(header: bytes) -> str:
-    name = header[:100].split(b"\0", 1)[0].decode("utf-8", "replace")
-    prefix = (
-        header[345:500].split(b"\0", 1)[0].decode("utf-8", "replace") if header[257:263] == b"ustar\0" else ""
-    )
+    name = _text(header[:100])
+    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
     return f"{prefix}/{name}" if prefix else name
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
     """The ``LENGTH KEY=VALUE\\n`` records of a PAX header; a malformed rest is left out."""
     records: dict[str, str] = {}
-    while data:
-        length, space, _ = data.partition(b" ")
-        if not space or not length.isdigit() or not 0 < int(length) <= len(data):
+    position = 0
+    while (match := _PAX_LENGTH.match(data, position)) is not None:
+        end = position + int(match[1])
+        if not match.end() < end <= len(data):
             break
-        key, _, value = data[len(length) + 1 : int(length)].rstrip(b"\n").partition(b"=")
-        records[key.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
-        data = data[int(length) :]
+        key, _, value = data[match.end() : end - 1].partition(b"=")
+        records[_text(key)] = _text(value)
+        position = end
     return records

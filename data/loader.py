@@ -4,6 +4,7 @@ Letters: B samples of this rank's part of a batch, S image side in pixels, L tok
 """
 
 import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -78,15 +79,18 @@ class Loader:
         Raises:
             DataError: no usable sample was found in place of a bad one.
         """
-        loader: DataLoader[Batch | DataError] = DataLoader(
-            _Batches(self),
-            batch_size=None,
-            sampler=range(start, stop),
-            num_workers=self.workers,
-            pin_memory=self.pin,
-            prefetch_factor=4 if self.workers else None,
-            worker_init_fn=_leave_signals_to_the_trainer,
-        )
+        with warnings.catch_warnings():  # of more workers than cores: their number is the user's choice
+            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+            loader: DataLoader[Batch | DataError] = DataLoader(
+                _Batches(self),
+                batch_size=None,
+                sampler=range(start, stop),
+                num_workers=self.workers,
+                pin_memory=self.pin,
+                prefetch_factor=4 if self.workers else None,
+                worker_init_fn=_leave_signals_to_the_trainer,
+                generator=torch.Generator(),  # else it would draw from the training's random numbers
+            )
         for batch in loader:
             if isinstance(batch, DataError):
                 raise batch

@@ -63,6 +63,7 @@ class Order:
 
     def batch(self, step: int, *, rank: int = 0, world: int = 1) -> npt.NDArray[np.int64]:
         """(batch_size / world,) the sample numbers of a rank's part of the batch after ``step`` others."""
+        assert self.batch_size % world == 0, "every rank takes an equal part"
         at = self.position(step)
         part = self.batch_size // world
         first = at.batch * self.batch_size + rank * part
@@ -86,11 +87,11 @@ class Order:
         return self._remember((epoch, window), lambda: self._permute_window(epoch, window))
 
     def _remember(self, key: tuple[int, ...], make: Callable[[], _T]) -> _T:
-        if key not in self._recent:
-            while len(self._recent) >= 6:  # two epochs' shard orders and the windows around a batch
-                del self._recent[next(iter(self._recent))]
-            self._recent[key] = make()
-        return cast(_T, self._recent[key])
+        value = cast(_T, self._recent.pop(key) if key in self._recent else make())
+        self._recent[key] = value  # the last used comes last
+        while len(self._recent) > 6:  # two epochs' shard orders and the windows around a batch
+            del self._recent[next(iter(self._recent))]
+        return value
 
     def _permute_shards(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The epoch's order of shards, and behind how many samples each window ends."""

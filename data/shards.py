@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import braceexpand
@@ -47,6 +48,8 @@ class Sample:
 class Shards:
     """Random access to the samples of a list of tars that have everything in ``need``.
 
+    Reading is safe from several threads; a copy in another process opens files of its own.
+
     Args:
         paths: the tars. Their order numbers the samples.
         need: which of "image", "caption" and "label" a sample must have to count. A caption is a ``txt``
@@ -77,14 +80,23 @@ class Shards:
             self._spans.append(index.spans[usable])
         self.counts = np.array([len(keys) for keys in self._keys], dtype=np.int64)
         self._starts = np.concatenate([[0], np.cumsum(self.counts)])
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._files_of_process = os.getpid()
+        self._forget_files()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict()}  # file descriptors stay in their process
+        own = ("_files", "_files_lock", "_files_of_process")  # file descriptors stay in their process
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_files()
+
+    def _forget_files(self) -> None:
+        self._files: OrderedDict[int, _OpenFile] = OrderedDict()
+        self._files_lock = Lock()
+        self._files_of_process = os.getpid()
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change when the set of samples or its order does.
@@ -93,8 +105,8 @@ class Shards:
         """
         digest = hashlib.sha256()
         for path, keys, spans in zip(self.paths, self._keys, self._spans, strict=True):
-            digest.update(f"{path.name}\n{len(keys)}\n".encode())
-            digest.update("\0".join(keys.tolist()).encode("utf-8", "surrogateescape"))
+            digest.update(os.fsencode(f"{path.name}\n{len(keys)}\n"))
+            digest.update("\0".join(keys.tolist()).encode())
             digest.update(spans.tobytes())
         return digest.hexdigest()[:16]
 
@@ -107,8 +119,8 @@ class Shards:
         """Read sample ``number`` (0 ≤ number < len).
 
         Raises:
-            DataError: the file has shrunk since it was indexed, a member is over the size limit, or a label
-                is not a whole number.
+            DataError: the file cannot be read or has shrunk since it was indexed, a member is over the size
+                limit, or a label is not a whole number.
         """
         shard, row = self._position(number)
         span = self._spans[shard][row]
@@ -117,7 +129,7 @@ class Shards:
         if caption is None and isinstance(meta.get("caption"), str):
             caption = meta["caption"]
         label = self._text(shard, span[LABEL])
-        if label is not None and not label.strip().isdecimal():
+        if label is not None and not (label.strip().isdecimal() and len(label.strip()) < 19):  # of int64
             raise DataError(f"label {label.strip()[:40]!r} is not a whole number")
         return Sample(
             id=number,
@@ -144,7 +156,7 @@ class Shards:
             return {}
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"its json does not parse: {error}") from error
         return value if isinstance(value, dict) else {}
 
@@ -152,23 +164,41 @@ class Shards:
         offset, size = int(span[0]), int(span[1])
         if size > _MAX_MEMBER_BYTES:
             raise DataError(f"a member of {size} bytes is over the limit of {_MAX_MEMBER_BYTES}")
-        data = os.pread(self._file(shard), size, offset)
+        file = self._file(shard)
+        try:
+            data = os.pread(file.descriptor, size, offset)
+        except OSError as error:
+            raise DataError(f"the shard cannot be read: {error.strerror}") from error
         if len(data) != size:
             raise DataError("the shard has become shorter since it was indexed")
         return data
 
-    def _file(self, shard: int) -> int:
+    def _file(self, shard: int) -> "_OpenFile":
         if self._files_of_process != os.getpid():  # a forked worker opens its own
-            self._files, self._files_of_process = OrderedDict(), os.getpid()
-        if shard not in self._files:
-            if len(self._files) >= _MAX_OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            try:
-                self._files[shard] = os.open(self.paths[shard], os.O_RDONLY)
-            except OSError as error:
-                raise DataError(f"shard {self.paths[shard]}: {error.strerror}") from error
-        self._files.move_to_end(shard)
-        return self._files[shard]
+            self._forget_files()
+        with self._files_lock:
+            file = self._files.get(shard)
+            if file is None:
+                if len(self._files) >= _MAX_OPEN_FILES:
+                    self._files.popitem(last=False)
+                try:
+                    file = self._files[shard] = _OpenFile(os.open(self.paths[shard], os.O_RDONLY))
+                except OSError as error:
+                    raise DataError(f"shard {self.paths[shard]}: {error.strerror}") from error
+            self._files.move_to_end(shard)
+            return file
+
+
+class _OpenFile:
+    """A file descriptor, closed when nobody holds this object: not under a thread that still reads."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 def _usable(index: ShardIndex, need: Sequence[str]) -> npt.NDArray[np.bool_]:
@@ -191,10 +221,18 @@ def find_shards(source: str, *, split: str = "train") -> list[Path]:
     Raises:
         DataError: nothing is there, or shards are missing.
     """
+    if not source:
+        raise DataError("no data: the source is empty")
     if source in BUILTIN and not Path(source).exists():
         return _shards_of_folder(built_in(source), split)
-    path = Path(source).expanduser()
-    if path.is_dir():
+    try:
+        return _shards_at(source, split)
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise DataError(f"cannot look for data at {source[:200]!r}: {error.strerror}") from error
+
+
+def _shards_at(source: str, split: str) -> list[Path]:
+    if "{" not in source and (path := Path(source).expanduser()).is_dir():
         return _shards_of_folder(path, split)
     try:
         paths = [Path(name).expanduser() for name in braceexpand.braceexpand(source)]
@@ -215,11 +253,12 @@ def _shards_of_folder(folder: Path, split: str) -> list[Path]:
     paths = sorted(here.glob("*.tar"), key=lambda path: (len(path.name), path.name))
     if not paths:
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        found = f"; it has the folders {', '.join(splits)}" if splits else ""
+        more = ", …" if len(splits) > 8 else ""
+        found = f"; it has the folders {', '.join(splits[:8])}{more}" if splits else ""
         raise DataError(f"no tar of split {split!r} in {folder}{found}")
     stated = here / "nshards.txt"
     if stated.is_file():
-        text = stated.read_text().strip()
+        text = stated.read_text(errors="replace").strip()
         if not text.isdecimal() or int(text) != len(paths):
             raise DataError(f"{here} has {len(paths)} shards, but nshards.txt says {text[:20]!r}")
     return paths

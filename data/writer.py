@@ -21,13 +21,17 @@ from typing import Any
 import webdataset
 
 from clipkit.errors import DataError
+from data.index import IMAGE_EXTENSIONS
 
 __all__ = ["DatasetWriter", "Record"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One sample on its way into a shard: an encoded picture with its caption, its label, or both."""
+    """One sample on its way into a shard: an encoded picture with its caption, its label, or both.
+
+    ``key`` is a path without dots, as a reader takes what follows the first dot for the extension.
+    """
 
     key: str
     image: bytes
@@ -35,6 +39,11 @@ class Record:
     caption: str | None = None
     label: int | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name = self.key.rpartition("/")[2]
+        assert name and "." not in name, f"key {self.key!r} is empty or has a dot"
+        assert self.extension in IMAGE_EXTENSIONS, f"extension {self.extension!r} is no picture's"
 
     def members(self) -> dict[str, Any]:
         """The members of this sample as WebDataset's writer takes them."""
@@ -65,6 +74,7 @@ class DatasetWriter:
         self.out = out
         self.samples_per_shard = samples_per_shard
         self.counts: dict[str, int] = {}
+        self._last_keys: dict[str, str] = {}
         self._writers: dict[str, Any] = {}
         self._aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
         shutil.rmtree(self._aside, ignore_errors=True)
@@ -81,6 +91,8 @@ class DatasetWriter:
 
     def write(self, split: str, record: Record) -> None:
         """Append one sample to a split ("train", "test", …)."""
+        assert self._last_keys.get(split) != record.key, f"key {record.key!r} twice: a reader sees one sample"
+        self._last_keys[split] = record.key
         count = self.counts.get(split, 0)
         if count % self.samples_per_shard == 0:
             self._open_shard(split, count // self.samples_per_shard)
@@ -102,16 +114,25 @@ class DatasetWriter:
         self._close_shards()
         for split, count in self.counts.items():
             shards = -(-count // self.samples_per_shard)
-            (self._aside / split / "nshards.txt").write_text(f"{shards}\n")
+            (self._aside / split / "nshards.txt").write_text(f"{shards}\n", encoding="utf-8")
         if class_names is not None:
-            (self._aside / "classnames.txt").write_text("\n".join(class_names) + "\n")
+            self._write_lines("classnames.txt", class_names)
         if templates is not None:
-            (self._aside / "zeroshot_classification_templates.txt").write_text("\n".join(templates) + "\n")
+            self._write_lines("zeroshot_classification_templates.txt", templates)
         text = json.dumps({**card, "samples": self.counts}, indent=2, ensure_ascii=False)
-        (self._aside / "card.json").write_text(text + "\n")
+        (self._aside / "card.json").write_text(text + "\n", encoding="utf-8")
+        for path in (*self._aside.rglob("*"), self._aside):
+            _sync(path)
         if self.out.exists():
             self.out.rmdir()  # empty, as checked at the start
         self._aside.rename(self.out)
+        _sync(self.out.parent)
+
+    def _write_lines(self, name: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            if line.splitlines() not in ([line], []):  # it would shift the labels of all after it
+                raise DataError(f"{name} has one entry a line, {line[:80]!r} has several")
+        (self._aside / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _open_shard(self, split: str, number: int) -> None:
         if split in self._writers:
@@ -126,3 +147,12 @@ class DatasetWriter:
     def _close_shards(self) -> None:
         while self._writers:
             self._writers.popitem()[1].close()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

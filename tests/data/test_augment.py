@@ -1,0 +1,102 @@
+"""The random crop: within the picture, as torchvision would cut it, and a function of its stream."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.transforms.v2 import InterpolationMode, functional
+
+from data.augment import _crop, random_of, train_transform
+
+sides = st.integers(1, 3000)
+scales = st.floats(0.01, 1.0)
+
+
+def picture(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@settings(deadline=None, max_examples=300)
+@given(height=sides, width=sides, scale=scales, seed=st.integers(0, 2**32))
+def test_a_crop_lies_within_the_picture(height: int, width: int, scale: float, seed: int) -> None:
+    top, left, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
+    assert 1 <= crop_height <= height - top and 1 <= crop_width <= width - left
+    assert top >= 0 and left >= 0
+
+
+@settings(deadline=None, max_examples=200)
+@given(height=st.integers(100, 3000), width=st.integers(100, 3000), scale=scales, seed=st.integers(0, 2**32))
+def test_a_crop_keeps_area_and_aspect(height: int, width: int, scale: float, seed: int) -> None:
+    _, _, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
+    rounding = 1 / min(crop_height, crop_width)
+    aspect = crop_width / crop_height
+    if scale < 1:
+        assert 3 / 4 * (1 - rounding) <= aspect <= 4 / 3 * (1 + rounding)
+    else:
+        assert crop_height == crop_width == min(height, width)
+    if 3 / 4 <= width / height <= 4 / 3 and scale < 1:
+        assert crop_height * crop_width >= scale * height * width * (1 - 2 * rounding)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale", "expected"),
+    [
+        (1, 1, 1.0, (0, 0, 1, 1)),
+        (1, 1, 0.9, (0, 0, 1, 1)),
+        (100, 1, 1.0, (49, 0, 1, 1)),
+        (1, 100, 1.0, (0, 49, 1, 1)),
+        (100, 1, 0.9, (49, 0, 1, 1)),
+        (30, 50, 1.0, (0, 10, 30, 30)),
+        (30, 900, 0.9, (0, 430, 30, 40)),  # no draw fits: the widest of 4:3, centred
+        (900, 30, 0.9, (430, 0, 40, 30)),
+    ],
+)
+def test_where_there_is_no_choice(height: int, width: int, scale: float, expected: tuple[int, ...]) -> None:
+    assert _crop(height, width, scale, random_of(0)) == expected
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.9, 1.0])
+@pytest.mark.parametrize(("height", "width"), [(40, 60), (1, 50), (50, 1), (1, 1), (224, 224), (300, 100)])
+def test_it_is_what_torchvision_cuts_and_resizes(height: int, width: int, scale: float) -> None:
+    image = picture(height, width)
+    for seed in range(5):
+        got = train_transform(image, image_size=32, crop_scale=scale, random=random_of(seed))
+        top, left, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
+        expected = functional.resized_crop(
+            torch.from_numpy(image).permute(2, 0, 1),
+            top, left, crop_height, crop_width, [32, 32],
+            interpolation=InterpolationMode.BICUBIC, antialias=True,
+        )  # fmt: skip
+        assert got.shape == (3, 32, 32) and got.dtype == torch.uint8
+        assert torch.equal(got, expected)
+
+
+def test_a_crop_of_the_right_size_is_not_resized_and_not_shared() -> None:
+    image = picture(32, 32)
+    got = train_transform(image, image_size=32, crop_scale=1.0, random=random_of(0))
+    assert torch.equal(got, torch.from_numpy(image.copy()).permute(2, 0, 1))
+    image.setflags(write=False)  # as decoders give it; torch warns of such arrays
+    assert torch.equal(got, train_transform(image, image_size=32, crop_scale=1.0, random=random_of(0)))
+
+
+def test_crops_are_spread_as_they_should_be() -> None:
+    size, scale = 1000, 0.5
+    crops = np.array([_crop(size, size, scale, random_of(seed)) for seed in range(4000)])
+    area = crops[:, 2] * crops[:, 3] / size**2
+    assert area.min() >= scale * 0.99
+    assert abs(np.log(crops[:, 3] / crops[:, 2]).mean()) < 0.02  # wide as often as high
+    for begin, side in ((crops[:, 0], crops[:, 2]), (crops[:, 1], crops[:, 3])):
+        place = begin[side < size] / (size - side[side < size])
+        assert abs(place.mean() - 0.5) < 0.03
+        assert abs(place.std() - 1 / math.sqrt(12)) < 0.02
+
+
+def test_streams_are_independent_and_repeat() -> None:
+    streams = [(0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (2**63 - 1, 0, 10**6, 10**9)]
+    drawn = [tuple(random_of(*stream).integers(2**62, size=4).tolist()) for stream in streams]
+    assert len(set(drawn)) == len(streams)
+    assert drawn == [tuple(random_of(*stream).integers(2**62, size=4).tolist()) for stream in streams]

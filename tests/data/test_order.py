@@ -1,0 +1,159 @@
+"""The order of samples: a function of (seed, epoch, batch), whose properties hold for any data."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clipkit.errors import ConfigError
+from data.order import Order
+
+ROOT = Path(__file__).parents[2]
+
+counts_of_shards = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+seeds = st.integers(0, 2**63 - 1)
+
+
+@settings(deadline=None)
+@given(
+    counts=counts_of_shards,
+    seed=seeds,
+    window=st.integers(1, 15),
+    epoch=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_an_epoch_takes_each_sample_once(
+    counts: list[int], seed: int, window: int, epoch: int, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, sum(counts)), label="batch_size")
+    order = Order(counts, seed=seed, batch_size=size, window=window)
+    assert order.batches_per_epoch == sum(counts) // size
+    first = epoch * order.batches_per_epoch
+    batches = [order.batch(step) for step in range(first, first + order.batches_per_epoch)]
+    assert all(batch.shape == (size,) and batch.dtype == np.int64 for batch in batches)
+    taken = np.concatenate(batches)
+    assert len(np.unique(taken)) == len(taken) == sum(counts) - sum(counts) % size
+    assert taken.min() >= 0 and taken.max() < sum(counts)
+
+
+@settings(deadline=None)
+@given(
+    counts=counts_of_shards,
+    seed=seeds,
+    part=st.integers(1, 4),
+    world=st.integers(1, 8),
+    step=st.integers(0, 50),
+)
+def test_the_parts_of_the_ranks_are_the_batch(
+    counts: list[int], seed: int, part: int, world: int, step: int
+) -> None:
+    counts = [*counts, 40]  # enough for the largest batch
+    order = Order(counts, seed=seed, batch_size=part * world, window=3)
+    parts = [order.batch(step, rank=rank, world=world) for rank in range(world)]
+    assert all(len(one) == part for one in parts)
+    alone = Order(counts, seed=seed, batch_size=part * world, window=3)
+    assert np.array_equal(np.concatenate(parts), alone.batch(step))
+
+
+@settings(deadline=None)
+@given(counts=counts_of_shards, seed=seeds, steps=st.lists(st.integers(0, 100), min_size=1, max_size=20))
+def test_no_batch_depends_on_what_was_asked_before(counts: list[int], seed: int, steps: list[int]) -> None:
+    size = max(1, sum(counts) // 3)
+    kept = Order(counts, seed=seed, batch_size=size, window=2)
+    for step in steps:
+        assert np.array_equal(
+            kept.batch(step), Order(counts, seed=seed, batch_size=size, window=2).batch(step)
+        )
+
+
+@settings(deadline=None)
+@given(seed=seeds, window=st.integers(1, 12), step=st.integers(0, 30))
+def test_a_batch_touches_the_shards_of_two_windows_at_most(seed: int, window: int, step: int) -> None:
+    shards, held = 12, 20
+    order = Order([held] * shards, seed=seed, batch_size=16, window=window)
+    touched = np.unique(order.batch(step) // held)
+    assert len(touched) <= 2 * window
+    if window == 1:  # 20 samples of one shard, then 20 of the next
+        at = order.position(step)
+        assert len(touched) == (1 if at.batch * 16 // held == (at.batch * 16 + 15) // held else 2)
+
+
+def test_a_window_holds_the_shards_together() -> None:
+    order = Order([10] * 40, seed=5, batch_size=40, window=4)
+    of_windows = [set((order.batch(step) // 10).tolist()) for step in range(10)]
+    assert [len(shards) for shards in of_windows] == [4] * 10
+    assert set.union(*of_windows) == set(range(40))
+    assert of_windows != [set((order.batch(step) // 10).tolist()) for step in range(10, 20)]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [Order([50, 50, 50], seed=seed, batch_size=150) for seed in (0, 1, 2**63 - 1)]
+    epochs = [tuple(order.batch(step).tolist()) for order in orders for step in range(4)]
+    assert len(set(epochs)) == len(epochs)
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(range(150))}
+
+
+def test_the_samples_left_out_are_others_in_each_epoch() -> None:
+    order = Order([25] * 4, seed=0, batch_size=60, window=2)
+    left_out = [frozenset(range(100)) - frozenset(order.batch(step).tolist()) for step in range(20)]
+    assert all(len(one) == 40 for one in left_out)
+    assert frozenset.union(*left_out) == frozenset(range(100))
+
+
+def test_position() -> None:
+    order = Order([10, 5], seed=0, batch_size=4)
+    assert order.batches_per_epoch == 3
+    places = [(at.step, at.epoch, at.batch) for at in map(order.position, range(7))]
+    assert places == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1), (5, 1, 2), (6, 2, 0)]
+
+
+def test_a_batch_larger_than_the_data_is_an_error() -> None:
+    Order([3, 4], seed=0, batch_size=7)
+    with pytest.raises(ConfigError, match="batch_size = 8, but the data hold 7 samples"):
+        Order([3, 4], seed=0, batch_size=8)
+
+
+def test_it_is_the_same_in_every_process_and_release() -> None:
+    """A run that is resumed elsewhere, or after an update, must see the samples that it has not seen."""
+    code = (
+        "from data.order import Order\n"
+        "order = Order([5, 7, 3, 6], seed=11, batch_size=6, window=2)\n"
+        "print([order.batch(step).tolist() for step in (0, 1, 2, 7, 10**9)])"
+    )
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert json.loads(printed) == [
+        [7, 6, 8, 12, 9, 14],
+        [5, 11, 10, 13, 1, 18],
+        [15, 0, 20, 19, 2, 3],
+        [16, 8, 9, 15, 10, 19],
+        [5, 8, 10, 6, 1, 17],
+    ]
+
+
+def test_a_far_step_costs_what_a_near_one_does() -> None:
+    order = Order([10_000] * 40_000, seed=0, batch_size=32_768)
+    began = time.perf_counter()
+    batch = order.batch(10**9)
+    assert time.perf_counter() - began < 2
+    assert order.position(10**9).epoch == 10**9 // (400_000_000 // 32_768)
+    assert len(np.unique(batch)) == 32_768
+    arrays = [
+        value for value in order._recent.values() for value in (value if type(value) is tuple else [value])
+    ]
+    assert sum(array.nbytes for array in arrays) < 40 << 20
+
+
+def test_many_small_windows_in_a_batch_permute_the_shards_once() -> None:
+    order = Order([3] * 50_000, seed=0, batch_size=30_000, window=1)
+    made = []
+    permute = order._permute_shards
+    order._permute_shards = lambda epoch: made.append(epoch) or permute(epoch)  # type: ignore[method-assign, func-returns-value]
+    assert len(np.unique(order.batch(0))) == 30_000
+    assert made == [0]
