@@ -1,0 +1,206 @@
+"""Batches follow from (seed, step, rank, world): not from workers, ranks or where a run began."""
+
+import hashlib
+import io
+import multiprocessing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from clipkit.errors import DataError
+from clipkit.tokenizer import tokenize
+from data.loader import BadSample, Batch, Loader
+from data.order import Order
+from data.shards import Shards, find_shards
+from data.writer import DatasetWriter, Record
+
+SAMPLES, BATCH = 40, 8  # five batches an epoch
+MakeLoader = Callable[..., Loader]
+
+
+def encoded(seed: int) -> bytes:
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 256, (20 + seed % 9, 18 + seed % 13, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, ("png", "jpeg")[seed % 2])
+    return file.getvalue()
+
+
+def make_shards(folder: Path, broken: Sequence[int] = (), no_caption: Sequence[int] = ()) -> Shards:
+    with DatasetWriter(folder, samples_per_shard=7) as writer:
+        for number in range(SAMPLES):
+            caption = " \n" if number in no_caption else "word " * (number % 6) + f"number {number}"
+            image = encoded(number)[:60] if number in broken else encoded(number)
+            extension = ("png", "jpg")[number % 2]
+            writer.write(
+                "train", Record(key=f"{number:04d}", image=image, extension=extension, caption=caption)
+            )
+        writer.finish({})
+    return Shards(find_shards(str(folder)))
+
+
+def make_loader(shards: Shards, seed: int = 3, **more: float) -> Loader:
+    order = Order(shards.counts.tolist(), seed=seed, batch_size=BATCH, window=2)
+    return Loader(shards=shards, order=order, image_size=16, context_length=20, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def shards(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    """Forty good samples in six shards."""
+    return make_shards(tmp_path_factory.mktemp("good") / "set")
+
+
+@pytest.fixture(scope="module")
+def damaged(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    """The same with three pictures cut short and two captions of blanks."""
+    folder = tmp_path_factory.mktemp("damaged") / "set"
+    return make_shards(folder, broken=(4, 17, 30), no_caption=(9, 22))
+
+
+def signs(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
+    """A hash of each sample: its number, pixels and tokens (to the last that is not padding)."""
+    rows = []
+    for batch in batches:
+        assert batch.images.dtype == torch.uint8 and batch.tokens.dtype == batch.ids.dtype == torch.int64
+        content = (
+            (number, image.numpy().tobytes(), np.trim_zeros(tokens.numpy(), "b").tobytes())
+            for number, image, tokens in zip(batch.ids.tolist(), batch.images, batch.tokens, strict=True)
+        )
+        rows.append(tuple(hashlib.sha256(repr(one).encode()).hexdigest() for one in content))
+    return rows
+
+
+def test_what_a_batch_holds(shards: Shards) -> None:
+    loader = make_loader(shards)
+    batch = loader.batch(7)
+    assert batch.ids.tolist() == loader.order.batch(7).tolist()
+    assert batch.images.shape == (BATCH, 3, 16, 16) and batch.bad == ()
+    captions = [shards.read(number).caption or "" for number in batch.ids.tolist()]
+    full = tokenize(captions, 20)
+    longest = int((full != 0).sum(1).max())
+    assert batch.tokens.shape == (BATCH, longest)
+    assert torch.equal(batch.tokens, full[:, :longest])
+
+
+@pytest.mark.parametrize("kind", ["shards", "damaged"])
+def test_workers_ranks_and_starts_change_nothing(kind: str, request: pytest.FixtureRequest) -> None:
+    data = request.getfixturevalue(kind)
+    steps = 12  # into the third epoch
+    alone = list(make_loader(data).batches(0, steps))
+    expected = signs(alone)
+    assert len({one for row in expected for one in row}) > 2 * SAMPLES - 5  # another crop in each epoch
+    for workers in (1, 3):
+        with_workers = list(make_loader(data, workers=workers).batches(0, steps))
+        assert signs(with_workers) == expected
+        assert [batch.bad for batch in with_workers] == [batch.bad for batch in alone]
+    for world in (2, 4):
+        ranks = [list(make_loader(data, rank=rank, world=world).batches(0, steps)) for rank in range(world)]
+        assert all(len(batch.ids) == BATCH // world for batches in ranks for batch in batches)
+        for step, parts in enumerate(zip(*map(signs, ranks), strict=True)):
+            assert sum(parts, ()) == expected[step]
+            assert sum((batches[step].bad for batches in ranks), ()) == alone[step].bad
+    for start in range(steps):
+        assert signs(list(make_loader(data).batches(start, steps))) == expected[start:]
+    assert signs(list(make_loader(data, workers=1, rank=1, world=2).batches(9, 11))) == [
+        row[BATCH // 2 :] for row in expected[9:11]
+    ]
+
+
+def test_seeds_and_crop_scales_differ(shards: Shards) -> None:
+    by_seed = [make_loader(shards, seed=seed).batch(0) for seed in (0, 1)]
+    assert by_seed[0].ids.tolist() != by_seed[1].ids.tolist()
+    centre, other = make_loader(shards, crop_scale=1.0), make_loader(shards, crop_scale=0.5)
+    assert not torch.equal(centre.batch(0).images, other.batch(0).images)
+    pixels = [dict(zip(batch.ids.tolist(), batch.images, strict=True)) for batch in centre.batches(0, 10)]
+    first, second = ({k: v for one in half for k, v in one.items()} for half in (pixels[:5], pixels[5:]))
+    assert len(first) == SAMPLES and all(
+        torch.equal(first[k], second[k]) for k in first
+    )  # no randomness left
+
+
+def test_a_bad_sample_is_replaced_and_written_down(damaged: Shards) -> None:
+    epochs = [list(make_loader(damaged).batches(start, start + 5)) for start in (0, 5)]
+    bad_numbers = {4: "picture", 17: "picture", 30: "picture", 9: "empty caption", 22: "empty caption"}
+    for batches in epochs:
+        assert all(batch.images.shape == (BATCH, 3, 16, 16) for batch in batches)
+        assert sorted(number for batch in batches for number in batch.ids.tolist()) == list(range(SAMPLES))
+        reported = [bad for batch in batches for bad in batch.bad]
+        for number, cause in bad_numbers.items():
+            shard, key = damaged.locate(number)
+            found = [bad for bad in reported if bad.key == key]
+            assert found and all(bad.shard == shard and cause in bad.cause for bad in found)
+        assert {bad.key for bad in reported} == {f"{number:04d}" for number in bad_numbers}
+        for batch in batches:
+            own = {damaged.locate(number)[1] for number in batch.ids.tolist() if number in bad_numbers}
+            assert own <= {bad.key for bad in batch.bad}
+    sign = dict[int, list[str]]()
+    for batches in epochs:
+        for batch, row in zip(batches, signs(batches), strict=True):
+            for number, one in zip(batch.ids.tolist(), row, strict=True):
+                sign.setdefault(number, []).append(one)
+    tokens = [
+        batch.tokens[batch.ids.tolist().index(4)].tolist() for e in epochs for batch in e if 4 in batch.ids
+    ]
+    assert len(tokens) == 2 and tokens[0] != tokens[1]  # another substitute in another epoch
+
+
+def test_the_good_samples_of_damaged_data_are_the_same(shards: Shards, damaged: Shards) -> None:
+    good, other = (list(make_loader(data).batches(0, 5)) for data in (shards, damaged))
+    for one, two, own, theirs in zip(good, other, signs(good), signs(other), strict=True):
+        assert one.ids.tolist() == two.ids.tolist()
+        differing = {number for number, a, b in zip(one.ids.tolist(), own, theirs, strict=True) if a != b}
+        assert differing == set(one.ids.tolist()) & {4, 9, 17, 22, 30}
+
+
+def test_a_shard_that_goes_away_is_bad_samples(own_cache: object, tmp_path: Path) -> None:
+    data = make_shards(tmp_path / "set")
+    (tmp_path / "set" / "train" / "2.tar").unlink()
+    batches = list(make_loader(data).batches(0, 5))
+    assert all(len(batch.images) == BATCH for batch in batches)
+    assert {bad.key for batch in batches for bad in batch.bad} == {
+        f"{number:04d}" for number in range(14, 21)
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nothing_but_bad_samples_is_an_error_here(workers: int, own_cache: object, tmp_path: Path) -> None:
+    data = make_shards(tmp_path / "set", broken=range(SAMPLES))
+    with pytest.raises(DataError) as caught:
+        list(make_loader(data, workers=workers).batches(0, 5))
+    assert "32 samples in a row are bad, the last is" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_random_numbers_of_the_training_are_left_alone(workers: int, shards: Shards) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    list(make_loader(shards, workers=workers).batches(0, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_leaving_early_ends_the_workers(shards: Shards) -> None:
+    batches = make_loader(shards, workers=2).batches(0, 1000)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    del batches
+    assert multiprocessing.active_children() == []
+
+
+def test_values_are_compared_and_frozen(shards: Shards) -> None:
+    assert BadSample(shard="a", key="b", cause="c") == BadSample(shard="a", key="b", cause="c")
+    with pytest.raises(AttributeError):
+        make_loader(shards).batch(0).ids = torch.zeros(1)  # type: ignore[misc]
