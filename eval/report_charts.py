@@ -15,6 +15,7 @@ __all__ = ["Chart", "Line", "downsample", "draw", "number", "smooth"]
 
 POINTS = 400  # buckets of a long curve: about one for each pixel column of a phone
 _SPAN = 1000.0  # side of the drawing's own coordinates
+_LABEL_ROOM = 12.0  # percent of the height that a label takes
 
 Point = tuple[float, float]
 
@@ -118,7 +119,8 @@ def draw(chart: Chart) -> str:
     ]
     x_ticks = _whole_ticks(scale.x0, scale.x1)
     labels += [_x_label(x, scale, unit=" steps" if x == x_ticks[-1] else "") for x in x_ticks]
-    labels += [_reference_label(line, scale) for line in drawn if line.reference]
+    ends = [scale.top(line.points[-1][1]) for line in drawn if not line.reference]
+    labels += [_reference_label(line, scale, ends) for line in drawn if line.reference]
     said = "; ".join(_in_words(line, chart.unit) for line in drawn)
     return (
         f'<figure class="chart{" wide" if chart.wide else ""}">'
@@ -154,7 +156,7 @@ class _Scale:
 
 def _scale(xs: Sequence[float], ys: Sequence[float]) -> _Scale:
     low, high = min(ys), max(ys)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a level line gets room on both sides
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-15):  # a level line gets room on both sides
         pad = max(abs(high) * 0.05, 1e-6)
         low, high = low - pad, high + pad
     return _Scale(x0=min(xs), x1=max(xs), y0=low, y1=high)
@@ -217,9 +219,12 @@ def _x_label(x: float, scale: _Scale, *, unit: str) -> str:
     return f'<span class="xt{side}" style="left:{left:.2f}%">{escape(number(x))}{unit}</span>'
 
 
-def _reference_label(line: Line, scale: _Scale) -> str:
+def _reference_label(line: Line, scale: _Scale, ends: Sequence[float]) -> str:
+    """The name of a level at its right end, on the side where no other line ends close by."""
     top = scale.top(line.points[-1][1])
-    side = " under" if top < 12 else ""
+    crowded = any(top - _LABEL_ROOM < end <= top for end in ends)
+    under = top < _LABEL_ROOM or (crowded and top < 100 - _LABEL_ROOM)
+    side = " under" if under else ""
     return f'<span class="rt{side}" style="top:{top:.2f}%">{escape(line.name)}</span>'
 
 

@@ -13,6 +13,7 @@ _CAP = 100.0  # the published bound of exp(t)
 _SETS = 16  # charts of datasets; the table has them all
 _LINES = 2
 _SMOOTHED = 50  # a smoothed curve keeps about this many independent values
+_MANY = 2 * _SMOOTHED  # fewer points are drawn as they are
 
 
 def curves(run: RunFolder) -> str:
@@ -39,8 +40,9 @@ def _loss(run: RunFolder) -> Chart:
         levels.append(Line(name=name, points=_thinned(chance), reference=True))
     last = run.last("loss")
     summary = None if last is None else number(last)
-    note = "line: mean of nearby steps; band: least to greatest"
-    return _noisy("Loss", run.metrics.get("loss", ()), summary=summary, note=note, levels=levels, wide=True)
+    points = run.metrics.get("loss", ())
+    note = "line: mean of nearby steps; band: least to greatest" if len(points) >= _MANY else ""
+    return _noisy("Loss", points, summary=summary, note=note, levels=levels, wide=True)
 
 
 def _temperature(run: RunFolder) -> Chart:
@@ -120,9 +122,12 @@ def _noisy(
     levels: Sequence[Line] = (),
     wide: bool = False,
 ) -> Chart:
-    """A smoothed line before a faint band from the least to the greatest raw value."""
-    mean = _thinned(smooth(points, len(points) / _SMOOTHED))
-    line = Line(name=title.lower(), points=mean, band=_range(points), summary=summary)
+    """Many points as a smoothed line before a faint band from the least to the greatest raw value."""
+    if len(points) >= _MANY:
+        mean = _thinned(smooth(points, len(points) / _SMOOTHED))
+        line = Line(name=title.lower(), points=mean, band=_range(points), summary=summary)
+    else:
+        line = Line(name=title.lower(), points=points, summary=summary)
     return Chart(
         title=title, lines=[line, *levels], unit=unit, note=note, floor=floor, ceiling=ceiling, wide=wide
     )

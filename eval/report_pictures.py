@@ -16,8 +16,11 @@ __all__ = ["PictureBook", "examples", "matrices", "queries"]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
-_TINY = 32  # pixels; a picture up to this size is shown with its pixels, not blurred
+_TINY = 16  # pixels; a picture up to this size is shown with its pixels, not blurred
 _SHOWN_LABELS = 5
+_LEAST_RANGE = (
+    0.2  # of cosines over the shades: before a model has learned, its noise shall not look like more
+)
 
 
 class PictureBook:
@@ -120,8 +123,15 @@ def matrices(snapshots: Sequence[Snapshot], book: PictureBook) -> str:
     if not having:
         return ""
     shown = having if len(having) == 1 else [having[0], having[-1]]
-    values = [value for one in shown if one.matrix for row in one.matrix.cosines for value in row]
-    low, high = min(values), max(values)
+    levels = [
+        value - _level(one.matrix)
+        for one in shown
+        if one.matrix
+        for row in one.matrix.cosines
+        for value in row
+    ]
+    low, high = min(levels), max(levels)
+    high = max(high, low + _LEAST_RANGE)
     drawn = [_matrix(one, one.matrix, low, high, book) for one in shown if one.matrix]
     last = having[-1]
     assert last.matrix
@@ -129,29 +139,46 @@ def matrices(snapshots: Sequence[Snapshot], book: PictureBook) -> str:
         f"<li>{book.show(last.pictures, picture)}<span>{escape(caption)}</span></li>"
         for picture, caption in zip(last.matrix.pictures, last.matrix.captions, strict=True)
     )
-    both = ", one scale for both" if len(shown) > 1 else ""
-    scale = f'<p class="shades"><span>{low:.2f}</span><i></i><span>{high:.2f}</span> cosine{both}</p>'
+    scale = (
+        f'<p class="shades"><span>{_signed(low)}</span><i></i><span>{_signed(high)}</span>'
+        f"<span>cosine above the mean of the pairs that do not belong together"
+        f"{'; one scale for both' if len(shown) > 1 else ''}</span></p>"
+    )
     return f'<div class="matrices">{"".join(drawn)}</div>{scale}<ol class="captions">{captions}</ol>'
+
+
+def _level(matrix: Matrix) -> float:
+    """The mean cosine of pairs that do not belong together.
+
+    It drifts during a training without any effect on the loss, so shades are told from it.
+    """
+    size = len(matrix.pictures)
+    other = [matrix.cosines[i][j] for i in range(size) for j in range(size) if i != j]
+    return sum(other) / len(other) if other else 0.0
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
 
 
 def _matrix(snapshot: Snapshot, matrix: Matrix, low: float, high: float, book: PictureBook) -> str:
     size = len(matrix.pictures)
+    level = _level(matrix)
     cells = []
     for row, picture in enumerate(matrix.pictures):
         cells.append(book.show(snapshot.pictures, picture))
         for column in range(size):
             value = matrix.cosines[row][column]
-            shade = (value - low) / (high - low) if high > low else 0.0
+            shade = (value - level - low) / (high - low)
             kind = ' class="d"' if row == column else ""
             title = escape(f"picture {row + 1} × “{matrix.captions[column]}”: {value:.2f}")
             cells.append(f'<b{kind} style="--s:{shade:.3f}" title="{title}"></b>')
     heads = "<span></span>" + "".join(f"<span>{i + 1}</span>" for i in range(size))
     same = [matrix.cosines[i][i] for i in range(size)]
-    other = [matrix.cosines[i][j] for i in range(size) for j in range(size) if i != j]
     hits = sum(matrix.cosines[i][i] >= max(matrix.cosines[i]) for i in range(size))
     said = f"{hits} of {size} pictures nearest to their own caption; mean cosine {sum(same) / size:.2f}"
-    if other:
-        said += f" for pairs, {sum(other) / len(other):.2f} for others"
+    if size > 1:
+        said += f" for pairs, {level:.2f} for others"
     return (
         f'<figure class="matrix"><figcaption><b>Step {number(snapshot.step)}</b></figcaption>'
         f'<div class="cells" role="img" aria-label="{escape(said)}" style="--n:{size}">'

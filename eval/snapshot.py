@@ -36,6 +36,7 @@ GUESSES = 5
 PAIRS = 16
 QUERIES = 6
 HITS = 8
+_MAX_QUERIES = 32  # keeps the file below 16 MB, whatever the pictures
 _MAX_TEXT = 300  # characters of a caption or class name that a page can use
 
 
@@ -58,14 +59,16 @@ def take_snapshot(
         model: the one that encoded the pictures.
         encoded: a dataset with the features of its pictures.
         step: of the training.
-        queries: texts to look for. By default class names spread over the list, in the first template, or
+        queries: at most 32 texts to look for. By default class names spread over the list in the first template, or
             captions where there are no classes.
         seed: chooses the pictures; the same at each step, so that they can be followed.
         classifier: (D, C) float32 unit columns, if the caller has it.
 
     Raises:
-        DataError: the dataset is empty, or the features are not finite numbers.
+        DataError: the dataset is empty, the features are not finite numbers, or the queries are too many.
     """
+    if queries is not None and len(queries) > _MAX_QUERIES:
+        raise DataError(f"{len(queries)} queries are too many for a snapshot: give at most {_MAX_QUERIES}")
     dataset, features = encoded.dataset, encoded.image_features.detach().float().cpu()  # (N, D)
     if len(features) == 0:
         raise DataError(f"dataset {dataset.name} has no pictures to take a snapshot of")

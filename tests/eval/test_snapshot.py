@@ -149,6 +149,11 @@ def test_features_that_are_not_finite(model: CLIP, encoded: Encoded) -> None:
         take_snapshot(model, broken, step=0)
 
 
+def test_too_many_queries(model: CLIP, encoded: Encoded) -> None:
+    with pytest.raises(DataError, match="33 queries are too many"):
+        take_snapshot(model, encoded, step=0, queries=["a"] * 33)
+
+
 def test_round_trip_through_files(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
     snapshots = [take_snapshot(model, encoded, step=step) for step in (20, 3)]
     other = replace(snapshots[0], dataset="/data/ünusual: name")
