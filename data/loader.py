@@ -3,6 +3,7 @@
 Letters: B samples of this rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
+import atexit
 import signal
 import warnings
 from collections.abc import Iterator
@@ -91,10 +92,19 @@ class Loader:
                 worker_init_fn=_leave_signals_to_the_trainer,
                 generator=torch.Generator(),  # else it would draw from the training's random numbers
             )
-        for batch in loader:
-            if isinstance(batch, DataError):
-                raise batch
-            yield batch
+            workers = [iter(loader)]
+        end = workers.clear
+        # whatever holds this generator at the exit of the program: multiprocessing would wait for the workers
+        # for ever, as they ignore its SIGTERM
+        atexit.register(end)
+        try:
+            while (batch := next(workers[0], None)) is not None:
+                if isinstance(batch, DataError):
+                    raise batch
+                yield batch
+        finally:
+            atexit.unregister(end)
+            end()
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the batch after ``step`` others."""
