@@ -28,7 +28,8 @@ def backward(
         images: (B, 3, S, S), see ``CLIP.forward``.
         tokens: (B, L) int64.
         loss: of image features (B, O), text features (B, O) and exp(t), such as ``clip_loss``.
-        parts: how many pieces of the batch are computed one after the other; 1 keeps everything in one pass.
+        parts: how many equal pieces of the batch are computed one after the other; 1 keeps everything in one
+            pass. A divisor of B.
         autocast: whether the towers run in bfloat16.
     """
     precision = torch.autocast(images.device.type, torch.bfloat16, enabled=autocast)
@@ -38,6 +39,7 @@ def backward(
         value = loss(*features)
         torch.autograd.backward(value)
         return value.detach()
+    assert len(images) % parts == 0, (len(images), parts)  # else there would be fewer pieces, or unequal ones
     pieces = list(zip(images.chunk(parts), tokens.chunk(parts), strict=True))
     bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     with torch.no_grad(), precision:

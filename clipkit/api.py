@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clipkit.checkpoint import load_model, resolve_checkpoint
-from clipkit.errors import CheckpointError, DataError
+from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
 from clipkit.preprocess import ImageLike, batch_of
 from clipkit.zero_shot import DEFAULT_TEMPLATES, encode_prompts, evaluating, zero_shot_classifier
@@ -36,7 +36,7 @@ def load(source: str | PathLike[str], *, device: str | torch.device = "cpu") -> 
     return load_model(resolve_checkpoint(path)).to(device)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
 def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_size: int = 64) -> Tensor:
     """Pictures → (N, O) float32 unit-norm features on the CPU.
 
@@ -55,7 +55,7 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     with evaluating(model):
         for start in range(0, len(many), batch_size):
             pixels = batch_of(many[start : start + batch_size], model.preprocess)
-            parts.append(model.encode_image(pixels.to(device)).cpu())
+            parts.append(model.encode_image(pixels.to(device)).float().cpu())
     return torch.cat(parts)
 
 
@@ -80,8 +80,6 @@ def classify(
         model: a CLIP.
         templates: prompts in which ``{c}`` (or ``{}``) stands for the class.
     """
-    if isinstance(class_names, str):
-        raise DataError(f"class_names must be a list of names, not the one string {class_names!r}")
     weights = zero_shot_classifier(model, class_names, templates).cpu()  # (O, C)
     scale = model.logit_scale.detach().float().exp().cpu()
     return (scale * encode_image(images, model) @ weights).softmax(dim=-1)

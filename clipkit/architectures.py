@@ -7,6 +7,8 @@ from clipkit.errors import CheckpointError, ConfigError, nearest
 
 __all__ = ["ARCHITECTURES", "Architecture", "TextTower", "VisionTower", "architecture"]
 
+_MAX, _MAX_LAYERS = 1_000_000, 1000  # a stored architecture may be anybody's
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower:
@@ -49,6 +51,11 @@ class Architecture:
     text: TextTower
     quick_gelu: bool = False
 
+    def __post_init__(self) -> None:
+        _check_number("embed_dim", self.embed_dim, _MAX)
+        if not isinstance(self.quick_gelu, bool):
+            raise ConfigError(f"quick_gelu = {self.quick_gelu!r} is neither true nor false")
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as stored beside weights."""
         return asdict(self)
@@ -71,11 +78,14 @@ class Architecture:
 
 def _check(tower: VisionTower | TextTower) -> None:
     for field in fields(tower):
-        value = getattr(tower, field.name)
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{field.name} = {value!r} is not a positive whole number")
+        _check_number(field.name, getattr(tower, field.name), _MAX_LAYERS if field.name == "layers" else _MAX)
     if tower.width % tower.heads:
         raise ConfigError(f"width = {tower.width} is no multiple of heads = {tower.heads}")
+
+
+def _check_number(name: str, value: object, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{name} = {value!r} is not a whole number from 1 to {most}")
 
 
 def _vit(

@@ -65,7 +65,8 @@ def save_checkpoint(
     folder = root / f"step_{state.step:08d}"
     aside = root / f".{folder.name}.partial"
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in root.glob(".step_*.partial"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
         save_file({k: v.contiguous() for k, v in model.state_dict().items()}, aside / "model.safetensors")
         save_file(_optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
@@ -86,7 +87,9 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"the checkpoint of step {state.step} was not written: {error}") from error
     if keep:
-        for old in _complete_ones(root)[keep:]:
+        # the one just written stays, even where someone has gone back to an older step
+        others = [other for other in _complete_ones(root) if other != folder]
+        for old in others[keep - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
     return folder
 
@@ -100,7 +103,7 @@ def latest_checkpoint(run: Path) -> Path | None:
     root = run / "checkpoints"
     pointer = root / _LATEST
     if pointer.is_file():
-        named = root / pointer.read_text().strip()
+        named = root / pointer.read_text(errors="replace").strip()
         if named.parent == root and _is_complete(named):
             return named
     return next(iter(_complete_ones(root)), None)
@@ -130,15 +133,21 @@ def load_model(folder: Path) -> CLIP:
         CheckpointError: files are missing or damaged, or the weights do not fit the stored architecture.
     """
     card = _read_json(folder / "model.json")
+    if card.get("format") != _FORMAT:
+        raise CheckpointError(f"{folder}: model.json is of another format than this version reads")
     if card.get("tokenizer") != VOCABULARY:
         raise CheckpointError(f"{folder}: tokenizer {card.get('tokenizer')!r} is unknown to this version")
     shape = Architecture.from_dict(card.get("architecture", {}))
     preprocess = Preprocess.from_dict(card.get("preprocess", {}))
+    if preprocess.image_size != shape.vision.image_size:
+        raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
     with torch.device("meta"):
         model = CLIP(shape, name=str(card.get("name", "")), preprocess=preprocess)
+    tensors = _read_tensors(folder / "model.safetensors")
+    check_weights(model, tensors, origin=folder)  # before memory is taken for what the card claims
     model = model.to_empty(device="cpu")
     model.reset_constants()
-    load_weights(model, _read_tensors(folder / "model.safetensors"), origin=folder)
+    model.load_state_dict(tensors)
     return model.eval()
 
 
@@ -161,6 +170,12 @@ def load_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> No
     Raises:
         CheckpointError: names the missing, unexpected and misshapen tensors.
     """
+    check_weights(model, tensors, origin=origin)
+    model.load_state_dict(tensors)
+
+
+def check_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> None:
+    """Refuse tensors whose names or shapes are not the model's; the model may be on the meta device."""
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     misshapen = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
@@ -170,7 +185,6 @@ def load_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> No
         raise CheckpointError(
             f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}"
         )
-    model.load_state_dict(tensors)
 
 
 def _model_card(model: CLIP) -> dict[str, Any]:
@@ -245,7 +259,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold an object")

@@ -4,7 +4,7 @@ A value comes from the defaults below, then from the TOML file, then from ``dott
 line. It never changes after ``load_config``.
 """
 
-import math
+import sys
 import tomllib
 import types
 import typing
@@ -45,7 +45,7 @@ class DataConfig:
     max_bad: float = 0.05  # share of samples that may be bad before the run stops; 0 stops at the first
 
     def __post_init__(self) -> None:
-        _require(bool(self.train), "data.train", self.train, "name at least one source")
+        _require(bool(self.train) and all(self.sources), "data.train", self.train, "name at least one source")
         _require(0 <= self.workers <= 512, "data.workers", self.workers, "0 to 512")
         _require(self.window >= 1, "data.window", self.window, "at least 1")
         _require(0 < self.crop_scale <= 1, "data.crop_scale", self.crop_scale, "above 0, at most 1")
@@ -173,7 +173,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # tomllib's own errors, no UTF-8, numbers of 5,000 digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
     for override in overrides:
         _set(values, override)
@@ -240,9 +240,14 @@ def _set(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"{override!r} is not of the form key=value, such as optim.lr=1e-3")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        parsed = {}
+    # what has more lines, or is a date, was meant as text
+    is_value = parsed.keys() == {"value"} and isinstance(
+        parsed["value"], bool | int | float | str | list | dict
+    )
+    value = parsed["value"] if is_value else text
     *sections, name = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})
@@ -253,9 +258,13 @@ def _set(values: dict[str, Any], override: str) -> None:
 
 def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(kind)
-    for key in values:
+    for key, value in values.items():
         if key not in hints:
-            raise ConfigError(f"{prefix}{key} is unknown: {_nearest_key(prefix + key)}")
+            unknown = prefix + key
+            while isinstance(value, Mapping) and value:  # of an unknown section, the setting that was meant
+                inner, value = next(iter(value.items()))
+                unknown += f".{inner}"
+            raise ConfigError(f"{unknown} is unknown: {_nearest_key(unknown)}")
     given = {key: _fit(hints[key], value, prefix + key) for key, value in values.items()}
     return kind(**given)
 
@@ -275,7 +284,7 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
         return _build(typing.cast(type[Any], hint), value, key + ".")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and not math.isfinite(value):
+    if is_number and not abs(value) <= sys.float_info.max:  # infinite, not a number, or a giant whole one
         raise ConfigError(f"{key} = {value!r} does not fit: a finite number")
     if float in kinds and is_number:
         return float(value)
@@ -283,11 +292,17 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
         return int(value)
     for kind in (bool, str):
         if kind in kinds and isinstance(value, kind):
-            return value
+            return _text(value, key) if isinstance(value, str) else value
     if any(typing.get_origin(kind) is tuple for kind in kinds):
         many = [value] if isinstance(value, str) else value
         if isinstance(many, list | tuple) and all(isinstance(one, str) for one in many):
-            return tuple(many)
+            return tuple(_text(one, key) for one in many)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
     wanted = " or ".join(names.get(kind, "a list of strings") for kind in kinds)
     raise ConfigError(f"{key} = {value!r} does not fit: {wanted}")
+
+
+def _text(value: str, key: str) -> str:
+    """A string that can be written to a file: an argument of other bytes than UTF-8 cannot."""
+    _require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "valid Unicode")
+    return value

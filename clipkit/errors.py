@@ -39,12 +39,13 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     """Run a program's main function; a user's mistake becomes one line on stderr and exit status 1."""
     try:
         status = command()
+        sys.stdout.flush()
     except ClipkitError as error:
         rank = os.environ.get("RANK", "0")  # the same mistake may be reported by every process of a job
         who = "error" if rank == "0" else f"error (rank {rank})"
         print(f"{who}: " + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has left, as in `… | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         sys.exit(1)
     sys.exit(status or 0)

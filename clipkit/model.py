@@ -73,22 +73,25 @@ class CLIP(nn.Module):
         return self.encode_image(images), self.encode_text(tokens), self.logit_scale.exp()
 
     def encode_image(self, images: Tensor, *, normalize: bool = True) -> Tensor:
-        """(B, 3, S, S) uint8, or normalized float → (B, O) float32, unit norm unless told otherwise."""
+        """(B, 3, S, S) uint8, or normalized float → (B, O), unit norm unless told otherwise.
+
+        Features are float32 whatever the tower runs in (float64 for a float64 model).
+        """
         if images.dtype == torch.uint8:
             mean, std = self.get_buffer("_mean"), self.get_buffer("_std")
             images = (images.to(mean.dtype) / 255 - mean) / std
-        features: Tensor = self.visual(images).float()
+        features = _at_least_float32(self.visual(images))
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_text(self, tokens: Tensor, *, normalize: bool = True) -> Tensor:
-        """(B, L) int64 → (B, O) float32, unit norm unless told otherwise.
+        """(B, L) int64 → (B, O), unit norm unless told otherwise; float32 or float64 as for images.
 
         Under a causal mask nothing behind end-of-text reaches the features, so rows are computed to their
         true length: on a CPU in groups of similar length, elsewhere to the width given (asking the device
         for lengths would stop its queue; the tokenizer trims).
         """
         ends = tokens.argmax(dim=-1)  # (B,)
-        if tokens.device.type != "cpu":
+        if tokens.device.type != "cpu" or not len(tokens):
             features = self._text_group(tokens, ends)
         else:
             by_length = ends.argsort(stable=True)
@@ -97,7 +100,7 @@ class CLIP(nn.Module):
             features = (
                 torch.cat(parts)[by_length.argsort()] if len(parts) > 1 else parts[0][by_length.argsort()]
             )
-        features = features.float()
+        features = _at_least_float32(features)
         return F.normalize(features, dim=-1) if normalize else features
 
     def _text_group(self, tokens: Tensor, ends: Tensor) -> Tensor:
@@ -160,6 +163,10 @@ class CLIP(nn.Module):
             nn.init.normal_(block.mlp.c_proj.weight, std=out_std)
 
 
+def _at_least_float32(features: Tensor) -> Tensor:
+    return features if features.dtype == torch.float64 else features.float()
+
+
 def _blocks(transformer: Transformer) -> list[ResidualAttentionBlock]:
     return [block for block in transformer.resblocks if isinstance(block, ResidualAttentionBlock)]
 
@@ -175,9 +182,12 @@ def create(name: str, *, seed: int | None = None) -> CLIP:
         ConfigError: the name is unknown.
     """
     shape = architecture(name)
-    model = CLIP(shape, name=name)
+    with torch.device("meta"):  # layers would draw weights of their own, for nothing
+        model = CLIP(shape, name=name)
+    model = model.to_empty(device="cpu")
+    model.reset_constants()
     if seed is None:
         return model.initialize()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it reseeds the GPUs too
         return model.initialize()

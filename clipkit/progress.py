@@ -124,7 +124,8 @@ def drop_lines_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # split at "\n" alone: text inside a line may hold other separators that splitlines would cut at
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         with suppress(ValueError, AttributeError, TypeError):
             if (json.loads(line).get("step") or 0) <= step:
                 kept.append(line + "\n")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,9 +45,14 @@ def tokenize(
         context_length: L. A longer text is cut and still ends with end of text.
         trim: cut L down to the longest text given. Features are the same, the work is less.
 
+    Half of a surrogate pair counts as U+FFFD, as ftfy has it.
+
     Raises:
-        DataError: a text is over 100,000 characters or holds half of a surrogate pair.
+        DataError: a text is over 100,000 characters.
+        ConfigError: ``context_length`` has no room for start and end.
     """
+    if context_length < 2:
+        raise ConfigError(f"context_length = {context_length} does not fit: at least 2")
     many = [texts] if isinstance(texts, str) else list(texts)
     rows = _encode(many)
     if trim:
@@ -66,10 +71,7 @@ def _encode(texts: Sequence[str]) -> list[list[int]]:
         if len(text) > _MAX_CHARACTERS:
             raise DataError(f"a text of {len(text)} characters is over the limit of {_MAX_CHARACTERS}")
     words = [_split(_clean(text)) for text in texts]
-    try:
-        encoded = _bpe().encode_batch_fast(words, is_pretokenized=True, add_special_tokens=False)
-    except UnicodeEncodeError as error:
-        raise DataError(f"a text is not valid Unicode: {error}") from error
+    encoded = _bpe().encode_batch_fast(words, is_pretokenized=True, add_special_tokens=False)
     return [one.ids for one in encoded]
 
 

@@ -40,6 +40,9 @@ def zero_shot_classifier(
     Raises:
         DataError: there are no classes or templates, or a template has no place for the class.
     """
+    for what, given in (("class_names", class_names), ("templates", templates)):
+        if isinstance(given, str):
+            raise DataError(f"{what} must be a list, not the one string {given!r}")
     if not class_names or not templates:
         raise DataError("a zero-shot classifier needs at least one class name and one template")
     prompts = [fill_template(template, name) for name in class_names for template in templates]
@@ -56,7 +59,7 @@ def fill_template(template: str, name: str) -> str:
     raise DataError(f"template {template!r} has no {{c}} where the class name goes")
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
 def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256) -> Tensor:
     """Texts → (N, O) float32 unit-norm features on the model's device; each distinct text is encoded once."""
     device = model.logit_scale.device
@@ -68,7 +71,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
         for start in range(0, len(by_length), batch_size):
             texts = [distinct[i] for i in by_length[start : start + batch_size]]
             tokens = tokenize(texts, model.architecture.text.context_length, trim=True).to(device)
-            rows.update(zip(texts, model.encode_text(tokens), strict=True))
+            rows.update(zip(texts, model.encode_text(tokens).float(), strict=True))
     if not rows:
         return torch.zeros(0, model.architecture.embed_dim, device=device)
     return torch.stack([rows[prompt] for prompt in prompts])
