@@ -1,0 +1,20 @@
+"""Small models to try things on."""
+
+import pytest
+import torch
+
+from clipkit.architectures import Architecture, TextTower, VisionTower
+from clipkit.model import CLIP
+
+
+@pytest.fixture
+def tiny() -> CLIP:
+    """A CLIP of 64 wide, two-layer towers, with random weights, in training mode as when it is made."""
+    shape = Architecture(
+        embed_dim=48,
+        vision=VisionTower(image_size=32, patch_size=8, width=64, layers=2, heads=2),
+        text=TextTower(width=64, layers=2, heads=4),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return CLIP(shape).initialize()

@@ -1,0 +1,133 @@
+"""Pictures and texts in every form, one or many, and probabilities of classes."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit.model import CLIP
+from clipkit.preprocess import eval_transform
+
+
+@pytest.fixture
+def pixels() -> Any:
+    return np.random.default_rng(0).integers(0, 256, (5, 40, 50, 3), dtype=np.uint8)
+
+
+def test_pictures_in_every_form_have_the_same_features(tiny: CLIP, pixels: Any, tmp_path: Path) -> None:
+    path = tmp_path / "one.png"
+    Image.fromarray(pixels[0]).save(path)
+    file = BytesIO()
+    Image.fromarray(pixels[0]).save(file, "PNG")
+    tensor = torch.from_numpy(pixels[0]).permute(2, 0, 1)
+    forms: list[Any] = [path, str(path), file.getvalue(), Image.fromarray(pixels[0]), pixels[0], tensor]
+    want = tiny.encode_image(eval_transform(pixels[0], tiny.preprocess)[None]).detach()
+    for form in forms:
+        one = clipkit.encode_image(form, tiny)
+        assert one.shape == (1, 48)
+        assert one.dtype == torch.float32
+        assert (one - want).abs().max() <= 1e-6
+    many = clipkit.encode_image(forms, tiny, batch_size=4)
+    assert many.shape == (6, 48)
+    assert (many - want).abs().max() <= 1e-6
+    torch.testing.assert_close(many.norm(dim=-1), torch.ones(6))
+
+
+def test_many_are_a_list_a_tuple_or_four_dimensions(tiny: CLIP, pixels: Any) -> None:
+    want = clipkit.encode_image(list(pixels), tiny)
+    channels_first = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    forms: list[Any] = [tuple(pixels), pixels, torch.from_numpy(pixels), channels_first, list(channels_first)]
+    for many in forms:
+        assert (clipkit.encode_image(many, tiny) - want).abs().max() <= 1e-6
+    assert (clipkit.encode_image(pixels, tiny, batch_size=2) - want).abs().max() <= 1e-6
+    grey = clipkit.encode_image(pixels[0, ..., 0], tiny)
+    three = clipkit.encode_image(np.repeat(pixels[0, ..., :1], 3, axis=2), tiny)
+    assert torch.equal(grey, three)
+
+
+def test_texts_are_one_or_many(tiny: CLIP) -> None:
+    one, many = clipkit.encode_text("a cat", tiny), clipkit.encode_text(["a cat", "a dog", "a cat"], tiny)
+    assert (one.shape, many.shape) == ((1, 48), (3, 48))
+    assert one.dtype == many.dtype == torch.float32
+    assert (many[0] - one[0]).abs().max() <= 1e-6
+    assert torch.equal(many[0], many[2])
+    assert (many[0] - many[1]).abs().max() > 1e-4
+    torch.testing.assert_close(many.norm(dim=-1), torch.ones(3))
+    with torch.no_grad():
+        direct = tiny.encode_text(clipkit.tokenize(["a cat", "a dog", "a cat"]))
+    assert (direct - many).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "none", [[], (), np.zeros((0, 8, 8, 3), np.uint8), torch.zeros(0, 3, 8, 8, dtype=torch.uint8)]
+)
+def test_nothing_has_no_features(tiny: CLIP, none: Any) -> None:
+    for features in (clipkit.encode_image(none, tiny), clipkit.encode_text([], tiny)):
+        assert features.shape == (0, 48)
+        assert features.dtype == torch.float32
+    assert clipkit.classify(none, ["cat", "dog"], tiny).shape == (0, 2)
+
+
+def test_probabilities_of_a_picture_add_up_to_one(tiny: CLIP, pixels: Any) -> None:
+    names = ["cat", "dog", "house"]
+    rows = clipkit.classify(pixels, names, tiny, templates=["a {c}", "{}"])
+    assert rows.shape == (5, 3)
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows.sum(dim=-1), torch.ones(5))
+    weights = clipkit.zero_shot_classifier(tiny, names, ["a {c}", "{}"])
+    logits = clipkit.encode_image(pixels, tiny) @ weights / 0.07
+    torch.testing.assert_close(rows, logits.softmax(dim=-1), atol=1e-5, rtol=1e-5)
+    assert clipkit.classify(pixels[0], names, tiny).shape == (1, 3)
+    assert clipkit.classify(pixels[0], ["only"], tiny).tolist() == [[1.0]]
+
+
+def test_a_probe_can_be_trained_on_the_features(tiny: CLIP, pixels: Any) -> None:
+    probe = torch.nn.Linear(48, 2)
+    for features in (
+        clipkit.encode_image(pixels, tiny),
+        clipkit.encode_text(["a", "b"], tiny),
+        clipkit.zero_shot_classifier(tiny, ["a", "b"]).T,
+    ):
+        assert not features.requires_grad
+        torch.autograd.backward(probe(features).sum())
+    assert probe.weight.grad is not None
+    assert all(parameter.grad is None for parameter in tiny.parameters())
+    assert tiny.training  # as it was
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_precision_gives_float32(tiny: CLIP, pixels: Any, dtype: torch.dtype) -> None:
+    want = clipkit.encode_image(pixels, tiny), clipkit.encode_text(["a", "b c"], tiny)
+    model = tiny.to(dtype)
+    ours = clipkit.encode_image(pixels, model), clipkit.encode_text(["a", "b c"], model)
+    for a, b in zip(ours, want, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).abs().max() < 0.03
+    assert clipkit.classify(pixels, ["a", "b"], model).dtype == torch.float32
+
+
+def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None:
+    mistakes: list[tuple[Any, str]] = [
+        ("missing.png", "picture missing.png: No such file or directory"),
+        ([pixels[0], "missing.png"], "picture missing.png"),
+        (b"nothing", "not a picture"),
+        (pixels.astype(np.float32), "float32"),
+        (iter([pixels[0]]), "a picture must be a path, bytes, PIL image, array or tensor"),
+        (None, "not NoneType"),
+    ]
+    for images, message in mistakes:
+        with pytest.raises(clipkit.DataError) as caught:
+            clipkit.encode_image(images, tiny)
+        assert message in str(caught.value)
+
+
+def test_mistakes_of_classes_are_named(tiny: CLIP, pixels: Any) -> None:
+    with pytest.raises(clipkit.DataError, match="class_names must be a list, not the one string 'cat'"):
+        clipkit.classify(pixels, "cat", tiny)
+    with pytest.raises(clipkit.DataError, match="at least one class name"):
+        clipkit.classify(pixels, [], tiny)

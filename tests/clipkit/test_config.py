@@ -1,0 +1,274 @@
+"""A configuration survives its file, and mistakes in it are named."""
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import clipkit
+from clipkit.architectures import ARCHITECTURES
+from clipkit.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    changes,
+    load_config,
+    to_toml,
+)
+from clipkit.errors import ConfigError
+
+# every character but halves of surrogate pairs, which no file can hold
+text = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
+    [
+        '"',
+        "'",
+        "\\",
+        "\n",
+        '"""',
+        "#",
+        "a = 1",
+        "\\u0041",
+        "\x00",
+        "\x7f",
+        "\u2028",
+        "é",
+        "😀",
+        "s3://b/{0..9}.tar",
+    ]
+)
+some_text = text.filter(bool)
+whole = st.integers(0, 2**40)
+share = st.floats(0, 1)
+size = st.floats(0, 1e30)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    lr, min_lr = sorted([draw(size.filter(bool)), draw(size)], reverse=True)
+    accumulate = draw(st.integers(1, 8))
+    return Config(
+        out=draw(some_text),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        steps=draw(st.integers(1, 2**40)),
+        batch_size=accumulate * draw(st.integers(2, 2**20)),
+        accumulate=accumulate,
+        precision=draw(st.sampled_from(["auto", "fp32", "bf16"])),
+        model=ModelConfig(name=draw(st.sampled_from(sorted(ARCHITECTURES)))),
+        data=DataConfig(
+            train=draw(some_text | st.lists(some_text, min_size=1).map(tuple)),
+            workers=draw(st.integers(0, 512)),
+            window=draw(st.integers(1, 2**40)),
+            crop_scale=draw(share.filter(bool)),
+            max_bad=draw(share),
+        ),
+        optim=OptimConfig(
+            lr=lr,
+            min_lr=min_lr,
+            warmup=draw(whole),
+            weight_decay=draw(size),
+            beta1=draw(st.floats(0, 1, exclude_max=True)),
+            beta2=draw(st.floats(0, 1, exclude_max=True)),
+            eps=draw(size.filter(bool)),
+            clip_norm=draw(size),
+        ),
+        checkpoint=CheckpointConfig(every_steps=draw(whole), every_minutes=draw(size), keep=draw(whole)),
+        eval=EvalConfig(
+            data=draw(st.lists(text).map(tuple)), every_steps=draw(whole), batch_size=draw(whole.filter(bool))
+        ),
+        log=LogConfig(
+            every_steps=draw(whole.filter(bool)), tensorboard=draw(st.booleans()), wandb=draw(text)
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("config")
+
+
+@given(config=configs())
+def test_a_written_configuration_reads_back_the_same(folder: Path, config: Config) -> None:
+    path = folder / "written.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(path) == config
+    assert changes(config, load_config(path)) == []
+
+
+def load(folder: Path, content: str, *overrides: str) -> Config:
+    path = folder / "run.toml"
+    path.write_text(content, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def test_overrides_go_before_the_file_and_the_file_before_the_defaults(folder: Path) -> None:
+    config = load(
+        folder, "steps = 7\nseed = 3\n[optim]\nlr = 1\n", "seed=4", "optim.lr=1e-3", "data.window=9"
+    )
+    assert (config.steps, config.seed, config.optim.lr, config.data.window) == (7, 4, 1e-3, 9)
+    assert config.optim.beta2 == OptimConfig().beta2
+    assert config.out == str(Path("runs") / "run")
+    assert load(folder, "", "out=elsewhere").out == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.train=glyphs", "glyphs"),
+        ('data.train="glyphs"', "glyphs"),
+        ("data.train=['a', 'b']", ("a", "b")),
+        ("data.train=s3://bucket/{00000..41455}.tar", "s3://bucket/{00000..41455}.tar"),
+        ("data.train=a=b", "a=b"),
+        ("data.train=C:\\new\\table", "C:\\new\\table"),
+        ("data.train=two\nlines = 1", "two\nlines = 1"),
+        ("data.train='a'\nb = 1", "'a'\nb = 1"),
+        ("data.train=2026-05-27", "2026-05-27"),
+        ("data.train=" + "[" * 10_000, "[" * 10_000),
+        ("data.crop_scale=1", 1.0),
+        ("steps=1e4", 10_000),
+        ("steps=20.0", 20),
+        ("log.wandb=", ""),
+        ("eval.data=digits", ("digits",)),
+        ("eval.data=[]", ()),
+        ("log.tensorboard=false", False),
+    ],
+)
+def test_an_override_is_read_as_its_field_wants_it(folder: Path, override: str, value: Any) -> None:
+    config: Any = load(folder, "", override)
+    for name in override.partition("=")[0].split("."):
+        config = getattr(config, name)
+    assert config == value
+    assert type(config) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=1", "optim.lrr is unknown: did you mean 'optim.lr'?"),
+        ("lr=1", "lr is unknown: did you mean 'optim.lr'?"),
+        ("train=x", "did you mean 'data.train'?"),
+        ("checkpoints.every_step=1", "checkpoints.every_step is unknown: did you mean 'checkpoint.every_steps'?"),
+        ("optm.lr=1", "optm.lr is unknown: did you mean 'optim.lr'?"),
+        ("qqq=1", "qqq is unknown: known: accumulate, batch_size"),
+        ("steps.x=1", "steps = {'x': 1} does not fit: a whole number"),
+        ("model=ViT-B-16", "model = 'ViT-B-16' does not fit: it is a section, set model.<name>"),
+        ("optim.lr.x=1", "optim.lr"),
+        ("steps", "is not of the form key=value"),
+        ("=5", "is not of the form key=value"),
+        ("model.name=ViT-B-23", "model.name = 'ViT-B-23' is unknown: did you mean 'ViT-B-32'?"),
+        ("model.name=resnet", "known: ViT-B-16, ViT-B-16-quickgelu, ViT-B-32"),
+        ("precision=fp16", "precision = 'fp16' does not fit: auto or fp32 or bf16"),
+        ("steps=true", "steps = True does not fit: a whole number"),
+        ("steps=2.5", "steps = 2.5 does not fit: a whole number"),
+        ("steps='5'", "steps = '5' does not fit: a whole number"),
+        ("steps=5 steps", "steps = '5 steps' does not fit: a whole number"),
+        ("steps=inf", "steps = inf does not fit: a finite number"),
+        ("optim.lr=inf", "optim.lr = inf does not fit: a finite number"),
+        ("optim.lr=nan", "optim.lr = nan does not fit: a finite number"),
+        ("optim.lr=-nan", "optim.lr = nan does not fit: a finite number"),
+        ("optim.lr=true", "optim.lr = True does not fit: a number"),
+        ("optim.lr=1" + "0" * 400, "does not fit: a finite number"),
+        ("optim.lr=1" + "0" * 5000, "does not fit: a number"),
+        ("seed=1" + "0" * 400, "seed"),
+        ("log.tensorboard=1", "log.tensorboard = 1 does not fit: true or false"),
+        ("log.tensorboard=yes", "log.tensorboard = 'yes' does not fit: true or false"),
+        ("out=5", "out = 5 does not fit: a string"),
+        ("out=a\udcff", "does not fit: valid Unicode"),
+        ("eval.data=['a\udcff']", "does not fit: valid Unicode"),
+        ("data.train=[1]", "data.train = [1] does not fit: a string or a list of strings"),
+        ("data.train=", "data.train = '' does not fit: name at least one source"),
+        ("data.train=[]", "data.train = () does not fit: name at least one source"),
+        ("data.train=['']", "data.train = ('',) does not fit: name at least one source"),
+        ("optim.min_lr=1", "optim.min_lr = 1.0 does not fit: 0 to optim.lr"),
+        ("optim.beta1=1", "optim.beta1 = 1.0 does not fit: 0 up to 1"),
+        ("accumulate=3", "accumulate = 3 does not fit: a divisor of batch_size = 256"),
+        ("batch_size=1", "batch_size = 1 does not fit: at least 2"),
+        ("seed=-1", "seed = -1 does not fit"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_key_and_value(folder: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, "", override)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"steps = ", b"steps = 1\nsteps = 2", b"\xff\xfe", b"seed = 1" + b"0" * 5000, b"out = " + b"[" * 10_000,
+        b"[steps]\n", b"steps = 1970-01-01", b"[[optim]]\nlr = 1", b"data = 5", b"optim = [1]", b"out = '\x00'",
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_a_configuration_error(folder: Path, content: bytes) -> None:
+    path = folder / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError):
+        load_config(path)
+
+
+def test_a_missing_file_is_a_configuration_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(folder / "missing.toml")
+    with pytest.raises(ConfigError, match="directory"):
+        load_config(folder)
+
+
+def test_a_section_in_place_of_a_value_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.lr\.x is unknown: lr is no section"):
+        load(folder, "[optim]\nlr = 1e-3\n", "optim.lr.x=1")
+
+
+def test_changes_names_what_may_not_differ_and_leaves_out_what_may() -> None:
+    before = Config()
+    free = replace(
+        before,
+        out="elsewhere",
+        accumulate=2,
+        data=replace(before.data, workers=7, max_bad=0.5),
+        checkpoint=CheckpointConfig(every_steps=1, every_minutes=1, keep=1),
+        eval=EvalConfig(data=("digits",), every_steps=5, batch_size=8),
+        log=LogConfig(every_steps=1, tensorboard=False, wandb="project"),
+    )
+    assert changes(before, free) == []
+    other = replace(
+        free,
+        seed=1,
+        data=replace(free.data, train="icons"),
+        optim=replace(free.optim, lr=1e-3),
+        model=ModelConfig(name="ViT-B-16"),
+    )
+    assert changes(before, other) == [
+        "seed: 0 → 1",
+        'model.name: "ViT-B-32" → "ViT-B-16"',
+        'data.train: "glyphs" → "icons"',
+        "optim.lr: 0.0005 → 0.001",
+    ]
+
+
+def test_values_are_checked_when_a_configuration_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"optim\.lr = nan"):
+        OptimConfig(lr=float("nan"))
+    with pytest.raises(TypeError):
+        Config("out")  # type: ignore[call-arg]
+    for kind in (Config, DataConfig, OptimConfig, ModelConfig, CheckpointConfig, EvalConfig, LogConfig):
+        with pytest.raises(AttributeError):
+            setattr(kind(), fields(kind)[0].name, None)
+
+
+def test_configurations_need_no_torch() -> None:
+    code = (
+        "import sys, types\n"
+        "package = sys.modules['clipkit'] = types.ModuleType('clipkit')\n"  # without what its __init__ imports
+        f"package.__path__ = {list(clipkit.__path__)}\n"
+        "import clipkit.config\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

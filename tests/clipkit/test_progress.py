@@ -1,0 +1,86 @@
+"""What a run leaves behind in its folder, also when it was killed and goes on."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clipkit.config import Config, LogConfig
+from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
+
+QUIET = replace(Config(), log=LogConfig(tensorboard=False))
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def test_figures_of_a_killed_run_are_taken_out_and_go_on(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, QUIET, step=0)
+    for step in (10, 20, 30):
+        log.write(step, {"loss": 1.0 / step})
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 40, "lo')  # cut by a kill
+    log = MetricsLog(tmp_path, QUIET, step=20)
+    log.write(30, {"loss": 5.0})
+    log.write_scores(30, {"digits/acc1": 0.5})
+    log.close()
+    assert lines(path) == [{"step": 10, "loss": 0.1}, {"step": 20, "loss": 0.05}, {"step": 30, "loss": 5.0}]
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_are_kept_to_the_letter(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    kept = [
+        json.dumps({"step": 5, "dataset": "line\u2028separators\x85 \x0b and é"}, ensure_ascii=False),
+        json.dumps({"step": None, "dataset": "of no step"}),
+        json.dumps({"dataset": "without"}),
+        json.dumps({"step": 7, "value": math.inf}),
+    ]
+    dropped = ['{"step": 8}', "[1]", "5", '"step"', '{"step": "7"}', "{", "", "null"]
+    path.write_text("\n".join([*kept, *dropped]), encoding="utf-8")
+    drop_lines_after(path, 7)
+    assert path.read_text(encoding="utf-8") == "".join(line + "\n" for line in kept)
+    drop_lines_after(tmp_path / "missing.jsonl", 7)
+    assert not (tmp_path / "missing.jsonl").exists()
+
+
+def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = MetricsLog(tmp_path, Config(), step=0)
+    log.write(10, {"loss": 2.0})
+    log.write_scores(10, {"digits/zero-shot/acc1": 0.25})
+    log.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "digits/zero-shot/acc1"}
+    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.0)]
+
+
+def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {
+        "loss": 1.25,
+        "chance": 5.5,
+        "samples_per_second": 100.0,
+        "data_time": 0.1,
+        "logit_scale": 14.3,
+    }
+    for shown in (True, False):
+        progress = ProgressLine(steps=100, done=0, shown=shown)
+        progress.say("[bold]starting[/bold] runs/x")
+        progress.advance(1)
+        progress.update(1, figures)
+        progress.update(2, figures)  # too soon after the other
+        progress.close()
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        if not shown:
+            assert printed.err == ""
+            continue
+        first, second = printed.err.splitlines()
+        assert first == "[bold]starting[/bold] runs/x"
+        assert second.startswith("step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3 left ")
