@@ -10,10 +10,15 @@ from torch import Tensor
 
 from clipkit.preprocess import channels_first
 
-__all__ = ["random_of", "train_transform"]
+__all__ = ["preload", "random_of", "train_transform"]
 
 _ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10
+
+
+def preload() -> None:
+    """Import what the first picture needs, so that worker processes share it instead of each importing it."""
+    _resize()
 
 
 def random_of(*stream: int) -> np.random.Generator:

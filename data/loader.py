@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from clipkit.errors import DataError
 from clipkit.preprocess import decode_image
 from clipkit.tokenizer import tokenize
-from data.augment import random_of, train_transform
+from data.augment import preload, random_of, train_transform
 from data.order import Order
 from data.shards import Shards
 
@@ -80,6 +80,8 @@ class Loader:
         Raises:
             DataError: no usable sample was found in place of a bad one.
         """
+        if self.workers:
+            preload()
         with warnings.catch_warnings():  # of more workers than cores: their number is the user's choice
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
             loader: DataLoader[Batch | DataError] = DataLoader(
