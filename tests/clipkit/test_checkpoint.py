@@ -204,6 +204,15 @@ def test_without_a_good_pointer_the_newest_whole_one_counts(save: Save, pointer:
     assert latest_checkpoint(root.parent) == root / "step_00000002"
 
 
+def test_a_pointer_out_of_the_run_is_not_followed(save: Save, tmp_path: Path) -> None:
+    root = save(1)
+    for elsewhere in (tmp_path / "elsewhere", root / "within" / "deeper"):
+        shutil.copytree(root / "step_00000001", elsewhere)
+        for pointer in (str(elsewhere), os.path.relpath(elsewhere, root)):
+            (root / "LATEST").write_text(pointer)
+            assert latest_checkpoint(tmp_path) == root / "step_00000001"
+
+
 def test_a_good_pointer_counts_though_there_is_a_newer_one(save: Save) -> None:
     root = save(1, 2)
     (root / "LATEST").write_text("step_00000001\n")
