@@ -8,6 +8,7 @@ import argparse
 import fcntl
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -16,6 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
+
+# A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
+# times as long. Read when torch loads, so it is set before.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -95,7 +100,9 @@ def main() -> int:
                     "bring the data back, or set out=… for a new run"
                 )
             state = found
-        if chief:  # what a run that was killed had written after its last checkpoint
+        # What a run that was killed had written after its last checkpoint will be written again.
+        drop_lines_after(bad_samples_file(run, rank), state.step)
+        if chief:
             drop_lines_after(run / "results.jsonl", state.step)
         trained: torch.nn.Module = model
         if world > 1:
@@ -271,14 +278,14 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]
 def claim(run: Path, config: Config) -> None:
     """Write the run's configuration, or compare it with the one that the folder was trained with."""
     stored = run / "config.toml"
-    if stored.is_file():
+    if stored.is_file() and (run / "metrics.jsonl").is_file():  # else it failed before its first step
         differing = changes(load_config(stored), config)
         if differing:
             raise ConfigError(
                 f"{run} holds a run of another configuration ({'; '.join(differing)}): "
                 "set out=… for a new run, or remove that folder"
             )
-    elif any(path.name != ".lock" for path in run.iterdir()):
+    elif any(path.name not in (".lock", stored.name) for path in run.iterdir()):
         raise ConfigError(f"{run} exists and is no run folder: set another out=")
     aside = run / ".config.toml.partial"
     aside.write_text(to_toml(config), encoding="utf-8")
@@ -312,11 +319,14 @@ class StopRequest:
         self.asked = True
 
 
+def bad_samples_file(run: Path, rank: int) -> Path:
+    return run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
+
+
 def record_bad_samples(run: Path, batch: Batch, step: int, progress: ProgressLine, *, rank: int) -> None:
     if not batch.bad:
         return
-    name = f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl"
-    with (run / name).open("a", encoding="utf-8") as file:
+    with bad_samples_file(run, rank).open("a", encoding="utf-8") as file:
         for bad in batch.bad:
             file.write(json.dumps({"step": step, **asdict(bad)}) + "\n")
     first = batch.bad[0]

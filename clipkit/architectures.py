@@ -50,11 +50,13 @@ class Architecture:
     vision: VisionTower
     text: TextTower
     quick_gelu: bool = False
+    small_data: bool = False  # how fresh weights are drawn, see CLIP.initialize
 
     def __post_init__(self) -> None:
         _check_number("embed_dim", self.embed_dim, _MAX)
-        if not isinstance(self.quick_gelu, bool):
-            raise ConfigError(f"quick_gelu = {self.quick_gelu!r} is neither true nor false")
+        for name in ("quick_gelu", "small_data"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} = {value!r} is neither true nor false")
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as stored beside weights."""
@@ -96,6 +98,7 @@ def _vit(
     text: tuple[int, int, int],
     *,
     quick_gelu: bool = False,
+    small_data: bool = False,
 ) -> Architecture:
     """The towers as (width, layers, heads)."""
     vision_names, text_names = ("width", "layers", "heads"), ("width", "layers", "heads")
@@ -106,6 +109,7 @@ def _vit(
         ),
         text=TextTower(**dict(zip(text_names, text, strict=True))),
         quick_gelu=quick_gelu,
+        small_data=small_data,
     )
 
 
@@ -127,8 +131,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ViT-H-14-quickgelu": _vit(1024, 224, 14, _HUGE, _TEXT_1024, quick_gelu=True),
     "ViT-S-32": _vit(384, 224, 32, (384, 12, 6), (384, 12, 6)),
     "ViT-S-16": _vit(384, 224, 16, (384, 12, 6), (384, 12, 6)),
-    "ViT-Ti-8-64": _vit(192, 64, 8, (192, 8, 3), (192, 4, 3)),
-    "ViT-Ti-8-32": _vit(128, 32, 8, (128, 4, 4), (128, 2, 4)),
+    "ViT-Ti-8-64": _vit(192, 64, 8, (192, 8, 3), (192, 4, 3), small_data=True),
+    "ViT-Ti-8-32": _vit(128, 32, 8, (128, 4, 4), (128, 2, 4), small_data=True),
+    "ViT-Ti-4-16": _vit(128, 16, 4, (192, 3, 3), (128, 2, 4), small_data=True),
 }
 
 

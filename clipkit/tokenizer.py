@@ -22,13 +22,13 @@ from clipkit.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["CONTEXT_LENGTH", "END_OF_TEXT", "START_OF_TEXT", "VOCABULARY", "tokenize"]
+__all__ = ["CONTEXT_LENGTH", "END_OF_TEXT", "MAX_CHARACTERS", "START_OF_TEXT", "VOCABULARY", "tokenize"]
 
 CONTEXT_LENGTH = 77
 START_OF_TEXT, END_OF_TEXT = 49406, 49407
 VOCABULARY = "bpe_simple_vocab_16e6"  # what a checkpoint records as its tokenizer
 _MERGES = 49152 - 256 - 2
-_MAX_CHARACTERS = 100_000  # of one text; at most a few hundred of them can reach the model
+MAX_CHARACTERS = 100_000  # of one text; at most a few hundred of them can reach the model
 
 # OpenAI's splitting rule: the special tokens, English contractions, runs of letters, single digits, runs of others
 _WORD = r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -68,8 +68,8 @@ def tokenize(
 def _encode(texts: Sequence[str]) -> list[list[int]]:
     """The ids of each text, without start and end."""
     for text in texts:
-        if len(text) > _MAX_CHARACTERS:
-            raise DataError(f"a text of {len(text)} characters is over the limit of {_MAX_CHARACTERS}")
+        if len(text) > MAX_CHARACTERS:
+            raise DataError(f"a text of {len(text)} characters is over the limit of {MAX_CHARACTERS}")
     words = [_split(_clean(text)) for text in texts]
     encoded = _bpe().encode_batch_fast(words, is_pretokenized=True, add_special_tokens=False)
     return [one.ids for one in encoded]

@@ -119,6 +119,8 @@ class _Chunk:
 def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[tuple[_Chunk, list[Record]]]:
     """The records of each chunk, in order."""
     import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
 
     from rich.progress import track
 
@@ -130,9 +132,17 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
         with _one_thread():
             yield from shown(map(_make_chunk, chunks))
         return
-    # spawned, not forked: torch's threads do not survive a fork
-    with multiprocessing.get_context("spawn").Pool(processes, initializer=_start_process) as pool:
-        yield from shown(pool.imap(_make_chunk, chunks))
+    spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    try:
+        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_process) as pool:
+            yield from shown(pool.map(_make_chunk, chunks))
+    except (
+        BrokenProcessPool
+    ) as error:  # a script that is no main module cannot be started again by its children
+        raise DataError(
+            "the processes that draw glyphs did not start: run 'python -m data make glyphs OUT' first, "
+            "or put your script's code under if __name__ == '__main__'"
+        ) from error
 
 
 def _start_process() -> None:

@@ -278,6 +278,7 @@ def _card(
         "held_out": held_out,
         "themes": dict(sorted(themes.items())),
         "names": {"train": len({drawing.icon.text for drawing in train}), "test": len(test)},
+        "tasks": ["zero-shot", "retrieval"],
         "left_out": dict(sorted(report.items())),
         "licenses": licenses(root, sorted(themes)),
     }

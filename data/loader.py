@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from clipkit.errors import DataError
 from clipkit.preprocess import decode_image
-from clipkit.tokenizer import tokenize
+from clipkit.tokenizer import MAX_CHARACTERS, tokenize
 from data.augment import preload, random_of, train_transform
 from data.order import Order
 from data.shards import Shards
@@ -142,6 +142,8 @@ class Loader:
         sample = self.shards.read(number)
         if sample.caption is None or not sample.caption.strip():
             raise DataError("empty caption")
+        if len(sample.caption) > MAX_CHARACTERS:
+            raise DataError(f"caption of {len(sample.caption)} characters")
         image = train_transform(
             decode_image(sample.image),
             image_size=self.image_size,

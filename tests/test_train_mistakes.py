@@ -208,7 +208,6 @@ def test_a_folder_is_for_one_configuration(place: Place, ended: Callable[[str], 
     assert (place.runs / "few bad" / "checkpoints" / "step_00000002").is_dir()
 
 
-@pytest.mark.xfail(strict=True, reason="the folder of a run that never began keeps its configuration")
 def test_a_mended_mistake_needs_no_new_folder(ended: Callable[[str], Ended]) -> None:
     training = ended("mended")
     assert training.returncode == 0, training.stderr

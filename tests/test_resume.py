@@ -1,0 +1,126 @@
+"""Stopping is free: kill -9 at a random step, resume, and the weights are those of a run that never stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from data.writer import DatasetWriter, Record
+
+ROOT = Path(__file__).parent.parent
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty pictures of noise with captions, in three shards."""
+    out = tmp_path_factory.mktemp("data") / "pairs"
+    noise = np.random.default_rng(0)
+    with DatasetWriter(out, samples_per_shard=20) as writer:
+        for i in range(60):
+            pixels = noise.integers(0, 256, (20, 24, 3), dtype=np.uint8)
+            image = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels))
+            writer.write("train", Record(key=f"{i:04d}", image=image, extension="jpg", caption=f"noise {i}"))
+        writer.finish({"name": "pairs"})
+    return out
+
+
+def _command(pairs: Path, out: Path, *more: str, world: int = 1) -> list[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    settings = [
+        f"data.train={pairs}", f"out={out}", f"steps={STEPS}", "batch_size=8", "model.name=ViT-Ti-4-16",
+        "data.workers=1", "optim.warmup=4", "eval.data=[]", "log.tensorboard=false", "log.every_steps=1",
+        "checkpoint.every_steps=5", "checkpoint.keep=2",
+    ]  # fmt: skip
+    return [*(launch if world > 1 else [sys.executable]), str(ROOT / "train.py"), *settings, *more]
+
+
+def _train(pairs: Path, out: Path, *more: str, world: int = 1) -> str:
+    command = _command(pairs, out, *more, world=world)
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _stop(pairs: Path, out: Path, *, at: int, how: signal.Signals) -> int:
+    """Start a run and send it a signal once it has made ``at`` steps; the exit status."""
+    run = subprocess.Popen(
+        _command(pairs, out),
+        cwd=ROOT,
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and run.poll() is None:
+        if metrics.is_file() and metrics.read_text().count("\n") >= at:
+            run.send_signal(how)
+            break
+        time.sleep(0.002)
+    return run.wait(timeout=120)
+
+
+def _weights(out: Path) -> bytes:
+    return (out / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
+
+
+def _losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    _train(pairs, out)
+    return out
+
+
+@pytest.mark.slow
+def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
+    pairs: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed"
+    at = random.SystemRandom().randint(6, STEPS - 2)
+    assert _stop(pairs, out, at=at, how=signal.SIGKILL) == -signal.SIGKILL
+    said = _train(pairs, out, "data.workers=0")  # the number of workers may change
+    assert "resuming" in said
+    assert _weights(out) == _weights(uninterrupted), f"killed at step {at}"
+    assert _losses(out) == _losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_leaves_with_status_0_and_resumes(
+    pairs: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "terminated"
+    assert _stop(pairs, out, at=7, how=signal.SIGTERM) == 0
+    saved = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
+    assert 7 <= saved < STEPS
+    _train(pairs, out)
+    assert _weights(out) == _weights(uninterrupted)
+
+
+@pytest.mark.slow
+def test_two_processes_see_the_same_batches_and_losses(
+    pairs: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "two"
+    _train(pairs, out, world=2)
+    assert _losses(out) == pytest.approx(_losses(uninterrupted), rel=2e-3)
+    assert _losses(out)[0] == pytest.approx(_losses(uninterrupted)[0], rel=1e-6)
+    assert len(list((out / "checkpoints").glob("step_*"))) == 2  # checkpoint.keep
