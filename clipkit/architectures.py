@@ -131,8 +131,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ViT-H-14-quickgelu": _vit(1024, 224, 14, _HUGE, _TEXT_1024, quick_gelu=True),
     "ViT-S-32": _vit(384, 224, 32, (384, 12, 6), (384, 12, 6)),
     "ViT-S-16": _vit(384, 224, 16, (384, 12, 6), (384, 12, 6)),
-    "ViT-Ti-8-64": _vit(192, 64, 8, (192, 8, 3), (192, 4, 3), small_data=True),
-    "ViT-Ti-8-32": _vit(128, 32, 8, (128, 4, 4), (128, 2, 4), small_data=True),
+    "ViT-Ti-8-48": _vit(192, 48, 8, (192, 4, 3), (192, 3, 3), small_data=True),
     "ViT-Ti-4-16": _vit(128, 16, 4, (192, 3, 3), (128, 2, 4), small_data=True),
 }
 

@@ -41,7 +41,7 @@ def _make_icons(out: Path, progress: bool) -> None:
 
 
 BUILTIN: dict[str, BuiltIn] = {
-    "glyphs": BuiltIn(make=_make_glyphs, revision="2"),
+    "glyphs": BuiltIn(make=_make_glyphs, revision="3"),
     "digits": BuiltIn(make=_make_digits, revision="1"),
     "icons": BuiltIn(make=_make_icons, revision="1"),
 }

@@ -24,7 +24,7 @@ from data.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
-    "model.name=ViT-Ti-8-32", "steps=2", "batch_size=4", "data.workers=0", "log.tensorboard=false",
+    "model.name=ViT-Ti-4-16", "steps=2", "batch_size=4", "data.workers=0", "log.tensorboard=false",
     "log.every_steps=1", "eval.data=[]",
 )  # fmt: skip
 SAMPLES = 8

@@ -9,7 +9,7 @@ from clipkit.architectures import ARCHITECTURES, Architecture, TextTower, Vision
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model import CLIP
 
-OWN = {"ViT-Ti-8-64", "ViT-Ti-8-32"}
+OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16"}
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - OWN))

@@ -125,10 +125,10 @@ def test_a_model_needs_only_its_weights_and_card(small: CLIP, save: Save, tmp_pa
 
 
 def test_a_named_model_keeps_its_name(tmp_path: Path) -> None:
-    model = create("ViT-Ti-8-32", seed=0)
+    model = create("ViT-Ti-4-16", seed=0)
     optimizer = adamw(model, CONFIG.optim)
     save_checkpoint(tmp_path, model, optimizer, state(0), CONFIG, keep=1)
-    assert clipkit.load(tmp_path).name == "ViT-Ti-8-32"
+    assert clipkit.load(tmp_path).name == "ViT-Ti-4-16"
     with pytest.raises(CheckpointError, match="the optimizer's state is for other parameters"):
         load_training(tmp_path / "checkpoints" / "step_00000000", model, optimizer)
 
