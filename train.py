@@ -106,7 +106,7 @@ def main() -> int:
             drop_lines_after(run / "results.jsonl", state.step)
         trained: torch.nn.Module = model
         if world > 1:
-            trained = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+            trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
         # 7. The loop.
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
@@ -266,7 +266,8 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]
         raise ConfigError(f"the run folder {run} cannot be made: {error.strerror}") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # of the process, unlike flock's: a loader process that outlives a kill -9 for a moment does not hold it
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
                 f"another training is writing to {run}: wait for it, or set another out="

@@ -38,8 +38,9 @@ def start() -> torch.device:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Leave the process group, all ranks together: one that leaves early can abort one that still talks to it."""
     if dist.is_available() and dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 

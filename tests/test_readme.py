@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from readme_commands import readme_command
 
 from clipkit.config import load_config
+from tests.readme_commands import readme_command
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,9 +17,20 @@ BATCH = 16
 
 
 def main() -> None:
-    out, parts, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
+    out, parts = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     distributed.start()
+    gradients: dict[str, torch.Tensor] = {}
+    for dtype in (torch.float32, torch.float64):
+        for name, gradient in compute(parts, dtype).items():
+            gradients[f"{str(dtype).removeprefix('torch.')}/{name}"] = gradient
+    if distributed.rank() == 0:
+        save_file(gradients, out)
+    distributed.stop()
+
+
+def compute(parts: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The loss of the fixed global batch and its gradients by parameter name."""
     rank, world = distributed.rank(), distributed.world_size()
     shape = Architecture(
         embed_dim=24,
@@ -33,15 +44,13 @@ def main() -> None:
     # captions of very different length: ranks trim to their own longest
     tokens = clipkit.tokenize(["seven " * (1 + (5 * i) % 23) + chr(97 + i) for i in range(BATCH)])
     own = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-    trained: nn.Module = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
+    trained: nn.Module = DistributedDataParallel(model) if world > 1 else model
     loss = backward(trained, images[own], tokens[own], loss=clipkit.clip_loss, parts=parts, autocast=False)
     losses = distributed.gather_objects(float(loss))
     assert len(set(losses)) == 1, losses  # the value is that of the global batch on every rank
-    if rank == 0:
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert len(gradients) == len(list(model.parameters()))
-        save_file({**gradients, "loss": loss.reshape(1)}, out)
-    distributed.stop()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    return {**gradients, "loss": loss.reshape(1)}
 
 
 if __name__ == "__main__":
