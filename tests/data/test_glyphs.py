@@ -155,7 +155,7 @@ def test_shares_of_the_corpus(train: list[dict[str, bytes]]) -> None:
     characters = [meta(sample)["character"] for sample in train]
     digits = sum(character in string.digits for character in characters) / SAMPLES
     letters = sum(character in string.ascii_letters for character in characters) / SAMPLES
-    assert 0.2 < digits < 0.3 and 0.27 < letters < 0.4
+    assert 0.25 < digits < 0.35 and 0.35 < letters < 0.45
     assert len({*characters}) > 200
 
 
