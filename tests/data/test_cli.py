@@ -97,13 +97,20 @@ def test_mistakes_are_one_line_and_exit_1(
     assert not (tmp_path / "x").exists()
 
 
+def _heed_interrupts() -> None:
+    """As in a terminal: a job that was started in the background hands an ignored SIGINT down to us."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_says_so_and_leaves_nothing(tmp_path: Path, stop: signal.Signals) -> None:
     Image.new("RGB", (1000, 1000)).save(tmp_path / "a.png")
     with (tmp_path / "table.csv").open("w") as file:
         file.write("path,caption\n" + "a.png,x\n" * 100_000)
     command = [sys.executable, "-m", "data", "pack", f"{tmp_path}/table.csv", f"{tmp_path}/out"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    ) as process:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob(".out*/train/0.tar")) and time.monotonic() < deadline:
             time.sleep(0.05)
