@@ -133,7 +133,7 @@ class CLIP(nn.Module):
         Architectures for small data (``Architecture.small_data``) differ in the image tower: its blocks are
         drawn as the text tower's, and position embeddings with std 0.8, as large as what a patch contributes.
         With the published ones, a tenth of that, a short training sees a bag of patches: on 41,000 glyphs
-        a 4-layer tower reached 11% of held-out fonts instead of 46%.
+        a 4-layer tower trained with labels reached 11% on held-out fonts instead of 27%.
         """
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
