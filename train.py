@@ -35,6 +35,7 @@ from clipkit.loss import clip_loss
 from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
 from clipkit.optim import adamw, learning_rate
 from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
+from data.augment import Augmentation
 from data.loader import Batch, Loader
 from data.order import Order
 from data.shards import Shards, find_shards
@@ -79,7 +80,12 @@ def main() -> int:
             order=order,
             image_size=shape.vision.image_size,
             context_length=shape.text.context_length,
-            crop_scale=config.data.crop_scale,
+            augmentation=Augmentation(
+                crop_scale=config.data.crop_scale,
+                flip=config.data.flip,
+                color_jitter=config.data.color_jitter,
+                grayscale=config.data.grayscale,
+            ),
             rank=rank,
             world=world,
             workers=config.data.workers,

@@ -39,9 +39,12 @@ class DataConfig:
     train: str | tuple[str, ...] = "glyphs"  # built-in corpus, folder, tar or brace pattern; one or several
     workers: int = 2  # loader processes of each rank; 0 reads in the training process
     window: int = 64  # how many shards are mixed at a time
-    crop_scale: float = (
-        0.9  # smallest share of the picture's area that a random crop keeps; 1 cuts the centre
+    crop_scale: float = 0.9  # smallest share of the area that a random crop keeps; 1 cuts the centre
+    flip: float = 0.0  # probability of the mirror image
+    color_jitter: float = (
+        0.0  # largest relative change of brightness, contrast and saturation; a quarter of it of hue
     )
+    grayscale: float = 0.0  # probability that a picture loses its colours
     max_bad: float = 0.05  # share of samples that may be bad before the run stops; 0 stops at the first
 
     def __post_init__(self) -> None:
@@ -49,6 +52,9 @@ class DataConfig:
         _require(0 <= self.workers <= 512, "data.workers", self.workers, "0 to 512")
         _require(self.window >= 1, "data.window", self.window, "at least 1")
         _require(0 < self.crop_scale <= 1, "data.crop_scale", self.crop_scale, "above 0, at most 1")
+        _require(0 <= self.flip <= 1, "data.flip", self.flip, "0 to 1")
+        _require(0 <= self.color_jitter <= 2, "data.color_jitter", self.color_jitter, "0 to 2")
+        _require(0 <= self.grayscale <= 1, "data.grayscale", self.grayscale, "0 to 1")
         _require(0 <= self.max_bad <= 1, "data.max_bad", self.max_bad, "0 to 1")
 
     @property

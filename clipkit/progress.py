@@ -62,12 +62,18 @@ class ProgressLine:
             self._last_line = time.monotonic()
             elapsed = self._last_line - self._started
             left = elapsed / max(1, step - self._done_before) * (self._steps - step)
-            self.say(f"step {step}/{self._steps} {text} left {left / 60:.0f}m{left % 60:02.0f}s")
+            self.say(f"step {step}/{self._steps} {text} left {_clock(left)}")
 
     def close(self) -> None:
         """Take the bar away."""
         if self._live:
             self._bar.stop()
+
+
+def _clock(seconds: float) -> str:
+    """101.3 → "1m41s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s"
 
 
 class Sink(Protocol):

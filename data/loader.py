@@ -7,7 +7,7 @@ import atexit
 import signal
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from clipkit.errors import DataError
 from clipkit.preprocess import decode_image
 from clipkit.tokenizer import MAX_CHARACTERS, tokenize
-from data.augment import preload, random_of, train_transform
+from data.augment import Augmentation, preload, random_of, train_transform
 from data.order import Order
 from data.shards import Shards
 
@@ -68,7 +68,7 @@ class Loader:
     order: Order
     image_size: int
     context_length: int
-    crop_scale: float = 0.9
+    augmentation: Augmentation = field(default_factory=Augmentation)
     rank: int = 0
     world: int = 1
     workers: int = 0
@@ -147,7 +147,7 @@ class Loader:
         image = train_transform(
             decode_image(sample.image),
             image_size=self.image_size,
-            crop_scale=self.crop_scale,
+            augmentation=self.augmentation,
             random=random_of(self.order.seed, _CROP, epoch, number),
         )
         return image, sample.caption

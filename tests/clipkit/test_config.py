@@ -68,6 +68,9 @@ def configs(draw: st.DrawFn) -> Config:
             workers=draw(st.integers(0, 512)),
             window=draw(st.integers(1, 2**40)),
             crop_scale=draw(share.filter(bool)),
+            flip=draw(share),
+            color_jitter=draw(share),
+            grayscale=draw(share),
             max_bad=draw(share),
         ),
         optim=OptimConfig(

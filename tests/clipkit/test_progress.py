@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.config import Config, LogConfig
-from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
+from clipkit.progress import MetricsLog, ProgressLine, _clock, drop_lines_after
 
 QUIET = replace(Config(), log=LogConfig(tensorboard=False))
 
@@ -84,3 +84,11 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
         first, second = printed.err.splitlines()
         assert first == "[bold]starting[/bold] runs/x"
         assert second.startswith("step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3 left ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0m00s"), (59.7, "1m00s"), (101.3, "1m41s"), (119.6, "2m00s"), (7300, "121m40s")],
+)
+def test_time_left_in_minutes_and_seconds(seconds: float, text: str) -> None:
+    assert _clock(seconds) == text

@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from data.augment import _crop, random_of, train_transform
+from data.augment import Augmentation, _crop, random_of, train_transform
 
 sides = st.integers(1, 3000)
 scales = st.floats(0.01, 1.0)
+
+
+def transform(image: npt.NDArray[np.uint8], seed: int, **options: float) -> torch.Tensor:
+    return train_transform(image, image_size=32, augmentation=Augmentation(**options), random=random_of(seed))
 
 
 def picture(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -64,7 +68,7 @@ def test_where_there_is_no_choice(height: int, width: int, scale: float, expecte
 def test_it_is_what_torchvision_cuts_and_resizes(height: int, width: int, scale: float) -> None:
     image = picture(height, width)
     for seed in range(5):
-        got = train_transform(image, image_size=32, crop_scale=scale, random=random_of(seed))
+        got = transform(image, seed, crop_scale=scale)
         top, left, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
         expected = functional.resized_crop(
             torch.from_numpy(image).permute(2, 0, 1),
@@ -77,10 +81,10 @@ def test_it_is_what_torchvision_cuts_and_resizes(height: int, width: int, scale:
 
 def test_a_crop_of_the_right_size_is_not_resized_and_not_shared() -> None:
     image = picture(32, 32)
-    got = train_transform(image, image_size=32, crop_scale=1.0, random=random_of(0))
+    got = transform(image, 0, crop_scale=1.0)
     assert torch.equal(got, torch.from_numpy(image.copy()).permute(2, 0, 1))
     image.setflags(write=False)  # as decoders give it; torch warns of such arrays
-    assert torch.equal(got, train_transform(image, image_size=32, crop_scale=1.0, random=random_of(0)))
+    assert torch.equal(got, transform(image, 0, crop_scale=1.0))
 
 
 def test_crops_are_spread_as_they_should_be() -> None:
@@ -100,3 +104,41 @@ def test_streams_are_independent_and_repeat() -> None:
     drawn = [tuple(random_of(*stream).integers(2**62, size=4).tolist()) for stream in streams]
     assert len(set(drawn)) == len(streams)
     assert drawn == [tuple(random_of(*stream).integers(2**62, size=4).tolist()) for stream in streams]
+
+
+def test_options_that_are_off_draw_nothing() -> None:
+    image = picture(40, 50)
+    for seed in range(20):
+        plain = transform(image, seed)
+        assert torch.equal(plain, transform(image, seed, flip=0.0, color_jitter=0.0, grayscale=0.0))
+        assert torch.equal(plain.flip(-1), transform(image, seed, flip=1.0))  # the same crop, mirrored
+
+
+def test_shares_of_flipped_and_grey_pictures() -> None:
+    image = picture(32, 32)
+    flipped = grey = 0
+    for seed in range(400):
+        out = transform(image, seed, crop_scale=1.0, flip=0.3, grayscale=0.2)
+        is_grey = bool((out[0] == out[1]).all() and (out[1] == out[2]).all())
+        plain = torch.from_numpy(image).permute(2, 0, 1)
+        expected = functional.rgb_to_grayscale(plain, num_output_channels=3) if is_grey else plain
+        is_flipped = torch.equal(out, expected.flip(-1))
+        assert is_flipped or torch.equal(out, expected)
+        flipped, grey = flipped + is_flipped, grey + is_grey
+    assert abs(flipped / 400 - 0.3) < 0.08 and abs(grey / 400 - 0.2) < 0.07
+
+
+@settings(deadline=None, max_examples=60)
+@given(strength=st.floats(0.01, 2.0), seed=st.integers(0, 2**32))
+def test_colours_change_and_shapes_stay(strength: float, seed: int) -> None:
+    image = picture(32, 32)
+    out = transform(image, seed, color_jitter=strength)
+    assert out.shape == (3, 32, 32) and out.dtype == torch.uint8
+    assert torch.equal(out, transform(image, seed, color_jitter=strength))
+
+
+def test_strength_bounds_the_change_of_brightness() -> None:
+    image = np.full((32, 32, 3), 100, np.uint8)  # even: contrast, saturation and hue leave it as it is
+    levels = [int(transform(image, seed, color_jitter=0.4).float().mean()) for seed in range(300)]
+    assert 58 <= min(levels) <= 70 and 130 <= max(levels) <= 141
+    assert 30 < levels.count(100) < 90  # a fifth is left alone

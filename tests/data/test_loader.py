@@ -15,6 +15,7 @@ from PIL import Image
 
 from clipkit.errors import DataError
 from clipkit.tokenizer import tokenize
+from data.augment import Augmentation
 from data.loader import BadSample, Batch, Loader
 from data.order import Order
 from data.shards import Shards, find_shards
@@ -46,7 +47,7 @@ def make_shards(folder: Path, broken: Sequence[int] = (), no_caption: Sequence[i
     return Shards(find_shards(str(folder)))
 
 
-def make_loader(shards: Shards, seed: int = 3, **more: float) -> Loader:
+def make_loader(shards: Shards, seed: int = 3, **more: float | Augmentation) -> Loader:
     order = Order(shards.counts.tolist(), seed=seed, batch_size=BATCH, window=2)
     return Loader(shards=shards, order=order, image_size=16, context_length=20, **more)  # type: ignore[arg-type]
 
@@ -124,7 +125,7 @@ def test_workers_ranks_and_starts_change_nothing(kind: str, request: pytest.Fixt
 def test_seeds_and_crop_scales_differ(shards: Shards) -> None:
     by_seed = [make_loader(shards, seed=seed).batch(0) for seed in (0, 1)]
     assert by_seed[0].ids.tolist() != by_seed[1].ids.tolist()
-    centre, other = make_loader(shards, crop_scale=1.0), make_loader(shards, crop_scale=0.5)
+    centre, other = (make_loader(shards, augmentation=Augmentation(crop_scale=scale)) for scale in (1.0, 0.5))
     assert not torch.equal(centre.batch(0).images, other.batch(0).images)
     pixels = [dict(zip(batch.ids.tolist(), batch.images, strict=True)) for batch in centre.batches(0, 10)]
     first, second = ({k: v for one in half for k, v in one.items()} for half in (pixels[:5], pixels[5:]))
@@ -206,6 +207,7 @@ def test_leaving_early_ends_the_workers(shards: Shards) -> None:
 EXIT = """
 import sys
 from pathlib import Path
+from data.augment import Augmentation
 from data.loader import Loader
 from data.order import Order
 from data.shards import Shards
