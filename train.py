@@ -27,14 +27,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit import distributed
 from clipkit.accumulation import backward
-from clipkit.architectures import architecture
+from clipkit.api import load
+from clipkit.architectures import Architecture
 from clipkit.checkpoint import LoopState, latest_checkpoint, load_training, save_checkpoint
 from clipkit.config import Config, changes, load_config, to_toml
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, run_command
+from clipkit.family import architecture
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
 from clipkit.optim import adamw, learning_rate
 from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
+from clipkit.text_input import tokenizer_of
 from data.augment import Augmentation
 from data.loader import Batch, Loader
 from data.order import Order
@@ -74,12 +77,18 @@ def main() -> int:
         order = Order(
             shards.counts.tolist(), seed=config.seed, batch_size=config.batch_size, window=config.data.window
         )
-        shape = architecture(config.model.name)
+        shape = architecture(
+            config.model.name,
+            image=config.model.image,
+            text=config.model.text,
+            image_size=config.model.image_size,
+            context_length=config.model.context_length,
+        )
         loader = Loader(
             shards=shards,
             order=order,
             image_size=shape.vision.image_size,
-            context_length=shape.text.context_length,
+            tokenize=tokenizer_of(shape),
             augmentation=Augmentation(
                 crop_scale=config.data.crop_scale,
                 flip=config.data.flip,
@@ -93,7 +102,7 @@ def main() -> int:
         )
 
         # 5. The model and the optimizer.
-        model = create(config.model.name, seed=config.seed).to(device)
+        model = first_model(config, shape).to(device)
         optimizer = adamw(model, config.optim)
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
@@ -251,6 +260,21 @@ def check_split(config: Config, world: int) -> None:
             f"batch_size = {config.batch_size} is no multiple of {world} processes × "
             f"accumulate = {config.accumulate}"
         )
+
+
+def first_model(config: Config, shape: Architecture) -> CLIP:
+    """The model before its first step here: fresh weights, or those of ``model.weights``."""
+    if not config.model.weights:
+        return create(shape, name=config.model.label, seed=config.seed)
+    model = load(
+        config.model.weights, image_size=config.model.image_size, context_length=config.model.context_length
+    )
+    if model.architecture != shape:
+        raise ConfigError(
+            f"model.weights = {config.model.weights!r} are of {model.name or 'another architecture'}, "
+            f"not of {config.model.label}: set model.name"
+        )
+    return model.train()
 
 
 def use_bf16(config: Config, device: torch.device) -> bool:

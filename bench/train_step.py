@@ -29,6 +29,7 @@ import clipkit
 from clipkit.accumulation import backward
 from clipkit.architectures import Architecture
 from clipkit.config import OptimConfig
+from clipkit.family import architecture
 from clipkit.optim import adamw
 from clipkit.preprocess import OPENAI_MEAN, OPENAI_STD
 from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
@@ -122,7 +123,7 @@ def useful_flops(shape: Architecture, tokens: Tensor) -> float:
     def tower(width: int, layers: int, length: float) -> float:
         return layers * (24 * width**2 * length + 4 * width * length**2)
 
-    vision, text = shape.vision, shape.text
+    vision, text = shape.own_towers()
     patches = (vision.image_size // vision.patch_size) ** 2
     embed = 2 * patches * 3 * vision.patch_size**2 * vision.width
     lengths = tokens.argmax(dim=1) + 1
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    shape = clipkit.architectures.architecture(options.model)
+    shape = architecture(options.model)
     pairs = make_pairs(shape, options.batch_size)
     ours = clipkit.create(options.model, seed=0).train()
     theirs = open_clip.create_model(options.model).train()

@@ -5,14 +5,11 @@ Letters: N pictures or texts, C classes, O embedding dimension.
 
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clipkit.checkpoint import load_model, resolve_checkpoint
-from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
 from clipkit.preprocess import ImageLike, batch_of
 from clipkit.zero_shot import DEFAULT_TEMPLATES, encode_prompts, evaluating, zero_shot_classifier
@@ -20,20 +17,33 @@ from clipkit.zero_shot import DEFAULT_TEMPLATES, encode_prompts, evaluating, zer
 __all__ = ["classify", "encode_image", "encode_text", "load"]
 
 
-def load(source: str | PathLike[str], *, device: str | torch.device = "cpu") -> CLIP:
-    """A trained model, in evaluation mode.
+def load(
+    source: str | PathLike[str],
+    *,
+    name: str = "",
+    image_size: int = 0,
+    context_length: int = 0,
+    device: str | torch.device = "cpu",
+) -> CLIP:
+    """A trained model, in float32 and evaluation mode; its ``origin`` says what was found.
 
     Args:
-        source: a run folder (its newest checkpoint) or one checkpoint folder.
+        source: a clipkit run or checkpoint; a weights file or training folder of open_clip, or OpenAI's weights;
+            a folder of open_clip's or transformers' hub layout; ``open_clip:NAME/TAG`` or
+            ``hf-hub:OWNER/REPOSITORY``.
+        name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu".
+        image_size: another side of the pictures, in pixels: the position embeddings are resampled. 0 keeps it.
+        context_length: another longest text, in tokens; 0 keeps it.
         device: where to put it.
 
     Raises:
-        CheckpointError: nothing is there, or it is damaged.
+        CheckpointError: nothing is there, it is damaged, would have to run code, or does not fit the name.
+        ConfigError: the name is unknown, or the network that a name needs is not there.
     """
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise CheckpointError(f"no model at {path}: give a run folder or a checkpoint folder")
-    return load_model(resolve_checkpoint(path)).to(device)
+    from clipkit.sources import open_source
+
+    model = open_source(str(source), name=name, image_size=image_size, context_length=context_length)
+    return model.to(device)
 
 
 @torch.no_grad()  # not inference_mode: a probe may be trained on what comes out

@@ -1,13 +1,23 @@
-"""The named architectures, without torch, so that a config can be checked before anything heavy loads."""
+"""What a CLIP is made of, without torch, so that a config can be checked before anything heavy loads.
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+An architecture is two towers and the dimension they project to. Plain ViT towers and plain text transformers
+are clipkit's own; any other tower is described by what the library that builds it needs to know.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeAlias
 
 from clipkit.errors import CheckpointError, ConfigError, nearest
 
-__all__ = ["ARCHITECTURES", "Architecture", "TextTower", "VisionTower", "architecture"]
+__all__ = [
+    "ARCHITECTURES", "Architecture", "BagOfWords", "OpenClipText", "OpenClipVision", "TextTower", "TimmVision",
+    "TransformersText", "VisionTower", "named",
+]  # fmt: skip
 
-_MAX, _MAX_LAYERS = 1_000_000, 1000  # a stored architecture may be anybody's
+_MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # a stored architecture may be anybody's
+POOLINGS = ("mean", "cls", "pooler")
+PROJECTIONS = ("linear", "mlp", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +29,7 @@ class VisionTower:
     width: int
     layers: int
     heads: int
+    mlp_ratio: float = 4.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -37,9 +48,93 @@ class TextTower:
     heads: int
     context_length: int = 77
     vocab_size: int = 49408
+    mlp_ratio: float = 4.0
 
     def __post_init__(self) -> None:
         _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BagOfWords:
+    """CLIP's other text encoder (Radford et al. 2021, section 2.4): the tokens' mean embedding, projected."""
+
+    width: int = 512
+    context_length: int = 77
+    vocab_size: int = 49408
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenClipVision:
+    """An image tower that open_clip builds from ``config``, its ``vision_cfg``."""
+
+    image_size: int
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmVision:
+    """A backbone of timm, ``name``, with its own pooling, and a linear projection; ``options`` go to timm."""
+
+    image_size: int
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenClipText:
+    """A text tower that open_clip builds from ``config``, its ``text_cfg``."""
+
+    context_length: int
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersText:
+    """An encoder of the transformers library, pooled and projected.
+
+    Attributes:
+        model: where its weights and tokenizer come from, a folder or a name on the Hugging Face hub.
+        config: its whole configuration, so that it can be built again without that place.
+        pooling: "mean" over the tokens; "cls", the first one; "pooler", what the encoder itself makes of it.
+        projection: "linear", "mlp" (one hidden layer), or "none".
+    """
+
+    context_length: int
+    model: str
+    config: Mapping[str, Any]
+    pooling: str = "mean"
+    projection: str = "linear"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for name, known in (("pooling", POOLINGS), ("projection", PROJECTIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(str(value), known)}")
+
+
+Vision: TypeAlias = VisionTower | OpenClipVision | TimmVision
+Text: TypeAlias = TextTower | BagOfWords | OpenClipText | TransformersText
+_KINDS: dict[str, type[Any]] = {  # as stored; the first of each group needs no mention
+    "vit": VisionTower,
+    "open_clip_vision": OpenClipVision,
+    "timm": TimmVision,
+    "transformer": TextTower,
+    "bag_of_words": BagOfWords,
+    "open_clip_text": OpenClipText,
+    "transformers": TransformersText,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +142,45 @@ class Architecture:
     """Shape of a CLIP: two towers and the dimension they project to."""
 
     embed_dim: int
-    vision: VisionTower
-    text: TextTower
+    vision: Vision
+    text: Text
     quick_gelu: bool = False
     small_data: bool = False  # how fresh weights are drawn, see CLIP.initialize
+    logit_bias: bool = False  # SigLIP's second number beside the temperature
 
     def __post_init__(self) -> None:
         _check_number("embed_dim", self.embed_dim, _MAX)
-        for name in ("quick_gelu", "small_data"):
+        for name in ("quick_gelu", "small_data", "logit_bias"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} = {value!r} is neither true nor false")
 
+    @property
+    def is_own(self) -> bool:
+        """Whether both towers are clipkit's."""
+        return isinstance(self.vision, VisionTower) and isinstance(self.text, TextTower | BagOfWords)
+
+    def own_towers(self) -> tuple[VisionTower, TextTower]:
+        """Both, where they are the plain ViT and the plain text transformer."""
+        assert isinstance(self.vision, VisionTower) and isinstance(self.text, TextTower)
+        return self.vision, self.text
+
+    def resized(self, *, image_size: int = 0, context_length: int = 0) -> "Architecture":
+        """The same for other pictures or longer texts; 0 leaves as it is."""
+        vision, text = self.vision, self.text
+        if image_size:
+            vision = replace(vision, image_size=image_size)
+        if context_length:
+            text = replace(text, context_length=context_length)
+        return replace(self, vision=vision, text=text)
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as stored beside weights."""
-        return asdict(self)
+        kinds = {kind: name for name, kind in _KINDS.items()}
+        towers = {
+            "vision": {"kind": kinds[type(self.vision)], **asdict(self.vision)},
+            "text": {"kind": kinds[type(self.text)], **asdict(self.text)},
+        }
+        return {**asdict(self), **towers}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Architecture":
@@ -70,18 +190,32 @@ class Architecture:
             CheckpointError: a field is unknown, missing or of the wrong kind.
         """
         try:
-            own = {**values, "vision": VisionTower(**values["vision"]), "text": TextTower(**values["text"])}
-            return cls(**own)
-        except (KeyError, TypeError, ConfigError) as error:
+            vision = _tower(values["vision"], "vit", Vision)
+            return cls(**{**values, "vision": vision, "text": _tower(values["text"], "transformer", Text)})
+        except (AttributeError, KeyError, TypeError, ConfigError) as error:
             raise CheckpointError(
                 f"the stored architecture is not one this version knows: {error}"
             ) from error
 
 
-def _check(tower: VisionTower | TextTower) -> None:
-    for field in fields(tower):
-        _check_number(field.name, getattr(tower, field.name), _MAX_LAYERS if field.name == "layers" else _MAX)
-    if tower.width % tower.heads:
+def _tower(values: Mapping[str, Any], default: str, allowed: Any) -> Any:
+    kind = _KINDS[values.get("kind", default)]
+    if kind not in allowed.__args__:
+        raise TypeError(f"{kind.__name__} is the other tower's")
+    return kind(**{name: value for name, value in values.items() if name != "kind"})
+
+
+def _check(tower: Vision | Text) -> None:
+    for one in fields(tower):
+        value = getattr(tower, one.name)
+        if one.type is int:
+            _check_number(one.name, value, _MAX_LAYERS if one.name == "layers" else _MAX)
+        elif one.type is float:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_RATIO:
+                raise ConfigError(f"{one.name} = {value!r} is not a number above 0, at most {_MAX_RATIO}")
+        elif not isinstance(value, str if one.type is str else Mapping):
+            raise ConfigError(f"{one.name} = {value!r} is of another kind than a tower has")
+    if isinstance(tower, VisionTower | TextTower) and tower.width % tower.heads:
         raise ConfigError(f"width = {tower.width} is no multiple of heads = {tower.heads}")
 
 
@@ -136,8 +270,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def architecture(name: str) -> Architecture:
-    """Look up an architecture by name.
+def named(name: str) -> Architecture:
+    """An architecture of clipkit's own family, by name.
 
     Raises:
         ConfigError: the name is unknown.

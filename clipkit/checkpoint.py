@@ -4,18 +4,20 @@
     RUN/checkpoints/step_00000200/
         model.safetensors                        weights, in open_clip's names
         model.json                               architecture, preprocessing, tokenizer
+        tokenizer/                               of a text tower that does not use CLIP's own
         optimizer.safetensors                    the optimizer's tensors
         state.json                               everything else that the loop carries on with
         config.toml                              the run's whole configuration
-        COMPLETE                                 size of each file above
+        COMPLETE                                 size of each file
 
 A checkpoint is written aside, synced, renamed, and only then does LATEST move. No pickle is read or written.
 """
 
 import json
 import os
+import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,11 @@ from torch import Tensor
 
 from clipkit.architectures import ARCHITECTURES, Architecture
 from clipkit.config import Config, to_toml
-from clipkit.errors import CheckpointError
-from clipkit.model import CLIP
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.model import CLIP, build
 from clipkit.preprocess import Preprocess
-from clipkit.tokenizer import VOCABULARY
+from clipkit.resample import fit_positions
+from clipkit.text_input import Tokenizer, tokenizer_of
 
 __all__ = [
     "LoopState", "latest_checkpoint", "load_model", "load_training", "resolve_checkpoint", "save_checkpoint",
@@ -37,6 +40,7 @@ __all__ = [
 
 _LATEST, _COMPLETE = "LATEST", "COMPLETE"
 _FORMAT = 1
+_GROUPS_TOLD = 4  # in a message, of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +72,16 @@ def save_checkpoint(
         for left in root.glob(".step_*.partial"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_file({k: v.contiguous() for k, v in model.state_dict().items()}, aside / "model.safetensors")
+        save_file(_weights(model), aside / "model.safetensors")
         save_file(_optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
-        (aside / "model.json").write_text(json.dumps(_model_card(model), indent=2) + "\n")
+        (aside / "model.json").write_text(json.dumps(_model_card(model, aside), indent=2) + "\n")
         (aside / "state.json").write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=2) + "\n")
         (aside / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+        sizes = {path.relative_to(aside).as_posix(): path.stat().st_size for path in files}
         (aside / _COMPLETE).write_text(json.dumps(sizes, indent=2) + "\n")
-        for path in aside.iterdir():
+        for path in (*aside.rglob("*"), aside):
             _sync(path)
-        _sync(aside)
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
@@ -126,8 +130,10 @@ def resolve_checkpoint(source: Path) -> Path:
     return found
 
 
-def load_model(folder: Path) -> CLIP:
+def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) -> CLIP:
     """The model of one checkpoint folder, on the CPU in float32, in evaluation mode.
+
+    Another ``image_size`` or ``context_length`` than 0 resamples the position embeddings.
 
     Raises:
         CheckpointError: files are missing or damaged, or the weights do not fit the stored architecture.
@@ -135,25 +141,76 @@ def load_model(folder: Path) -> CLIP:
     card = _read_json(folder / "model.json")
     if card.get("format") != _FORMAT:
         raise CheckpointError(f"{folder}: model.json is of another format than this version reads")
-    if card.get("tokenizer") != VOCABULARY:
-        raise CheckpointError(f"{folder}: tokenizer {card.get('tokenizer')!r} is unknown to this version")
     shape = Architecture.from_dict(card.get("architecture", {}))
     preprocess = Preprocess.from_dict(card.get("preprocess", {}))
     if preprocess.image_size != shape.vision.image_size:
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
-    with torch.device("meta"):
-        model = CLIP(shape, name=str(card.get("name", "")), preprocess=preprocess)
+    tokenizer = tokenizer_of(shape, stored=card.get("tokenizer", "none"), folder=folder)
     tensors = _read_tensors(folder / "model.safetensors")
-    check_weights(model, tensors, origin=folder)  # before memory is taken for what the card claims
-    model = model.to_empty(device="cpu")
-    model.reset_constants()
-    model.load_state_dict(tensors)
+    if resized := bool(image_size or context_length):
+        shape = shape.resized(image_size=image_size, context_length=context_length)
+        preprocess = replace(preprocess, image_size=shape.vision.image_size)
+        if context_length:
+            tokenizer = tokenizer.of_length(context_length)
+    return with_weights(
+        shape,
+        tensors,
+        origin=folder,
+        name=str(card.get("name", "")),
+        preprocess=preprocess,
+        tokenizer=tokenizer,
+        resample=resized,
+    )
+
+
+def with_weights(
+    shape: Architecture,
+    tensors: dict[str, Tensor],
+    *,
+    origin: Path,
+    name: str = "",
+    preprocess: Preprocess | None = None,
+    tokenizer: Tokenizer | None = None,
+    resample: bool = False,
+) -> CLIP:
+    """A model in evaluation mode that holds the given weights, as float32; every name and shape must fit.
+
+    Args:
+        shape: the architecture.
+        tensors: a state dict in the model's names.
+        origin: where they come from, for messages.
+        name: what the architecture is called.
+        preprocess: how pictures become its input.
+        tokenizer: how texts do.
+        resample: whether position embeddings of another size are made to fit.
+
+    Raises:
+        CheckpointError: they do not fit; memory is then not taken for what the architecture claims.
+    """
+    try:
+        if shape.is_own:  # before memory is taken for what a stored architecture claims
+            with torch.device("meta"):
+                model = CLIP(shape, name=name)
+            tensors = _fitting(model, tensors, origin, resample=resample)
+        model = build(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
+    except ConfigError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+    model.load_state_dict(_fitting(model, tensors, origin, resample=resample))
     return model.eval()
+
+
+def _fitting(model: CLIP, tensors: dict[str, Tensor], origin: Path, *, resample: bool) -> dict[str, Tensor]:
+    if resample:
+        tensors = fit_positions(tensors, {name: value.shape for name, value in model.state_dict().items()})
+    check_weights(model, tensors, origin=origin)
+    return tensors
 
 
 def load_training(folder: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> LoopState:
     """Put a checkpoint's weights and optimizer state into what a run has built; returns the loop's state."""
-    load_weights(model, _read_tensors(folder / "model.safetensors"), origin=folder)
+    model.load_state_dict(
+        _fitting(model, _read_tensors(folder / "model.safetensors"), folder, resample=False)
+    )
     _restore_optimizer(model, optimizer, _read_tensors(folder / "optimizer.safetensors"), folder)
     stored = _read_json(folder / "state.json")
     if stored.pop("format", None) != _FORMAT:
@@ -164,38 +221,62 @@ def load_training(folder: Path, model: CLIP, optimizer: torch.optim.Optimizer) -
         raise CheckpointError(f"{folder}: state.json does not fit: {error}") from error
 
 
-def load_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> None:
-    """Copy named tensors into a model; every name and shape must fit.
+def check_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> None:
+    """Refuse tensors whose names or shapes are not the model's; the model may be on the meta device.
 
     Raises:
-        CheckpointError: names the missing, unexpected and misshapen tensors.
+        CheckpointError: names the missing, unexpected and misshapen tensors, layers as one.
     """
-    check_weights(model, tensors, origin=origin)
-    model.load_state_dict(tensors)
-
-
-def check_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> None:
-    """Refuse tensors whose names or shapes are not the model's; the model may be on the meta device."""
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     misshapen = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
-    faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
-    if any(faults.values()):
-        parts = [f"{len(names)} {what} ({names[0]}, …)" for what, names in faults.items() if names]
-        raise CheckpointError(
-            f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}"
-        )
+    if not (missing or unexpected or misshapen):
+        return
+    parts = [f"{len(misshapen)} of another shape ({_shapes(misshapen, tensors, own)})"] if misshapen else []
+    for what, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            parts.append(f"{len(names)} {what} ({_grouped(names)})")
+    raise CheckpointError(f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}")
 
 
-def _model_card(model: CLIP) -> dict[str, Any]:
-    name = model.name if ARCHITECTURES.get(model.name) == model.architecture else ""
+def _shapes(names: list[str], found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    first = names[:_GROUPS_TOLD]
+    told = [f"{name} {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}" for name in first]
+    return ", ".join([*told, *(["…"] if len(names) > len(first) else [])])
+
+
+def _grouped(names: list[str]) -> str:
+    """The names of one layer as one."""
+    groups: dict[str, int] = {}
+    for name in names:
+        layer = re.match(r".*?\.\d+\.", name)
+        group = f"{layer[0]}*" if layer else name
+        groups[group] = groups.get(group, 0) + 1
+    told = [f"{group} ×{count}" if count > 1 else group for group, count in groups.items()]
+    return ", ".join([*told[:_GROUPS_TOLD], *(["…"] if len(told) > _GROUPS_TOLD else [])])
+
+
+def _model_card(model: CLIP, folder: Path) -> dict[str, Any]:
+    # a name of ours on another shape would mislead
+    name = model.name if ARCHITECTURES.get(model.name, model.architecture) == model.architecture else ""
     return {
         "format": _FORMAT,
         "name": name,
         "architecture": model.architecture.to_dict(),
         "preprocess": model.preprocess.to_dict(),
-        "tokenizer": VOCABULARY,
+        "tokenizer": model.tokenizer.store(folder),
     }
+
+
+def _weights(model: CLIP) -> dict[str, Tensor]:
+    """The state dict; what lies in one memory under two names, as tied embeddings do, is written twice."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, value in model.state_dict().items():
+        shared = value.untyped_storage().data_ptr() in seen
+        seen.add(value.untyped_storage().data_ptr())
+        tensors[name] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
+    return tensors
 
 
 def _optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clipkit.architectures import architecture
 from clipkit.errors import ConfigError, nearest
+from clipkit.family import check_names
 
 __all__ = [
     "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "LogConfig", "ModelConfig", "OptimConfig",
@@ -24,12 +24,24 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model."""
+    """Which model, and where its weights come from at the start."""
 
-    name: str = "ViT-B-32"
+    name: str = "ViT-B-32"  # one of clipkit's, or open_clip:NAME
+    image: str = ""  # another image tower: timm:NAME
+    text: str = ""  # another text tower: cbow, or transformers:FOLDER or NAME
+    image_size: int = 0  # side of the pictures in pixels; 0: the one that belongs to the name
+    context_length: int = 0  # longest caption in tokens; 0: the one that belongs to the name
+    weights: str = ""  # train on from these: whatever clipkit.load takes
 
     def __post_init__(self) -> None:
-        architecture(self.name)
+        check_names(self.name, self.image, self.text)
+        _require(self.image_size >= 0, "model.image_size", self.image_size, "at least 0")
+        _require(self.context_length >= 0, "model.context_length", self.context_length, "at least 0")
+
+    @property
+    def label(self) -> str:
+        """What the model is called."""
+        return " + ".join(filter(None, (self.name, self.image, self.text)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipkit.architectures import Architecture, architecture
+from clipkit.architectures import Architecture, BagOfWords, TextTower, VisionTower
+from clipkit.family import architecture
 from clipkit.preprocess import Preprocess
-from clipkit.towers import ResidualAttentionBlock, Transformer, VisionTransformer
+from clipkit.text_input import Tokenizer, tokenizer_of
+from clipkit.towers import BagOfWordsTower, ResidualAttentionBlock, Transformer, VisionTransformer
 
-__all__ = ["CLIP", "MAX_LOGIT_SCALE", "create"]
+__all__ = ["CLIP", "MAX_LOGIT_SCALE", "build", "create"]
 
 MAX_LOGIT_SCALE = 100.0  # the published cap of exp(t)
 _LENGTH_GROUPS = 4
@@ -22,38 +24,53 @@ _SMALLEST_GROUP = 8
 
 
 class CLIP(nn.Module):
-    """A ViT image encoder and a causal text transformer with learned projections and temperature.
+    """An image encoder and a text encoder with learned projections and temperature.
 
     Attributes:
         architecture: the shape.
         name: what the architecture is called, or "" where it has no name.
         preprocess: how pictures become its input.
+        tokenizer: how texts do.
+        visual: the image tower, normalized float images (B, 3, S, S) → (B, O).
+        text: the text tower, tokens (B, L) → (B, O); None where it is our own transformer, which lies here.
+        origin: where it was loaded from, in words; "" for fresh weights.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
+        logit_bias: SigLIP's number that is added to them, or None. No loss of clipkit trains it.
     """
 
-    def __init__(self, shape: Architecture, *, name: str = "", preprocess: Preprocess | None = None) -> None:
+    def __init__(
+        self,
+        shape: Architecture,
+        *,
+        name: str = "",
+        preprocess: Preprocess | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         super().__init__()
-        vision, text = shape.vision, shape.text
-        self.architecture, self.name = shape, name
-        self.preprocess = preprocess or Preprocess(image_size=vision.image_size)
-        self.visual = VisionTransformer(
-            image_size=vision.image_size,
-            patch_size=vision.patch_size,
-            width=vision.width,
-            layers=vision.layers,
-            heads=vision.heads,
-            output_dim=shape.embed_dim,
-            quick_gelu=shape.quick_gelu,
-        )
-        self.transformer = Transformer(text.width, text.layers, text.heads, quick_gelu=shape.quick_gelu)
-        self.token_embedding = nn.Embedding(text.vocab_size, text.width)
-        self.positional_embedding = nn.Parameter(torch.empty(text.context_length, text.width))
-        self.ln_final = nn.LayerNorm(text.width)
-        self.text_projection = nn.Parameter(torch.empty(text.width, shape.embed_dim))
+        self.architecture, self.name, self.origin = shape, name, ""
+        self.preprocess = preprocess or Preprocess(image_size=shape.vision.image_size)
+        self.tokenizer = tokenizer or tokenizer_of(shape)
+        self.visual = _image_tower(shape)
+        self.text: nn.Module | None = None
+        if isinstance(shape.text, TextTower):
+            self._own_text_tower(shape.text)
+        else:
+            self.text = _text_tower(shape)
         self.logit_scale = nn.Parameter(torch.empty(()))
+        self.logit_bias = nn.Parameter(torch.empty(()), requires_grad=False) if shape.logit_bias else None
         self.register_buffer("_mean", torch.empty(3, 1, 1), persistent=False)
         self.register_buffer("_std", torch.empty(3, 1, 1), persistent=False)
         self.reset_constants()
+
+    def _own_text_tower(self, text: TextTower) -> None:
+        quick_gelu = self.architecture.quick_gelu
+        self.transformer = Transformer(
+            text.width, text.layers, text.heads, mlp_ratio=text.mlp_ratio, quick_gelu=quick_gelu
+        )
+        self.token_embedding = nn.Embedding(text.vocab_size, text.width)
+        self.positional_embedding = nn.Parameter(torch.empty(text.context_length, text.width))
+        self.ln_final = nn.LayerNorm(text.width)
+        self.text_projection = nn.Parameter(torch.empty(text.width, self.architecture.embed_dim))
 
     def reset_constants(self) -> None:
         """Fill in what is not stored with the weights: the pictures' mean and standard deviation."""
@@ -88,8 +105,11 @@ class CLIP(nn.Module):
 
         Under a causal mask nothing behind end-of-text reaches the features, so rows are computed to their
         true length: on a CPU in groups of similar length, elsewhere to the width given (asking the device
-        for lengths would stop its queue; the tokenizer trims).
+        for lengths would stop its queue; the tokenizer trims). A library's tower takes what its tokenizer gives.
         """
+        if self.text is not None:
+            features = _at_least_float32(self.text(tokens))
+            return F.normalize(features, dim=-1) if normalize else features
         ends = tokens.argmax(dim=-1)  # (B,)
         if tokens.device.type != "cpu" or not len(tokens):
             features = self._text_group(tokens, ends)
@@ -113,6 +133,8 @@ class CLIP(nn.Module):
     def initialize(self) -> "CLIP":
         """Draw fresh weights, as OpenAI's implementation does (D is a tower's width, N its layers).
 
+        Towers of other libraries keep what these have drawn when they made them.
+
         ============================================  =========================================
         class and image position embeddings, proj     normal, std D^-½
         patch convolution, image MLP                  uniform ± fan_in^-½; biases of the MLP too
@@ -135,17 +157,26 @@ class CLIP(nn.Module):
         With the published ones, a tenth of that, a short training sees a bag of patches: on 41,000 glyphs
         a 4-layer tower trained with labels reached 11% on held-out fonts instead of 27%.
         """
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
-                module.reset_parameters()
-        self._initialize_vision()
-        self._initialize_text()
+        own_vision = self.visual if isinstance(self.visual, VisionTransformer) else None
+        if own_vision is not None:
+            _reset(own_vision)
+        if self.text is None:
+            _reset(self.transformer)
+            self.ln_final.reset_parameters()
+        if own_vision is not None:
+            self._initialize_vision(own_vision)
+        if self.text is None:
+            self._initialize_text()
+        elif isinstance(self.text, BagOfWordsTower):
+            self.text.initialize()
         self.logit_scale.fill_(math.log(1 / 0.07))
+        if self.logit_bias is not None:
+            self.logit_bias.zero_()
         return self
 
-    def _initialize_vision(self) -> None:
-        visual, small = self.visual, self.architecture.small_data
-        std = self.architecture.vision.width**-0.5
+    def _initialize_vision(self, visual: VisionTransformer) -> None:
+        small = self.architecture.small_data
+        std = visual.class_embedding.shape[0] ** -0.5
         for parameter in (visual.class_embedding, visual.proj):
             nn.init.normal_(parameter, std=std)
         nn.init.normal_(visual.positional_embedding, std=0.8 if small else std)
@@ -160,8 +191,42 @@ class CLIP(nn.Module):
     def _initialize_text(self) -> None:
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.positional_embedding, std=0.01)
-        nn.init.normal_(self.text_projection, std=self.architecture.text.width**-0.5)
+        nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
         _draw_blocks(self.transformer)
+
+
+def _image_tower(shape: Architecture) -> nn.Module:
+    vision = shape.vision
+    if not isinstance(vision, VisionTower):
+        from clipkit.library_towers import build_vision
+
+        return build_vision(vision, embed_dim=shape.embed_dim, quick_gelu=shape.quick_gelu)
+    return VisionTransformer(
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        width=vision.width,
+        layers=vision.layers,
+        heads=vision.heads,
+        mlp_ratio=vision.mlp_ratio,
+        output_dim=shape.embed_dim,
+        quick_gelu=shape.quick_gelu,
+    )
+
+
+def _text_tower(shape: Architecture) -> nn.Module:
+    text = shape.text
+    assert not isinstance(text, TextTower)
+    if isinstance(text, BagOfWords):
+        return BagOfWordsTower(vocab_size=text.vocab_size, width=text.width, output_dim=shape.embed_dim)
+    from clipkit.library_towers import build_text
+
+    return build_text(text, embed_dim=shape.embed_dim, quick_gelu=shape.quick_gelu)
+
+
+def _reset(tower: nn.Module) -> None:
+    for module in tower.modules():
+        if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
+            module.reset_parameters()
 
 
 def _at_least_float32(features: Tensor) -> Tensor:
@@ -186,23 +251,39 @@ def _draw_blocks(transformer: Transformer) -> None:
         nn.init.normal_(block.mlp.c_proj.weight, std=out_std)
 
 
-def create(name: str, *, seed: int | None = None) -> CLIP:
-    """A model of a named architecture with random weights.
+def create(shape: str | Architecture, *, name: str = "", seed: int | None = None) -> CLIP:
+    """A model with random weights.
 
     Args:
-        name: a key of ``clipkit.architectures.ARCHITECTURES``, such as "ViT-B-32".
+        shape: a name, such as "ViT-B-32" (a key of ``clipkit.architectures.ARCHITECTURES``) or "open_clip:RN50";
+            or an architecture, see ``clipkit.architecture``.
+        name: what an architecture is called.
         seed: of the weights; None draws from torch's global generator.
 
     Raises:
-        ConfigError: the name is unknown.
+        ConfigError: the name is unknown, or what the architecture needs cannot be had.
     """
-    shape = architecture(name)
-    with torch.device("meta"):  # layers would draw weights of their own, for nothing
-        model = CLIP(shape, name=name)
-    model = model.to_empty(device="cpu")
-    model.reset_constants()
+    if isinstance(shape, str):
+        name, shape = shape, architecture(shape)
     if seed is None:
-        return model.initialize()
+        return build(shape, name=name).initialize()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it reseeds the GPUs too
-        return model.initialize()
+        return build(shape, name=name).initialize()
+
+
+def build(
+    shape: Architecture,
+    *,
+    name: str = "",
+    preprocess: Preprocess | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> CLIP:
+    """A model on the CPU whose own towers hold no values yet; ``initialize`` or a checkpoint gives them."""
+    if not shape.is_own:
+        return CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
+    with torch.device("meta"):  # layers would draw weights of their own, for nothing
+        model = CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
+    model = model.to_empty(device="cpu")
+    model.reset_constants()
+    return model

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Attention", "QuickGELU", "ResidualAttentionBlock", "Transformer", "VisionTransformer"]
+__all__ = [
+    "Attention",
+    "BagOfWordsTower",
+    "QuickGELU",
+    "ResidualAttentionBlock",
+    "Transformer",
+    "VisionTransformer",
+]
 
 
 class QuickGELU(nn.Module):
@@ -53,13 +60,13 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The two linear layers of a block, four times as wide inside."""
+    """The two linear layers of a block, ``ratio`` times as wide inside."""
 
-    def __init__(self, width: int, *, quick_gelu: bool) -> None:
+    def __init__(self, width: int, *, ratio: float, quick_gelu: bool) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(width, 4 * width)
+        self.c_fc = nn.Linear(width, int(ratio * width))
         self.gelu = QuickGELU() if quick_gelu else nn.GELU()
-        self.c_proj = nn.Linear(4 * width, width)
+        self.c_proj = nn.Linear(int(ratio * width), width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.c_proj(self.gelu(self.c_fc(x)))
@@ -69,12 +76,12 @@ class Mlp(nn.Module):
 class ResidualAttentionBlock(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, *, quick_gelu: bool) -> None:
+    def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width, quick_gelu=quick_gelu)
+        self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
 
     def forward(self, x: Tensor, *, is_causal: bool) -> Tensor:
         """(B, L, D) → (B, L, D)."""
@@ -104,10 +111,13 @@ class ResidualAttentionBlock(nn.Module):
 class Transformer(nn.Module):
     """A stack of blocks of which one token is read at the end."""
 
-    def __init__(self, width: int, layers: int, heads: int, *, quick_gelu: bool) -> None:
+    def __init__(
+        self, width: int, layers: int, heads: int, *, mlp_ratio: float = 4.0, quick_gelu: bool
+    ) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(
-            ResidualAttentionBlock(width, heads, quick_gelu=quick_gelu) for _ in range(layers)
+            ResidualAttentionBlock(width, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
+            for _ in range(layers)
         )
 
     def forward(self, x: Tensor, at: Tensor | None = None) -> Tensor:
@@ -130,6 +140,7 @@ class VisionTransformer(nn.Module):
         width: int,
         layers: int,
         heads: int,
+        mlp_ratio: float = 4.0,
         output_dim: int,
         quick_gelu: bool,
     ) -> None:
@@ -141,7 +152,7 @@ class VisionTransformer(nn.Module):
         self.class_embedding = nn.Parameter(torch.empty(width))
         self.positional_embedding = nn.Parameter(torch.empty(patches + 1, width))
         self.ln_pre = nn.LayerNorm(width)
-        self.transformer = Transformer(width, layers, heads, quick_gelu=quick_gelu)
+        self.transformer = Transformer(width, layers, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.ln_post = nn.LayerNorm(width)
         self.proj = nn.Parameter(torch.empty(width, output_dim))
 
@@ -157,3 +168,28 @@ class VisionTransformer(nn.Module):
         read = self.ln_post(self.transformer(self.ln_pre(x)))  # (B, D)
         out: Tensor = read @ self.proj
         return out
+
+
+class BagOfWordsTower(nn.Module):
+    """The mean of a text's token embeddings, projected; start, end and padding do not count."""
+
+    def __init__(self, *, vocab_size: int, width: int, output_dim: int) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocab_size, width)
+        self.text_projection = nn.Parameter(torch.empty(width, output_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, L) int64, each row start of text, words, end of text (its largest id), padding → (B, O)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        words = (places > 0) & (places < tokens.argmax(dim=-1, keepdim=True))  # (B, L)
+        words[:, 0] |= ~words.any(dim=-1)  # a text without words is its start alone
+        weights = words.to(self.token_embedding.weight.dtype)
+        mean = torch.einsum("bl,bld->bd", weights, self.token_embedding(tokens))
+        out: Tensor = (mean / weights.sum(dim=-1, keepdim=True)) @ self.text_projection
+        return out
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Embeddings normal with std 0.02, as the transformer's; the projection normal with std width^-½."""
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)

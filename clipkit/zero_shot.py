@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from clipkit.errors import DataError
 from clipkit.model import CLIP
-from clipkit.tokenizer import tokenize
 
 __all__ = ["DEFAULT_TEMPLATES", "encode_prompts", "fill_template", "zero_shot_classifier"]
 
@@ -70,7 +69,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
     with evaluating(model):
         for start in range(0, len(by_length), batch_size):
             texts = [distinct[i] for i in by_length[start : start + batch_size]]
-            tokens = tokenize(texts, model.architecture.text.context_length, trim=True).to(device)
+            tokens = model.tokenizer(texts).to(device)
             rows.update(zip(texts, model.encode_text(tokens).float(), strict=True))
     if not rows:
         return torch.zeros(0, model.architecture.embed_dim, device=device)

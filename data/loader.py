@@ -6,7 +6,7 @@ Letters: B samples of this rank's part of a batch, S image side in pixels, L tok
 import atexit
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from clipkit.errors import DataError
 from clipkit.preprocess import decode_image
-from clipkit.tokenizer import MAX_CHARACTERS, tokenize
+from clipkit.tokenizer import MAX_CHARACTERS
 from data.augment import Augmentation, preload, random_of, train_transform
 from data.order import Order
 from data.shards import Shards
@@ -67,7 +67,7 @@ class Loader:
     shards: Shards
     order: Order
     image_size: int
-    context_length: int
+    tokenize: Callable[[Sequence[str]], Tensor]
     augmentation: Augmentation = field(default_factory=Augmentation)
     rank: int = 0
     world: int = 1
@@ -118,7 +118,7 @@ class Loader:
             image, caption = self._pair(number, epoch, bad)
             images.append(image)
             captions.append(caption)
-        tokens = tokenize(captions, self.context_length, trim=True)
+        tokens = self.tokenize(captions)
         return Batch(images=torch.stack(images), tokens=tokens, ids=torch.from_numpy(ids), bad=tuple(bad))
 
     def _pair(self, number: int, epoch: int, bad: list[BadSample]) -> tuple[Tensor, str]:

@@ -17,7 +17,7 @@ ROWS, END = 16, 99
 @pytest.fixture
 def model(tiny: CLIP) -> CLIP:
     """A vocabulary of 100, so that the gradient of the embedding is small too; float64."""
-    shape = replace(tiny.architecture, text=replace(tiny.architecture.text, vocab_size=END + 1))
+    shape = replace(tiny.architecture, text=replace(tiny.architecture.own_towers()[1], vocab_size=END + 1))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return CLIP(shape).initialize().double()

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from clipkit.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower, architecture
+from clipkit.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.family import architecture
 from clipkit.model import CLIP
 
 OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16"}
@@ -26,7 +27,7 @@ def test_parameters_have_open_clips_names_and_shapes(name: str) -> None:
     assert ours.preprocess.image_size == config["vision_cfg"]["image_size"]
     assert ours.architecture.quick_gelu == config.get("quick_gelu", False)
     heads = [tower.transformer.resblocks[0].attn.num_heads for tower in (theirs.visual, theirs)]
-    assert [ours.architecture.vision.heads, ours.architecture.text.heads] == heads
+    assert [tower.heads for tower in ours.architecture.own_towers()] == heads
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

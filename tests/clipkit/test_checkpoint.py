@@ -39,7 +39,7 @@ FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json
 @pytest.fixture
 def small(tiny: CLIP) -> CLIP:
     """The tiny model with a vocabulary of 100: files of half a megabyte."""
-    shape = replace(tiny.architecture, text=replace(tiny.architecture.text, vocab_size=100))
+    shape = replace(tiny.architecture, text=replace(tiny.architecture.own_towers()[1], vocab_size=100))
     preprocess = Preprocess(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
     return CLIP(shape, preprocess=preprocess).initialize()
 
@@ -144,13 +144,9 @@ def test_a_run_its_checkpoints_and_one_of_them_can_be_loaded(
     assert same_bits(bits(clipkit.load(f"~/{root.parent.name}")), bits(small))
     monkeypatch.chdir(root.parent)
     assert same_bits(bits(clipkit.load(".")), bits(small))
-    for source in (
-        "nothing",
-        root / "LATEST",
-        root.parent.parent,
-        root / "step_00000002" / "model.safetensors",
-    ):
-        with pytest.raises(CheckpointError, match="run folder or a"):
+    assert same_bits(bits(clipkit.load(root / "step_00000002" / "model.safetensors")), bits(small))
+    for source in ("nothing", root / "LATEST", root.parent.parent):
+        with pytest.raises(CheckpointError):
             clipkit.load(source)
 
 
@@ -294,13 +290,13 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
     [
         (lambda card: card.update(format=2), "another format"),
         (lambda card: card.update(tokenizer="other"), "tokenizer 'other' is unknown"),
-        (lambda card: card.pop("tokenizer"), "tokenizer None is unknown"),
+        (lambda card: card.pop("tokenizer"), "tokenizer 'none' is unknown"),
         (lambda card: card.pop("architecture"), "the stored architecture"),
         (lambda card: card.update(architecture=None), "the stored architecture"),
         (lambda card: card.update(preprocess=None), "the stored preprocessing"),
         (lambda card: card["preprocess"].update(image_size=64), "image sizes of architecture and preprocess"),
-        (lambda card: card["architecture"]["text"].update(layers=3), "12 missing (transformer.resblocks.2.attn"),
-        (lambda card: card["architecture"]["text"].update(layers=1), "12 unexpected (transformer.resblocks.1.attn"),
+        (lambda card: card["architecture"]["text"].update(layers=3), "12 missing (transformer.resblocks.2.* ×12"),
+        (lambda card: card["architecture"]["text"].update(layers=1), "12 unexpected (transformer.resblocks.1.* "),
         (lambda card: card["architecture"].update(embed_dim=49), "2 of another shape (text_projection"),
         (lambda card: card["architecture"]["text"].update(vocab_size=10**6), "of another shape (token_embedding"),
         (lambda card: card["architecture"]["vision"].update(width=10**6), "of another shape"),

@@ -70,6 +70,7 @@ def plain_text(model: CLIP, tokens: Tensor) -> Tensor:
 
 def plain_image(model: CLIP, images: Tensor) -> Tensor:
     visual = model.visual
+    assert isinstance(visual, VisionTransformer)
     x = F.conv2d(images, visual.conv1.weight, stride=visual.patch_size).flatten(2).mT
     x = torch.cat([visual.class_embedding.expand(len(x), 1, -1), x], dim=1) + visual.positional_embedding
     mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
@@ -203,7 +204,8 @@ def test_weights_go_to_and_come_from_open_clip(name: str) -> None:
     config["vision_cfg"]["layers"] = config["text_cfg"]["layers"] = 2
     theirs = open_clip.CLIP(**config).eval()
     shape = ARCHITECTURES[name]
-    shape = replace(shape, vision=replace(shape.vision, layers=2), text=replace(shape.text, layers=2))
+    image_tower, text_tower = shape.own_towers()
+    shape = replace(shape, vision=replace(image_tower, layers=2), text=replace(text_tower, layers=2))
     images, tokens = pictures(3, 224), tokenize(TEXTS[:10])
     ours = CLIP(shape).eval()
     for source, target in ((theirs, ours), (CLIP(shape).initialize(), theirs)):
@@ -278,9 +280,9 @@ def from_transformers(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def initial_statistics(model: CLIP) -> dict[str, tuple[str, float]]:
     """The table of ``CLIP.initialize`` as (law, its standard deviation or half width), by name."""
-    vision, text = model.architecture.vision.width, model.architecture.text.width
-    out = text**-0.5 * (2 * model.architecture.text.layers) ** -0.5
-    patch = model.architecture.vision.patch_size
+    image_tower, text_tower = model.architecture.own_towers()
+    vision, text, patch = image_tower.width, text_tower.width, image_tower.patch_size
+    out = text**-0.5 * (2 * text_tower.layers) ** -0.5
     table = {
         "visual.class_embedding": ("normal", vision**-0.5),
         "visual.positional_embedding": ("normal", vision**-0.5),
@@ -310,7 +312,7 @@ def initial_statistics(model: CLIP) -> dict[str, tuple[str, float]]:
         },
     }
     if model.architecture.small_data:
-        out = vision**-0.5 * (2 * model.architecture.vision.layers) ** -0.5
+        out = vision**-0.5 * (2 * image_tower.layers) ** -0.5
         table["visual.positional_embedding"] = ("normal", 0.8)
         block_table["visual.transformer."].update(
             {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from clipkit.errors import DataError
+from clipkit.text_input import ClipTokenizer
 from clipkit.tokenizer import tokenize
 from data.augment import Augmentation
 from data.loader import BadSample, Batch, Loader
@@ -47,9 +49,10 @@ def make_shards(folder: Path, broken: Sequence[int] = (), no_caption: Sequence[i
     return Shards(find_shards(str(folder)))
 
 
-def make_loader(shards: Shards, seed: int = 3, **more: float | Augmentation) -> Loader:
+def make_loader(shards: Shards, seed: int = 3, **more: Any) -> Loader:
     order = Order(shards.counts.tolist(), seed=seed, batch_size=BATCH, window=2)
-    return Loader(shards=shards, order=order, image_size=16, context_length=20, **more)  # type: ignore[arg-type]
+    tokenizer = ClipTokenizer(context_length=20)
+    return Loader(shards=shards, order=order, image_size=16, tokenize=tokenizer, **more)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -207,14 +210,14 @@ def test_leaving_early_ends_the_workers(shards: Shards) -> None:
 EXIT = """
 import sys
 from pathlib import Path
-from data.augment import Augmentation
+from clipkit.text_input import ClipTokenizer
 from data.loader import Loader
 from data.order import Order
 from data.shards import Shards
 
 shards = Shards(sorted(Path(sys.argv[1]).glob("*.tar")))
 order = Order(shards.counts.tolist(), seed=0, batch_size=8)
-loader = Loader(shards=shards, order=order, image_size=16, context_length=20, workers=2)
+loader = Loader(shards=shards, order=order, image_size=16, tokenize=ClipTokenizer(context_length=20), workers=2)
 batches = loader.batches(0, 1000)
 next(batches)
 sys.exit(3)  # while the workers are at work, and ignore SIGTERM

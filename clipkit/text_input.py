@@ -1,0 +1,149 @@
+"""How texts become a model's tokens: CLIP's byte-pair encoding, or a tokenizer of the transformers library."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from clipkit.architectures import Architecture, BagOfWords, OpenClipText, TextTower, TransformersText
+from clipkit.errors import CheckpointError
+from clipkit.tokenizer import VOCABULARY, tokenize
+
+__all__ = ["ClipTokenizer", "LibraryTokenizer", "Tokenizer", "tokenizer_of"]
+
+_FOLDER = "tokenizer"  # of a checkpoint
+
+
+class Tokenizer(Protocol):
+    """Turns texts into token ids, and can be stored beside the weights."""
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """N texts → (N, L) int64."""
+
+    def store(self, folder: Path) -> Any:
+        """Write the files it needs into a checkpoint folder; returns what the model card records."""
+
+    def of_length(self, context_length: int) -> "Tokenizer":
+        """The same for texts of up to that many tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipTokenizer:
+    """CLIP's own, see ``clipkit.tokenize``; with ``trim`` a batch is as long as its longest text."""
+
+    context_length: int = 77
+    trim: bool = True
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """N texts → (N, L) int64."""
+        return tokenize(texts, self.context_length, trim=self.trim)
+
+    def store(self, folder: Path) -> Any:
+        """Nothing to write: the vocabulary comes with open_clip_torch."""
+        return VOCABULARY
+
+    def of_length(self, context_length: int) -> "ClipTokenizer":
+        """The same for texts of up to that many tokens."""
+        return replace(self, context_length=context_length)
+
+
+@dataclass(kw_only=True)
+class LibraryTokenizer:
+    """A tokenizer of transformers with open_clip's cleaning of texts before it.
+
+    Attributes:
+        source: a folder, or a name on the Hugging Face hub; read at the first text.
+        context_length: L; texts are padded to it, or cut.
+        options: open_clip's ``tokenizer_kwargs``.
+        trim: cut what is padding in all rows off.
+    """
+
+    source: str
+    context_length: int
+    options: dict[str, Any] = field(default_factory=dict)
+    trim: bool = False
+    _made: Any = None
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """N texts → (N, L) int64.
+
+        Raises:
+            ConfigError: the tokenizer cannot be had.
+        """
+        if not texts:
+            return torch.zeros(0, self.context_length, dtype=torch.int64)
+        library = self._library()
+        ids: Tensor = library(list(texts))
+        padding = library.tokenizer.pad_token_id
+        if self.trim and library.tokenizer.padding_side == "right":
+            used = (ids != padding).any(dim=0).nonzero()
+            ids = ids[:, : int(used[-1]) + 1 if len(used) else 1]
+        return ids
+
+    def _library(self) -> Any:
+        if self._made is None:
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
+            from open_clip.tokenizer import HFTokenizer
+
+            from clipkit.library_towers import from_hub
+
+            with from_hub(self.source):
+                self._made = HFTokenizer(
+                    self.source, self.context_length, **self.options, trust_remote_code=False
+                )
+        return self._made
+
+    def store(self, folder: Path) -> Any:
+        """Write the tokenizer's files, so that the checkpoint needs no network."""
+        self._library().tokenizer.save_pretrained(folder / _FOLDER)
+        return {
+            "kind": "transformers",
+            "context_length": self.context_length,
+            "options": self.options,
+            "trim": self.trim,
+        }
+
+    def of_length(self, context_length: int) -> "LibraryTokenizer":
+        """The same for texts of up to that many tokens."""
+        return replace(self, context_length=context_length, _made=None)
+
+
+def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer that goes with an architecture.
+
+    Args:
+        shape: the architecture.
+        stored: what ``Tokenizer.store`` returned when the checkpoint ``folder`` was written; None for none.
+        folder: that checkpoint.
+
+    Raises:
+        CheckpointError: this version cannot make the stored one.
+    """
+    if isinstance(stored, dict) and stored.get("kind") == "transformers" and folder is not None:
+        try:
+            return LibraryTokenizer(
+                source=str(folder / _FOLDER),
+                context_length=int(stored["context_length"]),
+                options=dict(stored["options"]),
+                trim=bool(stored["trim"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: the stored tokenizer does not fit: {error!r}") from error
+    if stored not in (None, VOCABULARY):
+        raise CheckpointError(f"{folder}: tokenizer {stored!r} is unknown to this version")
+    text = shape.text
+    if stored is None and isinstance(text, TransformersText):
+        return LibraryTokenizer(source=text.model, context_length=text.context_length, trim=True)
+    if stored is None and isinstance(text, OpenClipText) and text.config.get("hf_tokenizer_name"):
+        options = dict(text.config.get("tokenizer_kwargs") or {})
+        if text.config.get("tokenizer_mode"):
+            options["tokenizer_mode"] = text.config["tokenizer_mode"]
+        return LibraryTokenizer(
+            source=text.config["hf_tokenizer_name"], context_length=text.context_length, options=options
+        )
+    # open_clip's text towers take texts of one length only
+    return ClipTokenizer(context_length=text.context_length, trim=isinstance(text, TextTower | BagOfWords))
