@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
-from data.table import Row, Table
+from clipkit.table import Row, Table
 from data.writer import DatasetWriter, Record
 
 __all__ = ["PackReport", "pack"]

@@ -18,8 +18,8 @@ from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.table import Table
 from data.pack import LONGEST_CAPTION, _picture, pack
-from data.table import Table
 
 
 def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> bytes:
@@ -341,13 +341,3 @@ def test_no_broken_picture_raises_anything_else(data: st.DataObject) -> None:
         else:
             assert stored
             assert extension in ("jpg", "png", "webp")
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufffd"))))
-def test_captions_survive_a_csv(tmp_path: Path, captions: list[str]) -> None:
-    rows = [("a.jpg", text) for text in captions]
-    table = Table(
-        write_table(tmp_path / "t.csv", ["path", "caption"], rows), image_column=None, caption_column=None
-    )
-    assert [row.caption for row in table] == captions

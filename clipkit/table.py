@@ -1,4 +1,4 @@
-"""Reads the rows of a table of pictures and captions, one at a time: CSV, TSV, JSONL or Parquet.
+"""Reads the rows of a table of pictures, captions or both, one at a time: CSV, TSV, JSONL or Parquet.
 
 Text is UTF-8, with or without a byte order mark, or UTF-16 with one. A .csv file may be separated by commas,
 tabs, semicolons or bars, as its header shows. A line that cannot be read is a row with a cause, not an error.
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from clipkit.errors import DataError, nearest
 
-__all__ = ["CAPTION_COLUMNS", "IMAGE_COLUMNS", "Row", "Table"]
+__all__ = ["CAPTION_COLUMNS", "IMAGE_COLUMNS", "SUFFIXES", "Row", "Table"]
 
 # the usual names, the most telling first; compared in lower case with "_" for blanks and hyphens
 IMAGE_COLUMNS = (
@@ -25,13 +25,18 @@ IMAGE_COLUMNS = (
 CAPTION_COLUMNS = (
     "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "label",
 )  # fmt: skip
+_DELIMITED, _JSON_LINES, _PARQUET = (".csv", ".tsv", ".tab"), (".jsonl", ".ndjson"), (".parquet", ".pq")
+SUFFIXES = (*_DELIMITED, *_JSON_LINES, *_PARQUET)
 LONGEST_LINE = 2**20  # bytes, of JSONL
 HEADER = 2**16  # bytes in which a header must end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row: what its path and caption columns hold, or the cause for which it cannot be read."""
+    """One row: what its path and caption columns hold, or the cause for which it cannot be read.
+
+    A column that the table does not have is None.
+    """
 
     number: int  # from 1, the header not counted
     path: object = None
@@ -43,41 +48,65 @@ class Row:
 class Table:
     """The rows of a table; iterating reads them from the file, in order, in bounded memory.
 
+    Args:
+        path: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file.
+        image_column: the column with the paths; guessed from the usual names if not given.
+        caption_column: the column with the captions; guessed likewise.
+        need: which of "image" and "caption" the table must have.
+
     Raises:
         DataError: there is no such file, it is no table of a known kind, or its columns cannot be told.
+
+    Attributes:
+        image_column: its name, "" where there is none.
+        caption_column: likewise.
     """
 
-    def __init__(self, path: Path, *, image_column: str | None, caption_column: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        image_column: str | None,
+        caption_column: str | None,
+        need: Sequence[str] = ("image", "caption"),
+    ) -> None:
         if not path.is_file():
             raise DataError(f"{path} is not a file: name a .csv, .tsv, .jsonl or .parquet table")
         self.path = path
         self._asked = image_column, caption_column
         self._delimiter = ","
         suffix = path.suffix.lower()
-        if suffix in (".csv", ".tsv", ".tab"):
+        if suffix in _DELIMITED:
             self._rows = self._delimited
             names = self._header("\t" if suffix != ".csv" else ",\t;|")
-        elif suffix in (".jsonl", ".ndjson"):
+        elif suffix in _JSON_LINES:
             self._rows = self._json_lines
             names = self._first_keys()
-        elif suffix in (".parquet", ".pq"):
+        elif suffix in _PARQUET:
             self._rows = self._parquet
-            names = list(_parquet_file(path).schema_arrow.names)
+            schema = _parquet_file(path).schema_arrow
+            names = list(schema.names)
         else:
             raise DataError(
                 f"{path}: a table is a .csv, .tsv, .jsonl or .parquet file, not {suffix or 'that'}"
             )
-        self.image_column = self._column(names, image_column, IMAGE_COLUMNS, "image")
-        self.caption_column = self._column(names, caption_column, CAPTION_COLUMNS, "caption")
-        if suffix in (".parquet", ".pq"):
-            _check_text(path, (self.image_column, self.caption_column))
-        self._image, self._caption = names.index(self.image_column), names.index(self.caption_column)
+        self.image_column = self._column(names, image_column, IMAGE_COLUMNS, "image", need)
+        self.caption_column = self._column(names, caption_column, CAPTION_COLUMNS, "caption", need)
+        if suffix in _PARQUET:
+            self._check_text(schema, need)
+        self._read = [name for name in (self.image_column, self.caption_column) if name]
+        self._image, self._caption = (
+            names.index(name) if name else None for name in (self.image_column, self.caption_column)
+        )
+        self._fewest = 1 + max(names.index(name) for name in self._read)
 
     def __iter__(self) -> Iterator[Row]:
         return self._rows()
 
-    def _column(self, names: Sequence[str], asked: str | None, usual: Sequence[str], what: str) -> str:
-        """The column that was asked for, or the one with the most telling usual name."""
+    def _column(
+        self, names: Sequence[str], asked: str | None, usual: Sequence[str], what: str, need: Sequence[str]
+    ) -> str:
+        """The column that was asked for, or the one with the most telling usual name; "" if there need be none."""
         shown = ", ".join(name[:40] for name in names[:30]) or "none"
         if asked is not None:
             if asked not in names:
@@ -87,9 +116,27 @@ class Table:
         for name in usual:
             if name in plain:
                 return plain[name]
+        if what not in need:
+            return ""
         raise DataError(
             f"{self.path}: which column is the {what}? Say --{what}-column; its columns are {shown}"
         )
+
+    def _check_text(self, schema: Any, need: Sequence[str]) -> None:
+        """Refuse columns of pictures, of which a batch of rows would fill the memory; do without where we can."""
+        for what, asked in zip(("image", "caption"), self._asked, strict=True):
+            name = self.image_column if what == "image" else self.caption_column
+            kind = str(schema.field(name).type) if name else "string"
+            if "string" in kind and not kind.startswith(("struct", "list", "large_list", "map")):
+                continue
+            if asked is not None or what in need:
+                raise DataError(
+                    f"{self.path}: column {name!r} holds {kind[:60]}, not text; name a column of text"
+                )
+            if what == "image":
+                self.image_column = ""
+            else:
+                self.caption_column = ""
 
     def _encoding(self) -> str:
         with self.path.open("rb") as file:
@@ -145,12 +192,13 @@ class Table:
                 if cause:
                     yield Row(number=number, cause=cause, progress=progress)
                 else:
-                    path, caption = fields[self._image], fields[self._caption]
-                    yield Row(number=number, path=path.strip(), caption=caption, progress=progress)
+                    path = None if self._image is None else fields[self._image].strip()
+                    caption = None if self._caption is None else fields[self._caption]
+                    yield Row(number=number, path=path, caption=caption, progress=progress)
 
     def _fault(self, fields: Sequence[str]) -> str:
         """Why a delimited row cannot be used, or ""."""
-        if len(fields) <= max(self._image, self._caption):
+        if len(fields) < self._fewest:
             return "too few columns"
         if self._delimiter == "\t" and any("\n" in field and "\t" in field for field in fields):
             return "a quote that does not end"  # it has swallowed the rows behind it
@@ -177,7 +225,9 @@ class Table:
                 if isinstance(value, str):
                     yield Row(number=number, cause=value, progress=progress)
                 else:
-                    path, caption = value.get(self.image_column), value.get(self.caption_column)
+                    path, caption = (
+                        value.get(name) if name else None for name in (self.image_column, self.caption_column)
+                    )
                     yield Row(number=number, path=path, caption=caption, progress=progress)
 
     def _parquet(self) -> Iterator[Row]:
@@ -185,13 +235,15 @@ class Table:
 
         file = _parquet_file(self.path)
         total = max(1, file.metadata.num_rows)
-        columns = [self.image_column, self.caption_column]
         number = 0
         try:
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                paths, captions = batch.column(columns[0]), batch.column(columns[1])
-                for path, caption in zip(paths.to_pylist(), captions.to_pylist(), strict=True):
+            for batch in file.iter_batches(batch_size=1024, columns=self._read):
+                values = {name: batch.column(name).to_pylist() for name in self._read}
+                for i in range(batch.num_rows):
                     number += 1
+                    path, caption = (
+                        values[name][i] if name else None for name in (self.image_column, self.caption_column)
+                    )
                     yield Row(number=number, path=path, caption=caption, progress=number / total)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.path} is broken behind row {number}: {error}") from error
@@ -223,15 +275,6 @@ def _json_object(line: bytes) -> dict[str, object] | str:
     except (ValueError, RecursionError):
         return "not JSON"
     return value if isinstance(value, dict) else "not a JSON object"
-
-
-def _check_text(path: Path, columns: Sequence[str]) -> None:
-    """Refuse columns of pictures, of which a batch of rows would fill the memory."""
-    schema = _parquet_file(path).schema_arrow
-    for name in columns:
-        kind = str(schema.field(name).type)
-        if "string" not in kind or kind.startswith(("struct", "list", "large_list", "map")):
-            raise DataError(f"{path}: column {name!r} holds {kind[:60]}, not text; name a column of text")
 
 
 def _parquet_file(path: Path) -> Any:
