@@ -125,8 +125,8 @@ def main() -> int:
 
         # 7. The loop.
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
-        progress.say(describe(model, order, shards, world, device, bf16=bf16))
-        progress.say(f"resuming {run} at step {state.step}" if state.step else f"starting {run}")
+        progress.say(describe(model, order, shards, world, device, bf16=bf16, steps=config.steps))
+        progress.say(beginning(run, state.step, config))
         log = MetricsLog(run, config, step=state.step) if chief else None
         scorer = Scorer(model, datasets, run, config, log, progress, bf16=bf16)
         stop = StopRequest()
@@ -314,7 +314,7 @@ def claim(run: Path, config: Config) -> None:
         if differing:
             raise ConfigError(
                 f"{run} holds a run of another configuration ({'; '.join(differing)}): "
-                "set out=… for a new run, or remove that folder"
+                f"set out=… for a new run (model.weights={run} starts from this one's weights), or remove that folder"
             )
     elif any(path.name not in (".lock", stored.name) for path in run.iterdir()):
         raise ConfigError(f"{run} exists and is no run folder: set another out=")
@@ -323,8 +323,22 @@ def claim(run: Path, config: Config) -> None:
     aside.replace(stored)
 
 
+def beginning(run: Path, step: int, config: Config) -> str:
+    """What is about to happen, and what in it may not be meant."""
+    if step >= config.steps:
+        return f"{run} has made all its {config.steps} steps"
+    line = f"resuming {run} at step {step}" if step else f"starting {run}"
+    if config.optim.warmup >= config.steps:
+        line += (
+            f"; note that optim.warmup = {config.optim.warmup} is no shorter than the run of {config.steps} steps: "
+            f"the rate ends at {learning_rate(config.steps - 1, config.steps, config.optim):.2g}, "
+            f"and optim.lr is {config.optim.lr:g}"
+        )
+    return line
+
+
 def describe(
-    model: CLIP, order: Order, shards: Shards, world: int, device: torch.device, *, bf16: bool
+    model: CLIP, order: Order, shards: Shards, world: int, device: torch.device, *, bf16: bool, steps: int
 ) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     left_out = order.samples - order.batches_per_epoch * order.batch_size
@@ -332,7 +346,8 @@ def describe(
     return (
         f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}; "
         f"{order.samples} samples in {len(shards.paths)} shards ({shards.skipped} without a pair skipped), "
-        f"{order.batches_per_epoch} batches of {order.batch_size} an epoch, {left_out} samples left out of each"
+        f"{order.batches_per_epoch} batches of {order.batch_size} an epoch, {left_out} samples left out of each, "
+        f"{steps / order.batches_per_epoch:.3g} epochs in all"
     )
 
 

@@ -80,6 +80,8 @@ def save_checkpoint(
         files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
         sizes = {path.relative_to(aside).as_posix(): path.stat().st_size for path in files}
         (aside / _COMPLETE).write_text(json.dumps(sizes, indent=2) + "\n")
+        for path in files:  # safetensors makes files that only their owner can read
+            path.chmod((aside / _COMPLETE).stat().st_mode & 0o777)
         for path in (*aside.rglob("*"), aside):
             _sync(path)
         if folder.exists():

@@ -265,6 +265,8 @@ def _set(values: dict[str, Any], override: str) -> None:
     is_value = parsed.keys() == {"value"} and isinstance(
         parsed["value"], bool | int | float | str | list | dict
     )
+    if not is_value and text.startswith("[") and text.endswith("]"):
+        raise ConfigError(f'{override!r} is no list: write its strings in quotes, as in \'{key}=["a", "b"]\'')
     value = parsed["value"] if is_value else text
     *sections, name = key.strip().split(".")
     for section in sections:

@@ -124,6 +124,12 @@ def test_a_model_needs_only_its_weights_and_card(small: CLIP, save: Save, tmp_pa
         assert torch.equal(model.encode_image(images), small.encode_image(images))
 
 
+def test_others_may_read_what_others_may_read(save: Save) -> None:
+    root = save(1)
+    modes = {path.stat().st_mode & 0o777 for path in (root / "step_00000001").iterdir()}
+    assert modes == {(root / "LATEST").stat().st_mode & 0o777}
+
+
 def test_a_named_model_keeps_its_name(tmp_path: Path) -> None:
     model = create("ViT-Ti-4-16", seed=0)
     optimizer = adamw(model, CONFIG.optim)

@@ -275,3 +275,11 @@ def test_configurations_need_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_list_without_quotes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"is no list: write its strings in quotes"):
+        load_config(path, ["data.train=[glyphs, digits]"])
+    assert load_config(path, ['data.train=["glyphs", "digits"]']).data.train == ("glyphs", "digits")
