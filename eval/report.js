@@ -7,6 +7,7 @@ for (const plot of document.querySelectorAll(".plot")) {
 
   const write = (value) => {
     const size = Math.abs(value);
+    if (chart.unit === "%") return value.toFixed(size && size < 0.995 ? 2 : 1);  // as in the rest of the page
     if (size && size < 0.001) return value.toExponential(2);
     return value.toLocaleString("en", { maximumSignificantDigits: 4 });
   };

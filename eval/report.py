@@ -96,7 +96,7 @@ def _head(run: RunFolder) -> str:
     aside = f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
     return (
         f'<header class="top"><p class="kind">clipkit training report</p><h1>{escape(run.name)}</h1>'
-        f'<p class="lead">{_sentence(run)}</p>{headline_scores(run.results)}</header>{aside}'
+        f'<p class="lead">{_sentence(run)}</p>{headline_scores(run.results) or _unscored(run)}</header>{aside}'
     )
 
 
@@ -122,6 +122,29 @@ def _sentence(run: RunFolder) -> str:
         text += f". The last loss is {number(loss)}"
         text += f", where guessing gives {number(chance)}" if chance else ""
     return text + "."
+
+
+def _unscored(run: RunFolder) -> str:
+    """Why there are no scores, and how to get some; "" if they are due, as a note tells that already."""
+    if run.config and not run.scored_on:
+        ways = (
+            ("While it trains:", "python train.py … eval.data=FOLDER"),
+            ("What is trained already:", "python -m eval retrieval --model RUN --data FOLDER"),
+            ("Then this page anew:", "python -m eval report RUN"),
+        )
+        listed = "".join(f"<li>{escape(when)} <code>{escape(command)}</code></li>" for when, command in ways)
+        return (
+            '<div class="unscored"><p>Nothing is scored in this run, because its config names no '
+            f"<code>eval.data</code>. To score it:</p><ul>{listed}</ul>"
+            "<p>RUN is the folder of this run. FOLDER is a dataset that holds pairs out as split "
+            "<code>test</code>, as <code>python -m data pack TABLE FOLDER --test 0.1</code> makes one. "
+            "For a built-in one with class names, such as <code>digits</code>, say <code>zero-shot</code> in "
+            "place of <code>retrieval</code>.</p></div>"
+        )
+    if run.config and (run.step or 0) < run.first_score:
+        named = escape(", ".join(run.scored_on))
+        return f'<p class="unscored">No scores yet: {named}, first at step {number(run.first_score)}.</p>'
+    return ""
 
 
 def _duration(seconds: float) -> str:

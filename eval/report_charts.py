@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Chart", "Line", "downsample", "draw", "number", "smooth"]
+__all__ = ["Chart", "Line", "downsample", "draw", "figure", "number", "smooth"]
 
 POINTS = 400  # buckets of a long curve: about one for each pixel column of a phone
 _SPAN = 1000.0  # side of the drawing's own coordinates
@@ -67,6 +67,13 @@ def number(value: float) -> str:
         text = f"{value:.{digits}f}"
         return text.rstrip("0").rstrip(".") if "." in text else text
     return _scientific(value)
+
+
+def figure(value: float, unit: str) -> str:
+    """A figure with its unit; percentages have the same digits wherever the page tells them."""
+    if unit != "%":
+        return f"{number(value)}{unit}"
+    return f"{value:.2f}%" if 0 < value < 0.995 else f"{value:.1f}%"
 
 
 def _scientific(value: float) -> str:
@@ -232,7 +239,7 @@ def _key(lines: Sequence[Line], chart: Chart) -> str:
     shown = [line for line in lines if not line.reference]
     items = []
     for line in shown:
-        value = escape(line.summary or f"{number(line.points[-1][1])}{chart.unit}")
+        value = escape(line.summary or figure(line.points[-1][1], chart.unit))
         name = f'<i class="t{line.tone}"></i>{escape(line.name)} ' if len(shown) > 1 else ""
         items.append(f'<span class="key">{name}<b>{value}</b></span>')
     note = f'<span class="note">{escape(chart.note)}</span>' if chart.note else ""
@@ -242,10 +249,9 @@ def _key(lines: Sequence[Line], chart: Chart) -> str:
 def _in_words(line: Line, unit: str) -> str:
     (x0, y0), (x1, y1) = line.points[0], line.points[-1]
     if line.reference:
-        return f"{line.name} at {number(y1)}{unit}"
-    return (
-        f"{line.name} from {number(y0)}{unit} at step {number(x0)} to {number(y1)}{unit} at step {number(x1)}"
-    )
+        return f"{line.name} at {figure(y1, unit)}"
+    start, end = figure(y0, unit), figure(y1, unit)
+    return f"{line.name} from {start} at step {number(x0)} to {end} at step {number(x1)}"
 
 
 def _data(lines: Sequence[Line], chart: Chart, scale: _Scale) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from eval.report_charts import Chart, Line, Point, downsample, draw, number, smooth
+from eval.report_charts import Chart, Line, Point, downsample, draw, figure, number, smooth
 from eval.report_scores import is_share, metric_name
 from eval.run_folder import Result, RunFolder
 
@@ -72,17 +72,17 @@ def _accuracy(run: RunFolder) -> list[Chart]:
     for (dataset, task), metrics in list(groups.items())[:_SETS]:
         first = next(iter(metrics.values()))
         percent = all(is_share(row) for row in first)
-        factor = 100.0 if percent else 1.0
+        factor, unit = (100.0, "%") if percent else (1.0, "")
         like = [rows for rows in metrics.values() if all(is_share(row) for row in rows) == percent]
         lines = [_scores(rows, factor, tone) for tone, rows in enumerate(_telling(like), start=1)]
         chance = first[-1].chance
         if chance is not None:
-            name = f"chance {number(round(factor * chance, 2))}{'%' if percent else ''}"
+            name = f"chance {figure(factor * chance, unit)}"
             lines.append(Line(name=name, points=[(first[0].step, factor * chance)], reference=True))
         title = f"{dataset}, {task}" if task else dataset
         best = max(y for line in lines for _, y in line.points)
         ceiling = 100.0 if percent and best > 75 else None
-        charts.append(Chart(title=title, lines=lines, unit="%" if percent else "", floor=0, ceiling=ceiling))
+        charts.append(Chart(title=title, lines=lines, unit=unit, floor=0, ceiling=ceiling))
     return charts
 
 
@@ -150,4 +150,4 @@ def _range(points: Sequence[Point]) -> list[tuple[float, float, float]]:
 def _typical(points: Sequence[Point], unit: str) -> str | None:
     """The median, which the start and a pause do not bend."""
     values = sorted(value for _, value in points)
-    return f"median {number(values[len(values) // 2])}{unit}" if values else None
+    return f"median {figure(values[len(values) // 2], unit)}" if values else None

@@ -103,10 +103,10 @@ def _example(one: Example, ranks: Sequence[tuple[int, int]], snapshot: Snapshot,
 
 
 def _bar(label: str, probability: float, right: bool) -> str:
-    share = min(1.0, max(0.0, probability))
+    share, text = min(1.0, max(0.0, probability)), escape(label)
     mark = '<span class="tick" title="the true label">✓</span>' if right else ""
     return (
-        f'<li class="{"right" if right else "wrong"}"><span class="label">{mark}{escape(label)}</span>'
+        f'<li class="{"right" if right else "wrong"}"><span class="label" title="{text}">{mark}{text}</span>'
         f'<span class="p">{_percent(probability)}</span><i style="--p:{share:.4f}"></i></li>'
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from eval.report_charts import number
+from eval.report_charts import figure, number
 from eval.run_folder import Result
 
 __all__ = ["headline_scores", "is_share", "metric_name", "newest", "results_table"]
@@ -55,12 +55,12 @@ def _headline(result: Result) -> str:
         details.append(f"chance {_told(result, result.chance)}")
     if result.n is not None:
         details.append(f"n = {number(result.n)}")
-    figure, unit = (f"{result.value * 100:.1f}", "%") if is_share(result) else (number(result.value), "")
+    value, unit = _told(result, result.value), "%" if is_share(result) else ""
     gauge = _gauge(result) if is_share(result) else ""
     return (
         f'<div class="score"><p class="what"><b>{escape(result.dataset)}</b> '
         f"{escape(' '.join(filter(None, (result.task, metric_name(result.metric)))))}</p>"
-        f'<p class="figure">{escape(figure)}<small>{unit}</small></p>{gauge}'
+        f'<p class="figure">{escape(value.removesuffix(unit))}<small>{unit}</small></p>{gauge}'
         f'<p class="details">{"".join(f"<span>{escape(one)}</span>" for one in details)}</p></div>'
     )
 
@@ -108,6 +108,4 @@ def _row(result: Result) -> str:
 
 
 def _told(result: Result, value: float) -> str:
-    if not is_share(result):
-        return number(value)
-    return f"{value * 100:.1f}%" if value >= 0.01 or value == 0 else f"{value * 100:.2f}%"
+    return figure(100 * value, "%") if is_share(result) else figure(value, "")

@@ -1,7 +1,8 @@
 """Reads what a training left in its run folder, however far it came.
 
 Any file may be missing, and a kill may have cut its last line short: what is there is read, and ``notes`` says
-what is not. A resumed training repeats some steps; the last word on a step counts.
+what is not, but not of scores that the run's config does not ask for, or not yet. A resumed training repeats
+some steps; the last word on a step counts.
 """
 
 import json
@@ -89,6 +90,16 @@ class RunFolder:
         steps += [result.step for result in self.results]
         return max(steps, default=None)
 
+    @property
+    def scored_on(self) -> Sequence[str]:
+        """The datasets that the config names to be scored on."""
+        return _scored_on(self.config)
+
+    @property
+    def first_score(self) -> int:
+        """The step at which the first scores are due; 0 if the config does not say."""
+        return _first_score(self.config)
+
 
 def read_run_folder(run: Path) -> RunFolder:
     """Read a run folder.
@@ -101,8 +112,10 @@ def read_run_folder(run: Path) -> RunFolder:
     notes: list[str] = []
     config_text, config = _read_config(run / "config.toml", notes)
     metrics = _read_metrics(run / "metrics.jsonl", notes)
-    results = _read_results(run / "results.jsonl", notes)
-    snapshots = _read_snapshots(run, notes)
+    step = max((points[-1][0] for points in metrics.values()), default=None)
+    due = not config or (bool(_scored_on(config)) and (step is None or step >= _first_score(config)))
+    results = _read_results(run / "results.jsonl", notes, due=due)
+    snapshots = _read_snapshots(run, notes, due=due)
     if not (config_text or metrics or results or snapshots):
         raise DataError(f"{run} is not a run folder: it has no config.toml, metrics, results or snapshots")
     return RunFolder(
@@ -132,6 +145,18 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return text, {}
 
 
+def _scored_on(config: Mapping[str, Any]) -> list[str]:
+    section = config.get("eval")
+    names = section.get("data") if isinstance(section, Mapping) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _first_score(config: Mapping[str, Any]) -> int:
+    section, last = config.get("eval"), _whole(config.get("steps"))
+    every = _whole(section.get("every_steps")) if isinstance(section, Mapping) else None
+    return min((step for step in (every, last) if step and step > 0), default=0)
+
+
 def _read_metrics(path: Path, notes: list[str]) -> dict[str, list[tuple[int, float]]]:
     columns: dict[str, dict[int, float]] = {name: {} for name in METRICS}
     not_finite: set[str] = set()
@@ -153,9 +178,9 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, list[tuple[int, flo
     return {name: sorted(column.items()) for name, column in columns.items() if column}
 
 
-def _read_results(path: Path, notes: list[str]) -> list[Result]:
+def _read_results(path: Path, notes: list[str], *, due: bool) -> list[Result]:
     found: dict[tuple[int, str, str, str], Result] = {}
-    for line in _lines(path, notes, "there are no scores to show"):
+    for line in _lines(path, notes, "there are no scores to show" if due else ""):
         step, value = _whole(line.get("step")), _number(line.get("value"))
         dataset, metric = line.get("dataset"), line.get("metric")
         if step is None or value is None or dataset is None or metric is None:
@@ -176,7 +201,7 @@ def _read_results(path: Path, notes: list[str]) -> list[Result]:
     return sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
 
 
-def _read_snapshots(run: Path, notes: list[str]) -> dict[str, list[Snapshot]]:
+def _read_snapshots(run: Path, notes: list[str], *, due: bool) -> dict[str, list[Snapshot]]:
     chosen: dict[str, list[Snapshot]] = {}
     for steps in find_snapshots(run).values():
         for path in _evenly(list(steps.values()), SNAPSHOTS):
@@ -186,7 +211,7 @@ def _read_snapshots(run: Path, notes: list[str]) -> dict[str, list[Snapshot]]:
                 notes.append(f"snapshots/{path.name} cannot be read and is left out.")
                 continue
             chosen.setdefault(snapshot.dataset, []).append(snapshot)
-    if not chosen:
+    if not chosen and due:
         notes.append("There are no snapshots, so predictions and pictures are not shown.")
     return chosen
 
@@ -205,9 +230,13 @@ def _read_bad_samples(run: Path, notes: list[str]) -> BadSamples | None:
 
 
 def _lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that do not parse are counted and noted."""
+    """The objects of a JSON Lines file; lines that do not parse are counted and noted.
+
+    A missing file is noted with its ``consequence``, if it has one.
+    """
     if not path.is_file():
-        notes.append(f"{path.name} is missing, so {consequence}.")
+        if consequence:
+            notes.append(f"{path.name} is missing, so {consequence}.")
         return
     broken = 0
     with path.open("rb") as file:

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from eval.report import build_report
-from eval.report_charts import Chart, Line, downsample, draw, number, smooth
+from eval.report_charts import Chart, Line, downsample, draw, figure, number, smooth
 from eval.snapshot import Snapshot, write_snapshot
 from eval.snapshot_file import Example, Guess, Hit, Matrix, Picture, Query
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGNgYGD4z8AAAAMCAQABGdcNAAAAAElFTkSuQmCC"
 EVIL = "<script>alert('x')</script>\"><img src=http://evil.example/x>&"
+CONFIG = (
+    'steps = 300\n[model]\nname = "ViT-Ti-4-32"\n[eval]\ndata = ["digits", "glyphs"]\nevery_steps = 100\n'
+)
 _VOID = {"meta", "br", "path", "polyline", "polygon"}
 
 
@@ -118,7 +121,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 def run(tmp_path: Path) -> Path:
     run = tmp_path / "quickstart"
     run.mkdir()
-    (run / "config.toml").write_text('steps = 300\n[model]\nname = "ViT-Ti-4-32"\n')
+    (run / "config.toml").write_text(CONFIG)
     write_lines(run / "metrics.jsonl", [metrics_line(step) for step in range(1, 301)])
     rows = [
         result_line(step, dataset, metric)
@@ -215,6 +218,48 @@ def test_a_missing_part_is_told(run: Path, missing: str) -> None:
         if missing == "snapshots"
         else f"{missing} is missing" in page.words
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "last_step", "said"),
+    [
+        (CONFIG.replace('"digits", "glyphs"', ""), 300, "Nothing is scored in this run"),
+        ("steps = 300\n", 300, "python -m eval retrieval --model RUN --data FOLDER"),
+        ('eval = 1\nsteps = "many"\n', 300, "eval.data=FOLDER"),
+        (CONFIG, 99, "No scores yet: digits, glyphs, first at step 100."),
+        (CONFIG.replace("every_steps = 100", "every_steps = 0"), 299, "glyphs, first at step 300."),
+    ],
+)
+def test_scores_that_are_not_due_are_no_fault(run: Path, config: str, last_step: int, said: str) -> None:
+    (run / "results.jsonl").unlink()
+    (run / "snapshots").rename(run / "elsewhere")
+    (run / "config.toml").write_text(config)
+    write_lines(run / "metrics.jsonl", [metrics_line(step) for step in range(1, last_step + 1)])
+    page = parse(build_report(run))
+    assert said in page.words
+    assert not any(attributes.get("class") == "notes" for _, attributes in page.tags)
+
+
+def test_a_score_is_told_with_the_same_digits_everywhere(run: Path) -> None:
+    lines = [
+        result_line(step, metric=metric, value=0.00284) for step in (100, 300) for metric in ("acc1", "acc5")
+    ]
+    write_lines(run / "results.jsonl", [{**line, "low": 0.001, "chance": 0.00161} for line in lines])
+    page = parse(build_report(run))
+    assert "0.28 %" in page.words
+    assert "top-1 0.28%" in page.words
+    assert "chance 0.16%" in page.words
+    said = next(str(a["aria-label"]) for _, a in page.tags if str(a.get("aria-label")).startswith("digits"))
+    assert "top-1 from 0.28% at step 100 to 0.28% at step 300" in said
+    assert not re.search(r"0\.284|0\.3%|0\.161%", page.words + said)
+
+
+def test_a_long_label_can_be_read_whole(run: Path) -> None:
+    words = "latin capital letter e with circumflex and tilde " * 3
+    write_snapshot(run, snapshot(300, words=words))
+    page = parse(build_report(run))
+    labels = [str(attributes["title"]) for _, attributes in page.tags if attributes.get("class") == "label"]
+    assert f"{words} 4" in labels
 
 
 @pytest.mark.parametrize("kept", ["config.toml", "metrics.jsonl", "results.jsonl", "snapshots"])
@@ -348,3 +393,12 @@ def test_smoothing_has_no_pull_of_the_start() -> None:
 )
 def test_numbers_as_a_person_writes_them(value: float, text: str) -> None:
     assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.0%"), (0.284, "0.28%"), (0.996, "1.0%"), (10, "10.0%"), (61.66, "61.7%"), (100, "100.0%")],
+)
+def test_percentages_have_the_same_digits(value: float, text: str) -> None:
+    assert figure(value, "%") == text
+    assert figure(value, "") == number(value)
