@@ -12,9 +12,11 @@ processes make them.
 import os
 import string
 import struct
+import sys
+import time
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -68,7 +70,7 @@ def make(
         size: the pictures' side in pixels; they are 8-bit grey PNGs.
         seed: other seeds give other pictures.
         processes: how many at once; all cores if None. It does not change the files.
-        progress: show a bar.
+        progress: show a bar on stderr, or where that is no terminal a line at the start and one at the end.
 
     Raises:
         DataError: ``out`` already holds something, or a number is out of range.
@@ -122,20 +124,14 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
-    from rich.progress import track
-
-    def shown(results: Iterator[list[Record]]) -> Iterator[tuple[_Chunk, list[Record]]]:
-        pairs = zip(chunks, results, strict=True)
-        yield from track(pairs, "glyphs", total=len(chunks), disable=not progress, transient=True)
-
     if processes == 1:
         with _one_thread():
-            yield from shown(map(_make_chunk, chunks))
+            yield from _shown(chunks, map(_make_chunk, chunks), progress=progress)
         return
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     try:
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_process) as pool:
-            yield from shown(pool.map(_make_chunk, chunks))
+            yield from _shown(chunks, pool.map(_make_chunk, chunks), progress=progress)
     except (
         BrokenProcessPool
     ) as error:  # a script that is no main module cannot be started again by its children
@@ -143,6 +139,26 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
             "the processes that draw glyphs did not start: run 'python -m data make glyphs OUT' first, "
             "or put your script's code under if __name__ == '__main__'"
         ) from error
+
+
+def _shown(
+    chunks: list[_Chunk], results: Iterable[list[Record]], *, progress: bool
+) -> Iterator[tuple[_Chunk, list[Record]]]:
+    """The chunks with their records, while stderr tells how far it is."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    pairs = zip(chunks, results, strict=True)
+    if not progress or console.is_terminal:
+        yield from track(
+            pairs, "glyphs", total=len(chunks), console=console, disable=not progress, transient=True
+        )
+        return
+    count, start = sum(chunk.count for chunk in chunks), time.monotonic()
+    print(f"drawing {count:,} glyphs; 60,000 take about a minute on two cores", file=sys.stderr, flush=True)
+    yield from pairs
+    print(f"drew {count:,} glyphs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def _start_process() -> None:

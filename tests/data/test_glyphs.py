@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import string
 import tarfile
 import unicodedata
@@ -284,3 +285,17 @@ def test_numbers_out_of_range(wrong: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot make"):
         glyphs.make(tmp_path / "glyphs", progress=False, **wrong)
     assert not (tmp_path / "glyphs").exists()
+
+
+def test_where_there_is_no_terminal_a_line_tells_of_the_start_and_of_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chunks = [glyphs._Chunk(split="train", start=start, count=20, size=32, seed=0) for start in (0, 20)]
+    assert list(glyphs._shown(chunks, [[], []], progress=True)) == [(chunk, []) for chunk in chunks]
+    output = capsys.readouterr()
+    start, end = output.err.splitlines()
+    assert start.startswith("drawing 40 glyphs; 60,000 take about a minute")
+    assert re.fullmatch(r"drew 40 glyphs in \d+ s", end)
+    assert output.out == ""
+    assert len(list(glyphs._shown(chunks, [[], []], progress=False))) == 2
+    assert capsys.readouterr().err == ""
