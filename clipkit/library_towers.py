@@ -4,6 +4,7 @@ An image tower takes normalized float images (B, 3, S, S), a text tower int64 to
 (B, O), not normalized. Parameter names are those of open_clip's models with the same tower.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -153,7 +154,8 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
     with from_hub(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     _width(config)
-    return TransformersText(context_length=context_length, model=model, config=config.to_dict())
+    values = json.loads(config.to_json_string(use_diff=False))  # as it will be stored
+    return TransformersText(context_length=context_length, model=model, config=values)
 
 
 def describe_open_clip_encoder(config: Mapping[str, Any]) -> TransformersText:

@@ -37,7 +37,7 @@ from clipkit.model import CLIP
 from clipkit.preprocess import Preprocess
 from clipkit.weights import StoredWeights, read_weights
 
-__all__ = ["open_source"]
+__all__ = ["from_open_clip_tensors", "open_source"]
 
 _HUB = "hf-hub:"
 _HUB_FILES = (
@@ -265,15 +265,31 @@ def _built(
     name: str = "",
     preprocess: Mapping[str, Any] | None = None,
 ) -> CLIP:
-    shape = replace(shape.resized(**sizes), logit_bias="logit_bias" in tensors)
+    shape = shape.resized(**sizes)
     known = Preprocess(image_size=shape.vision.image_size).to_dict()
     given = {key: value for key, value in (preprocess or {}).items() if key in known and key != "image_size"}
     made = Preprocess.from_dict({**known, **given})
     if not name:
         plain = [key for key, own in ARCHITECTURES.items() if replace(own, small_data=False) == shape]
         name = plain[0] if plain else ""
+    return from_open_clip_tensors(
+        shape, tensors, origin=origin, name=name, preprocess=made, resample=any(sizes.values())
+    )
+
+
+def from_open_clip_tensors(
+    shape: Architecture,
+    tensors: Mapping[str, Tensor],
+    *,
+    origin: Path,
+    name: str = "",
+    preprocess: Preprocess | None = None,
+    resample: bool = False,
+) -> CLIP:
+    """A model that holds a state dict of open_clip's; see ``with_weights``."""
+    shape = replace(shape, logit_bias="logit_bias" in tensors)
     own = _own_names(tensors, shape)
-    return with_weights(shape, own, origin=origin, name=name, preprocess=made, resample=any(sizes.values()))
+    return with_weights(shape, own, origin=origin, name=name, preprocess=preprocess, resample=resample)
 
 
 def _own_names(tensors: Mapping[str, Tensor], shape: Architecture) -> dict[str, Tensor]:

@@ -1,0 +1,141 @@
+"""Are embeddings through clipkit those of open_clip, on the same weights, for architectures of every family?
+
+    python bench/parity.py                     every architecture below at full size, random weights
+    python bench/parity.py --only RN50 EVA02-B-16
+
+open_clip draws random weights, its state dict goes into clipkit's model as a checkpoint would, and both encode the
+same pictures and tokens: in float32, and under bfloat16 autocast. No network is needed.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipkit.architectures import TextTower
+from clipkit.family import from_open_clip, open_clip_config
+from clipkit.model import CLIP
+from clipkit.sources import from_open_clip_tensors
+
+RESULTS = Path(__file__).with_name("results") / "parity_open_clip.json"
+# plain ViTs, ResNets, ConvNeXt, other backbones of timm, CoCa, EVA, SigLIP 1 and 2, MobileCLIP 1 and 2, CLIPA,
+# ViTamin, PE: as many of each as open_clip can build without a network
+FAMILIES = (
+    "ViT-B-32", "ViT-B-16", "ViT-B-32-quickgelu", "ViT-L-14", "ViT-L-14-336", "ViT-B-16-plus-240", "ViT-M-16-alt",
+    "ViT-S-32", "RN50", "RN50-quickgelu", "RN101", "RN50x4", "RN50x16", "convnext_tiny", "convnext_base_w",
+    "convnext_large_d", "vit_medium_patch16_gap_256", "vit_relpos_medium_patch16_cls_224",
+    "swin_base_patch4_window7_224", "coca_ViT-B-32", "EVA02-B-16", "ViT-B-16-SigLIP", "ViT-B-32-SigLIP2-256",
+    "MobileCLIP-S1", "MobileCLIP-B", "MobileCLIP2-S0", "ViTamin-S", "PE-Core-T-16-384", "ViT-L-14-CLIPA",
+    "ViT-L-14-worldwide",
+)  # fmt: skip
+END_OF_TEXT = 49407
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Largest absolute difference of unit-norm embeddings in float32, smallest cosine in bfloat16."""
+
+    name: str
+    image_tower: str
+    text_tower: str
+    image: float
+    text: float
+    image_cosine_bf16: float
+    text_cosine_bf16: float
+
+
+def compare(name: str, config: Mapping[str, Any], *, batch: int = 2, seed: int = 0) -> Parity:
+    """Both libraries' embeddings of the same random pictures and tokens under the same random weights."""
+    theirs = build_theirs(config, seed=seed)
+    shape = from_open_clip(config)
+    ours = from_open_clip_tensors(shape, theirs.state_dict(), origin=Path(name))
+    side, length = shape.vision.image_size, shape.text.context_length
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (batch, 3, side, side), generator=generator, dtype=torch.uint8)
+    tokens = random_tokens(ours, batch, length, generator)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
+    normalized = (images.float() / 255 - mean) / std
+    differences: list[float] = []
+    cosines: list[float] = []
+    for bf16 in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            pairs = (
+                (ours.encode_image(images), theirs.encode_image(normalized, normalize=True)),
+                (ours.encode_text(tokens), theirs.encode_text(tokens, normalize=True)),
+            )
+        for own, other in pairs:
+            differences.append((own - other.float()).abs().max().item())
+            cosines.append(F.cosine_similarity(own, other.float()).min().item())
+    return Parity(
+        name=name,
+        image_tower=type(shape.vision).__name__,
+        text_tower=type(shape.text).__name__,
+        image=differences[0],
+        text=differences[1],
+        image_cosine_bf16=cosines[2],
+        text_cosine_bf16=cosines[3],
+    )
+
+
+def build_theirs(config: Mapping[str, Any], *, seed: int) -> Any:
+    """open_clip's own model of a configuration, with random weights, in evaluation mode."""
+    import open_clip
+
+    values = dict(config)
+    custom = values.pop("custom_text", False)
+    kind = open_clip.CoCa if "multimodal_cfg" in values else open_clip.CLIP
+    if custom and kind is open_clip.CLIP:
+        kind = open_clip.CustomTextCLIP
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(**values).eval()
+        for (
+            parameter
+        ) in model.parameters():  # layer scales and the like start so small that towers would do nothing
+            if parameter.ndim == 1 and parameter.numel() > 1:
+                torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
+    return model
+
+
+def random_tokens(model: CLIP, batch: int, length: int, generator: torch.Generator) -> Tensor:
+    """(B, L) token ids: CLIP's are texts of several lengths, others fill the whole width."""
+    text = model.architecture.text
+    vocabulary = text.vocab_size if isinstance(text, TextTower) else text.config.get("vocab_size", 49408)  # type: ignore[union-attr]
+    tokens = torch.randint(1, min(vocabulary, END_OF_TEXT) - 1, (batch, length), generator=generator)
+    if vocabulary == END_OF_TEXT + 1:
+        for row in range(batch):
+            end = 1 + (row * (length - 2)) // max(1, batch - 1)
+            tokens[row, end], tokens[row, end + 1 :] = END_OF_TEXT, 0
+    return tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="these architectures; nothing is written then"
+    )
+    options = parser.parse_args()
+    results = []
+    for name in options.only or FAMILIES:
+        found = compare(name, open_clip_config(name))
+        results.append(asdict(found))
+        print(
+            f"{name:36} {found.image_tower:14} {found.text_tower:12} image {found.image:.1e} text {found.text:.1e} "
+            f"bf16 cosine {found.image_cosine_bf16:.5f} {found.text_cosine_bf16:.5f}",
+            flush=True,
+        )
+    if not options.only:
+        import open_clip
+
+        versions = {"torch": torch.__version__, "open_clip": open_clip.__version__}
+        RESULTS.write_text(json.dumps({"versions": versions, "architectures": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
