@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.preprocess import Preprocess, decode_image, eval_transform
+from clipkit.preprocess import Preprocess, eval_pixels
 from clipkit.zero_shot import encode_prompts, evaluating
 from eval.datasets import EvalDataset
 
@@ -123,7 +123,7 @@ class _BrokenPicture(Exception):
 def _broken_picture(dataset: EvalDataset, number: int, preprocess: Preprocess) -> DataError:
     """What to say about a picture that failed, perhaps on another rank: it is read again for the cause."""
     try:
-        eval_transform(decode_image(dataset.shards.read(number).image), preprocess)
+        eval_pixels(dataset.shards.read(number).image, preprocess)
     except DataError as error:
         return DataError(
             f"{dataset.where(number)}: {error}; mend or remove it, a score is never of fewer pictures"
@@ -140,8 +140,7 @@ def _batches(
 
     def load(number: int) -> Tensor:
         try:
-            image = dataset.shards.read(number).image
-            return eval_transform(decode_image(image), preprocess)
+            return eval_pixels(dataset.shards.read(number).image, preprocess)
         except DataError as error:
             raise _BrokenPicture(number) from error
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 import clipkit
 from clipkit.model import CLIP
-from clipkit.preprocess import eval_transform
+from clipkit.preprocess import eval_pixels
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_pictures_in_every_form_have_the_same_features(tiny: CLIP, pixels: Any, 
     Image.fromarray(pixels[0]).save(file, "PNG")
     tensor = torch.from_numpy(pixels[0]).permute(2, 0, 1)
     forms: list[Any] = [path, str(path), file.getvalue(), Image.fromarray(pixels[0]), pixels[0], tensor]
-    want = tiny.encode_image(eval_transform(pixels[0], tiny.preprocess)[None]).detach()
+    want = tiny.encode_image(eval_pixels(pixels[0], tiny.preprocess)[None]).detach()
     for form in forms:
         one = clipkit.encode_image(form, tiny)
         assert one.shape == (1, 48)

@@ -1,9 +1,11 @@
 """Pictures of every kind become what open_clip's evaluation makes of them, and broken ones one clear error."""
 
+import json
 import random
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import simplejpeg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from clipkit.errors import CheckpointError, DataError
+from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.preprocess import (
     MAX_PIXELS,
-    OPENAI_MEAN,
-    OPENAI_STD,
     Preprocess,
     batch_of,
     decode_image,
-    eval_transform,
+    eval_pixels,
     load_image,
 )
 
@@ -51,95 +52,226 @@ def turned_by_exif() -> bytes:
     return encoded(PHOTO, "JPEG", exif=exif)
 
 
+def ycck_jpeg() -> bytes:
+    data = simplejpeg.encode_jpeg(scene(120, 171, 4), colorspace="CMYK", colorsubsampling="420")
+    assert simplejpeg.decode_jpeg_header(data)[2] == "YCCK"
+    return bytes(data)
+
+
 PHOTO = Image.fromarray(scene(240, 321))
 CLEAR = Image.fromarray(scene(200, 150, 4), "RGBA")
+GREY_16 = Image.fromarray(scene(90, 120, 1)[..., 0].astype(np.uint16) * 5)
+MOVING = {"save_all": True, "append_images": [PHOTO.rotate(180)]}
 PICTURES: dict[str, Callable[[], bytes]] = {
     "jpeg": lambda: encoded(PHOTO, "JPEG"),
+    "jpeg 4:2:2": lambda: encoded(PHOTO, "JPEG", subsampling=1),
     "jpeg 4:4:4": lambda: encoded(PHOTO, "JPEG", subsampling=0, quality=95),
     "progressive jpeg": lambda: encoded(PHOTO, "JPEG", progressive=True),
     "grey jpeg": lambda: encoded(PHOTO.convert("L"), "JPEG"),
     "cmyk jpeg": lambda: encoded(PHOTO.convert("CMYK"), "JPEG"),
+    "ycck jpeg": ycck_jpeg,
     "jpeg turned by exif": turned_by_exif,
     "png": lambda: encoded(PHOTO, "PNG"),
+    "png with one clear colour": lambda: encoded(PHOTO, "PNG", transparency=(1, 2, 3)),
     "grey png": lambda: encoded(PHOTO.convert("L"), "PNG"),
+    "16-bit grey png": lambda: encoded(GREY_16, "PNG"),
     "black and white png": lambda: encoded(PHOTO.convert("1"), "PNG"),
     "palette png": lambda: encoded(PHOTO.quantize(64), "PNG"),
     "palette png with one clear colour": lambda: encoded(PHOTO.quantize(64), "PNG", transparency=3),
     "palette png with alpha": lambda: encoded(PHOTO.quantize(64), "PNG", transparency=bytes(range(64))),
     "png with alpha": lambda: encoded(CLEAR, "PNG"),
-    "grey png with alpha": lambda: encoded(PHOTO.convert("LA"), "PNG"),
+    "grey png with alpha": lambda: encoded(CLEAR.convert("LA"), "PNG"),
     "webp": lambda: encoded(PHOTO, "WEBP"),
-    "webp with alpha": lambda: encoded(CLEAR, "WEBP", lossless=True),
+    "lossless webp": lambda: encoded(PHOTO, "WEBP", lossless=True),
+    "webp with alpha": lambda: encoded(CLEAR, "WEBP"),
+    "moving webp": lambda: encoded(PHOTO, "WEBP", **MOVING),
     "gif": lambda: encoded(PHOTO, "GIF"),
-    "moving gif": lambda: encoded(PHOTO, "GIF", save_all=True, append_images=[PHOTO.rotate(180)]),
+    "grey gif": lambda: encoded(PHOTO.convert("L"), "GIF"),
+    "moving gif": lambda: encoded(PHOTO, "GIF", **MOVING),
     "bmp": lambda: encoded(PHOTO, "BMP"),
+    "palette bmp": lambda: encoded(PHOTO.quantize(16), "BMP"),
     "tiff": lambda: encoded(PHOTO, "TIFF", compression="tiff_lzw"),
     "cmyk tiff": lambda: encoded(PHOTO.convert("CMYK"), "TIFF"),
+    "lab tiff": lambda: encoded(Image.merge("LAB", PHOTO.split()), "TIFF"),
+    "16-bit grey tiff": lambda: encoded(GREY_16, "TIFF"),
+    "32-bit grey tiff": lambda: encoded(Image.fromarray(scene(60, 80, 1)[..., 0] * np.int32(900)), "TIFF"),
+    "float tiff": lambda: encoded(Image.fromarray(scene(60, 80, 1)[..., 0] * np.float32(1.2)), "TIFF"),
     "ppm": lambda: encoded(PHOTO, "PPM"),
 }
-RESIZED_IN_RGB = {  # open_clip resizes these before they are RGB, by nearest neighbour or weighed by alpha
-    "black and white png", "palette png", "palette png with one clear colour", "palette png with alpha",
-    "png with alpha", "webp with alpha", "gif", "moving gif",
-}  # fmt: skip
 SHAPES = [
-    (1, 1), (2, 2), (1, 50), (50, 1), (1, 400), (400, 1), (3, 700), (700, 3), (37, 53), (223, 224), (225, 224),
-    (224, 224), (224, 500), (600, 400), (32, 33), (31, 32),
+    (1, 1), (2, 2), (1, 50), (50, 1), (1, 300), (300, 1), (3, 700), (700, 3), (37, 53), (223, 224), (225, 224),
+    (224, 224), (224, 500), (600, 240), (32, 33), (31, 32), (90, 12_000),
 ]  # fmt: skip
+MODES = (
+    "1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "LA", "PA", "RGBX", "RGBa", "I;16",
+    "I;16B",
+)  # fmt: skip
 
 
-def open_clips_pixels(image: Image.Image, size: int) -> torch.Tensor:
-    """(3, S, S) in 0–255 by open_clip's evaluation transform, its normalization undone."""
-    import open_clip
-
-    normalized = open_clip.image_transform(size, is_train=False)(image)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (OPENAI_MEAN, OPENAI_STD))
-    pixels: torch.Tensor = (normalized * std + mean) * 255
-    return pixels
+@cache
+def picture(name: str) -> bytes:
+    return PICTURES[name]()
 
 
-def difference(data: bytes, size: int, *, rgb_first: bool) -> float:
-    ours = eval_transform(decode_image(data), Preprocess(image_size=size))
-    assert ours.shape == (3, size, size)
-    assert ours.dtype == torch.uint8
+def in_mode(pixels: Pixels, mode: str) -> Image.Image:
+    """Any (H, W, 4) values as a picture of any mode of Pillow."""
+    height, width = pixels.shape[:2]
+    rgb = Image.fromarray(np.ascontiguousarray(pixels[..., :3]))
+    if mode == "LAB":
+        return Image.merge("LAB", rgb.split())
+    if mode == "P":
+        return rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=1 + int(pixels[0, 0, 3]) // 2)
+    if mode == "PA":
+        return rgb.convert("P").convert("PA")
+    if mode in ("LA", "RGBA", "RGBa"):
+        clear = Image.fromarray(pixels, "RGBA")
+        return clear.convert("LA") if mode == "LA" else clear.convert(mode) if mode == "RGBa" else clear
+    if mode in ("I", "F"):
+        return Image.fromarray(pixels[..., 0].astype(np.int32 if mode == "I" else np.float32) * 2 - 99)
+    if mode.startswith("I;16"):
+        values = pixels[..., 0].astype(">u2" if mode == "I;16B" else "<u2") * 3
+        return Image.frombytes(mode, (width, height), values.astype(values.dtype).tobytes())
+    return rgb.convert(mode)
+
+
+def open_clips_pixels(image: Image.Image, preprocess: Preprocess) -> torch.Tensor:
+    """(3, S, S) uint8 by open_clip's evaluation transform, its normalization undone."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    stored = preprocess.to_dict()
+    cfg = PreprocessCfg(size=stored.pop("image_size"), **stored)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        image = Image.open(BytesIO(data))
-        theirs = open_clips_pixels(image.convert("RGB") if rgb_first else image, size)
-    return float((ours.float() - theirs).abs().mean())
+        warnings.simplefilter("ignore")  # Pillow's about transparent palettes
+        normalized = image_transform_v2(cfg, is_train=False)(image)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocess.mean, preprocess.std))
+    pixels: torch.Tensor = (normalized * std + mean) * 255
+    assert torch.allclose(pixels, pixels.round(), atol=1e-3)
+    return pixels.round().to(torch.uint8)
+
+
+def assert_same(source: bytes | Image.Image, preprocess: Preprocess) -> None:
+    ours = eval_pixels(source, preprocess)
+    assert ours.shape == (3, preprocess.image_size, preprocess.image_size)
+    assert ours.is_contiguous()
+    image = Image.open(BytesIO(source)) if isinstance(source, bytes) else source
+    assert torch.equal(ours, open_clips_pixels(image, preprocess))
 
 
 @pytest.mark.parametrize("size", [32, 224])
 @pytest.mark.parametrize("name", PICTURES)
 def test_every_kind_of_file_gives_open_clips_pixels(name: str, size: int) -> None:
-    assert difference(PICTURES[name](), size, rgb_first=name in RESIZED_IN_RGB) <= 0.05  # of 255
+    assert_same(picture(name), Preprocess(image_size=size))
+
+
+@pytest.mark.parametrize("fill_color", [0, 127])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("resize_mode", ["longest", "squash"])
+def test_other_ways_to_resize_give_open_clips_pixels(
+    resize_mode: str, interpolation: str, fill_color: int
+) -> None:
+    preprocess = Preprocess(
+        image_size=64, resize_mode=resize_mode, interpolation=interpolation, fill_color=fill_color
+    )
+    for name in PICTURES:
+        assert_same(picture(name), preprocess)
 
 
 @pytest.mark.parametrize("size", [32, 224])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_gives_open_clips_pixels(shape: tuple[int, int], size: int) -> None:
-    assert difference(encoded(Image.fromarray(scene(*shape)), "PNG"), size, rgb_first=False) <= 0.05
+    image = Image.fromarray(scene(*shape))
+    assert_same(image, Preprocess(image_size=size))
+    assert_same(image.convert("P"), Preprocess(image_size=size))  # by nearest neighbour
 
 
-@settings(deadline=None, max_examples=50)
-@given(height=st.integers(1, 90), width=st.integers(1, 90), size=st.integers(8, 48))
-def test_any_size_gives_open_clips_pixels(height: int, width: int, size: int) -> None:
-    assert difference(encoded(Image.fromarray(scene(height, width)), "PNG"), size, rgb_first=False) <= 0.5
+@settings(deadline=None, max_examples=200)
+@given(
+    shape=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 99),
+    preprocess=st.builds(
+        Preprocess,
+        image_size=st.integers(1, 48),
+        interpolation=st.sampled_from(["bicubic", "bilinear"]),
+        resize_mode=st.sampled_from(["shortest", "longest", "squash"]),
+        fill_color=st.integers(0, 255),
+    ),
+)
+def test_any_size_and_mode_gives_open_clips_pixels(
+    shape: tuple[int, int], mode: str, seed: int, preprocess: Preprocess
+) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*shape, 4), dtype=np.uint8)
+    image = in_mode(pixels, mode)
+    if preprocess.resize_mode == "longest" and min(shape) * preprocess.image_size * 2 <= max(shape):
+        assert eval_pixels(image, preprocess).shape[0] == 3  # open_clip would resize it to a side of 0
+    else:
+        assert_same(image, preprocess)
+
+
+@pytest.mark.parametrize("mode", ["P", "RGB", "RGBA", "I;16"])
+def test_long_pictures_are_resized_in_part_to_the_same_pixels(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    for shape in ((1, 400), (300, 1), (3, 170), (60, 900), (900, 60), (240, 241)):
+        image = in_mode(rng.integers(0, 256, (*shape, 4), dtype=np.uint8), mode)
+        whole = eval_pixels(image, Preprocess(image_size=96))
+        with monkeypatch.context() as patch:
+            patch.setattr("clipkit.preprocess._WHOLE", 0)
+            part = eval_pixels(image, Preprocess(image_size=96))
+        differences = (whole.int() - part.int()).abs()
+        if mode == "P":  # by nearest neighbour, of which a few may be another
+            assert (differences > 0).float().mean() <= 0.05
+        else:
+            assert differences.float().mean() <= 0.01
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("resize_mode", ["shortest", "squash"])
+def test_the_fast_way_differs_by_rounding(resize_mode: str, interpolation: str) -> None:
+    preprocess = Preprocess(image_size=96, resize_mode=resize_mode, interpolation=interpolation)
+    tall = encoded(Image.fromarray(scene(310, 140)), "JPEG")  # of which Pillow 13 resizes the height first
+    equal = True
+    for data in (tall, *map(picture, PICTURES)):
+        fast, exact = eval_pixels(data, preprocess, fast=True), eval_pixels(data, preprocess)
+        assert fast.is_contiguous()
+        differences = (fast.int() - exact.int()).abs()
+        assert differences.max() <= 2
+        assert differences.float().mean() <= 0.02
+        equal &= data is tall or torch.equal(fast, exact)
+    assert not equal  # else it was not used
+
+
+def test_what_the_fast_way_cannot_do_is_done_exactly() -> None:
+    long = encoded(Image.fromarray(scene(12, 6000)), "JPEG")
+    for preprocess in (Preprocess(image_size=192), Preprocess(image_size=24, resize_mode="longest")):
+        assert torch.equal(eval_pixels(long, preprocess, fast=True), eval_pixels(long, preprocess))
+
+
+def test_training_reads_what_pillow_makes_rgb() -> None:
+    for name in PICTURES.keys() - {"16-bit grey png", "16-bit grey tiff"}:
+        data = picture(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert np.array_equal(decode_image(data), np.asarray(Image.open(BytesIO(data)).convert("RGB"))), (
+                name
+            )
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 65_000), (65_000, 1), (2, 40_001), (7, 30_011)])
 def test_a_very_long_picture_does_not_fill_memory(height: int, width: int) -> None:
     """Resized whole, the longest would have ten gigabytes."""
     pixels = scene(height, width)
-    ours = eval_transform(pixels, Preprocess(image_size=224))
+    ours = eval_pixels(pixels, Preprocess(image_size=224))
     # open_clip's on the middle, cut by whole squares as far as both ends are alike
     short = min(height, width)
     end = (max(height, width) - 40 * short) // 2 // short * short
     middle = pixels[end:-end] if height > width else pixels[:, end:-end]
-    theirs = open_clips_pixels(Image.fromarray(middle), 224)
-    assert (ours.float() - theirs).abs().mean() <= 0.5
+    theirs = open_clips_pixels(Image.fromarray(middle), Preprocess(image_size=224))
+    assert (ours.int() - theirs.int()).abs().float().mean() <= 0.5
 
 
-def test_sixteen_bits_of_grey_are_scaled_not_cut_off() -> None:
+def test_training_scales_sixteen_bits_of_grey() -> None:
     grey = scene(40, 50, 1)[..., 0]
     for kind in ("PNG", "TIFF"):
         data = encoded(Image.fromarray(grey.astype(np.uint16) * 257), kind)
@@ -159,10 +291,10 @@ def test_a_picture_is_the_same_in_every_form(tmp_path: Path) -> None:
         np.flip(np.flip(pixels, 1).copy(), 1), pixels[..., ::-1].copy()[..., ::-1],
         torch.from_numpy(pixels), torch.from_numpy(pixels).permute(2, 0, 1),
     ]  # fmt: skip
-    want = eval_transform(pixels, Preprocess(image_size=16))
+    want = eval_pixels(data, Preprocess(image_size=16))
     for form in forms:
         assert np.array_equal(load_image(form), pixels)
-        assert torch.equal(eval_transform(load_image(form), Preprocess(image_size=16)), want)
+        assert torch.equal(eval_pixels(form, Preprocess(image_size=16)), want)
     assert torch.equal(batch_of(forms, Preprocess(image_size=16)), torch.stack([want] * len(forms)))
     grey = pixels[..., 0]
     assert np.array_equal(load_image(grey), np.repeat(grey[..., None], 3, axis=2))
@@ -190,26 +322,30 @@ def test_a_picture_is_the_same_in_every_form(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_picture_is_one_clear_error(source: Any, message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        load_image(source)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for read in (load_image, lambda source: eval_pixels(source, Preprocess(image_size=8))):
+        with pytest.raises(DataError) as caught:
+            read(source)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_broken_picture_object_is_a_data_error() -> None:
     data = encoded(PHOTO, "PNG")
-    with pytest.raises(DataError, match="does not decode: image file is truncated"):
-        load_image(Image.open(BytesIO(data[: len(data) // 2])))
-    with_alpha = Image.open(BytesIO(PICTURES["palette png with alpha"]()))
+    for read in (load_image, lambda source: eval_pixels(source, Preprocess(image_size=8))):
+        with pytest.raises(DataError, match="does not decode: image file is truncated"):
+            read(Image.open(BytesIO(data[: len(data) // 2])))
+    with_alpha = Image.open(BytesIO(picture("palette png with alpha")))
     assert load_image(with_alpha).shape == (240, 321, 3)  # of which Pillow would warn
 
 
 @pytest.mark.parametrize("name", sorted(PICTURES.keys() - {"moving gif"}))  # whose first frame may be whole
 def test_a_file_that_is_cut_short_is_a_data_error(name: str) -> None:
-    data = PICTURES[name]()
+    data = picture(name)
     for share in (0.0, 0.001, 0.01, 0.1, 0.5, 0.9):
         with pytest.raises(DataError):
             decode_image(data[: int(len(data) * share)])
+        with pytest.raises(DataError):
+            eval_pixels(data[: int(len(data) * share)], Preprocess(image_size=8))
 
 
 @pytest.mark.parametrize(
@@ -223,9 +359,11 @@ def test_a_damaged_file_is_a_picture_or_a_data_error(kind: str) -> None:
         for _ in range(draw.choice([1, 1, 2, 8])):
             data[draw.randrange(min(len(data), draw.choice([32, 128, 10_000])))] = draw.choice([0, 255, 7])
         try:
+            seen = eval_pixels(bytes(data), Preprocess(image_size=8))
             pixels = decode_image(bytes(data))
         except DataError:
             continue
+        assert seen.shape == (3, 8, 8)
         assert pixels.dtype == np.uint8
         assert pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size
 
@@ -234,6 +372,8 @@ def test_a_damaged_file_is_a_picture_or_a_data_error(kind: str) -> None:
 def test_random_bytes_are_a_data_error(data: bytes) -> None:
     with pytest.raises(DataError):
         decode_image(data)
+    with pytest.raises(DataError):
+        eval_pixels(data, Preprocess(image_size=8))
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
@@ -241,13 +381,15 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     assert side * side > MAX_PIXELS
     bomb = encoded(Image.new("1", (side, side)), "PNG")
     assert len(bomb) < 200_000
-    with pytest.raises(DataError, match=f"more than {MAX_PIXELS} pixels"):
-        decode_image(bomb)
+    for read in (decode_image, lambda data: eval_pixels(data, Preprocess(image_size=8))):
+        with pytest.raises(DataError, match=f"more than {MAX_PIXELS} pixels"):
+            read(bomb)
     jpeg = bytearray(encoded(PHOTO, "JPEG"))
     frame = jpeg.index(b"\xff\xc0")
     jpeg[frame + 5 : frame + 9] = (60_000).to_bytes(2, "big") * 2
-    with pytest.raises(DataError, match=f"more than {MAX_PIXELS} pixels"):
-        decode_image(bytes(jpeg))
+    for read in (decode_image, lambda data: eval_pixels(data, Preprocess(image_size=8))):
+        with pytest.raises(DataError, match=f"more than {MAX_PIXELS} pixels"):
+            read(bytes(jpeg))
 
 
 def test_postscript_is_never_run() -> None:
@@ -256,22 +398,68 @@ def test_postscript_is_never_run() -> None:
 
 
 def test_threads_leave_the_filters_of_warnings_as_they_were() -> None:
-    data = PICTURES["palette png with alpha"]()
+    data = picture("palette png with alpha")
     before = list(warnings.filters)
     with ThreadPoolExecutor(8) as pool:
-        shapes = list(pool.map(lambda _: decode_image(data).shape, range(100)))
-    assert set(shapes) == {(240, 321, 3)}
+        seen = list(pool.map(lambda _: eval_pixels(data, Preprocess(image_size=8)), range(100)))
+    assert all(torch.equal(seen[0], one) for one in seen)
     assert warnings.filters == before
 
 
 def test_preprocessing_is_stored_as_plain_values() -> None:
-    own = Preprocess(image_size=64, mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
+    own = Preprocess(
+        image_size=64,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.25, 0.5, 1.0),
+        interpolation="bilinear",
+        resize_mode="longest",
+    )
     values = own.to_dict()
     assert Preprocess.from_dict(values) == own
-    assert Preprocess.from_dict({**values, "mean": [0.5, 0.5, 0.5]}) == own
-    for wrong in (
-        {}, {"image_size": "64"}, {"image_size": 0}, {"image_size": True}, {"mean": [0.5]}, {"mean": None},
-        {"std": ["a"] * 3}, {"interpolation": "bilinear"}, {"resize_mode": "longest"}, {"more": 1},
+    for same in (
+        {"mean": [0.5, 0.5, 0.5]}, {"mean": 0.5}, {"image_size": (64, 64)}, {"image_size": [64, 64]},
     ):  # fmt: skip
+        assert Preprocess.from_dict({**values, **same}) == own
+    assert Preprocess.from_dict({**values, "interpolation": "random"}).interpolation == "bicubic"
+    written_before_fill_color = {
+        "image_size": 64, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }  # fmt: skip
+    assert Preprocess.from_dict(written_before_fill_color).fill_color == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"image_size": "64"}, "image_size must be from 1 to 4096, not '64'"),
+        ({"image_size": 0}, "image_size must be from 1 to 4096, not 0"),
+        ({"image_size": 10**9}, "image_size must be from 1 to 4096, not 1000000000"),
+        ({"image_size": True}, "image_size must be"),
+        ({"image_size": [64]}, "image_size must be"),
+        ({"image_size": [64, 32]}, "image_size 64 x 32 is not square"),
+        ({"mean": [0.5]}, r"mean must be three numbers, not \(0.5,\)"),
+        ({"mean": None}, "NoneType"),
+        ({"std": ["a"] * 3}, "could not convert"),
+        ({"std": [1, 1, 0]}, "std must be three numbers above 0"),
+        ({"std": [1, 1, float("nan")]}, "std must be three numbers above 0"),
+        ({"mean": [10**400] * 3}, "too large"),
+        ({"interpolation": "nearest"}, "interpolation must be bicubic or bilinear, not 'nearest'"),
+        ({"interpolation": ["bicubic"]}, "interpolation must be"),
+        ({"resize_mode": "stretch"}, "resize_mode must be shortest or longest or squash, not 'stretch'"),
+        ({"fill_color": 256}, "fill_color must be from 0 to 255, not 256"),
+        ({"fill_color": 0.5}, "fill_color must be from 0 to 255, not 0.5"),
+        ({"more": 1}, "'more'"),
+    ],
+)
+def test_stored_preprocessing_that_is_wrong_is_one_clear_error(wrong: dict[str, Any], message: str) -> None:
+    values = Preprocess(image_size=64).to_dict()
+    with pytest.raises(CheckpointError, match=f"not one this version knows: .*{message}"):
+        Preprocess.from_dict({**values, **wrong})
+
+
+def test_preprocessing_is_checked_when_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="resize_mode must be shortest"):
+        Preprocess(image_size=32, resize_mode="crop")
+    for nothing in ("{}", "null"):
         with pytest.raises(CheckpointError, match="not one this version knows"):
-            Preprocess.from_dict({**values, **wrong} if wrong else {})
+            Preprocess.from_dict(json.loads(nothing))
