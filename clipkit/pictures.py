@@ -1,0 +1,334 @@
+"""Streams of pictures and texts from what a user has: folders, files, shards, tables, lists of texts.
+
+    photos/                        every picture below it, in the order of the paths
+    cat.jpg                        one picture
+    pairs.tar, shards/             WebDataset shards, plain tars; of a folder those that lie directly in it
+    shards/{00000..00331}.tar      all of a pattern
+    table.csv                      a table of paths, captions or both, see ``clipkit.table``
+    lines.txt, -                   texts, one a line; "-" is standard input
+
+Nothing here grows with the number of pictures: a stream names one item after the other and can be run through
+again, always in the same order; the folder, shard or table must stay as it is. Reading an item's bytes is another
+step, which any thread may take.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import TextIOWrapper
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from clipkit.errors import DataError
+from clipkit.picture_folder import IMAGE_SUFFIXES, pictures_below, readable, shards_in
+from clipkit.shard_members import Member, members
+from clipkit.table import SUFFIXES, Row, Table
+
+__all__ = ["Item", "Kind", "Stream", "read_caption", "read_image"]
+
+MAX_BYTES = 256 << 20  # of one picture or caption; beyond it is an attack or an accident
+MAX_LINE = 2**20  # characters of a line of texts
+_MAX_PATTERN = 1_000_000  # paths of a brace pattern
+_RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
+
+Kind = Literal["image", "caption"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One picture or text of a stream, nothing of it read.
+
+    Attributes:
+        source: the folder, file, shard or table that it comes from.
+        key: the picture's path; of a shard the sample's key; of a list of texts the number of the line or row.
+        image: where its bytes are.
+        caption: the text, or where it is.
+        cause: why it cannot be used; "" where nothing speaks against it so far.
+    """
+
+    source: str
+    key: str
+    image: Path | Member | None = None
+    caption: str | Member | None = None
+    cause: str = ""
+
+
+class Stream:
+    """All items of some sources, in order; iterate as often as needed.
+
+    Args:
+        sources: see the module.
+        kind: whether pictures or captions are wanted.
+        image_column: of tables; guessed from the usual names if not given.
+        caption_column: likewise.
+
+    Raises:
+        DataError: a source is missing or holds nothing of the kind (the latter when iterating).
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[str],
+        *,
+        kind: Kind = "image",
+        image_column: str | None = None,
+        caption_column: str | None = None,
+    ) -> None:
+        self.kind: Kind = kind
+        self._columns = image_column, caption_column
+        self._parts: list[tuple[str, Callable[[], Iterator[Item]]]] = []
+        for source in sources:
+            for path in _expanded(source):
+                self._parts.append((path, self._opened(path)))
+
+    def __iter__(self) -> Iterator[Item]:
+        for source, items in self._parts:
+            nothing = True
+            for item in items():
+                nothing = False
+                yield item
+            if nothing:
+                raise DataError(
+                    f"{source} holds no {'picture' if self.kind == 'image' else 'text'}{_hint(source)}"
+                )
+
+    def _opened(self, source: str) -> Callable[[], Iterator[Item]]:
+        """What iterates over one source; it is looked at as far as needed to say what it is."""
+        kind, lower = self.kind, source.lower()
+        if source == "-":
+            if kind == "image":
+                raise DataError("standard input holds texts: add --text")
+            spool = _spooled(sys.stdin.buffer)
+            return lambda: _lines(spool, "-")
+        if "://" in source:
+            raise DataError(f"{source} is a web address: only files on this machine can be read")
+        path = Path(source).expanduser()
+        if path.is_dir():
+            return self._folder(path)
+        if not path.is_file():
+            raise DataError(f"{source}: no such file or folder")
+        if lower.endswith(_COMPRESSED):
+            raise DataError(f"{source} is compressed: unpack it first")
+        if lower.endswith(".tar"):
+            return lambda: _samples(path, kind)
+        if path.suffix.lower() in SUFFIXES:
+            image, caption = self._columns
+            table = Table(path, image_column=image, caption_column=caption, need=(kind,))
+            return lambda: _rows(table, kind)
+        if kind == "caption":
+            if path.suffix.lower() != ".txt":
+                raise DataError(
+                    f"{source}: texts come from a .txt file, a table, shards or - (standard input)"
+                )
+            return lambda: _lines(path, readable(source))
+        if path.suffix.lower() == ".txt":
+            raise DataError(f"{source} holds texts: add --text")
+        return lambda: iter((Item(source=readable(source), key=readable(source), image=path),))
+
+    def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
+        shards = shards_in(folder)
+        if shards:
+            kind = self.kind
+            return lambda: (item for shard in shards for item in _samples(shard, kind))
+        if self.kind == "caption":
+            raise DataError(f"{folder} holds no shard to take captions from{_hint(str(folder))}")
+        return lambda: _pictures(folder)
+
+
+def read_image(item: Item) -> bytes:
+    """The encoded picture of an item.
+
+    Raises:
+        DataError: the cause for which it cannot be read, in a few words without the item's name.
+    """
+    if item.cause:
+        raise DataError(item.cause)
+    assert item.image is not None
+    data = _file_bytes(item.image) if isinstance(item.image, Path) else item.image.read(MAX_BYTES)
+    if not data:
+        raise DataError("empty file")
+    return data
+
+
+def read_caption(item: Item) -> str:
+    """The caption of an item.
+
+    Raises:
+        DataError: the cause for which there is none.
+    """
+    if item.cause:
+        raise DataError(item.cause)
+    caption = item.caption
+    if isinstance(caption, Member):
+        text = caption.read(MAX_BYTES).decode("utf-8", "replace")
+        caption = _json_caption(text) if caption.extension == "json" else text
+    if caption is None:
+        raise DataError("no caption")
+    return readable(caption)
+
+
+def _json_caption(text: str) -> str | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError("its json does not parse") from error
+    caption = value.get("caption") if isinstance(value, dict) else None
+    return caption if isinstance(caption, str) else None
+
+
+def _file_bytes(path: Path) -> bytes:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device might never end
+            raise DataError("not a file")
+        if status.st_size > MAX_BYTES:
+            raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError("missing file") from None
+    except OSError as error:
+        raise DataError(f"file cannot be read: {error.strerror}") from error
+    except ValueError:  # a path with a null byte, or letters that the system lacks
+        raise DataError("file cannot be read") from None
+
+
+def _expanded(source: str) -> list[str]:
+    """The paths of a brace pattern; anything else is itself."""
+    if "{" not in source or os.path.lexists(source):
+        return [source]
+    from braceexpand import braceexpand
+
+    # braceexpand writes ranges out before it gives the first path
+    ranges = [abs(int(first) - int(last)) + 1 for first, last in _RANGE.findall(source)]
+    try:
+        many = math.prod(ranges) > _MAX_PATTERN
+        paths = [] if many else list(islice(braceexpand(source), _MAX_PATTERN + 1))
+    except ValueError as error:
+        raise DataError(f"the braces of {source!r} do not balance") from error
+    if many or len(paths) > _MAX_PATTERN:
+        raise DataError(f"{source!r} stands for more than {_MAX_PATTERN:,} paths")
+    missing = [path for path in paths if not Path(path).expanduser().exists()]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of the {len(paths)} paths of {source!r} are missing: {missing[0]}, …"
+        )
+    return paths
+
+
+def _hint(source: str) -> str:
+    """Where the shards may be that a user meant by a folder."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        for folder in sorted(inner for inner in path.iterdir() if inner.is_dir()):
+            if shards_in(folder):
+                return f"; there are shards in {folder}"
+    return ""
+
+
+def _pictures(folder: Path) -> Iterator[Item]:
+    source = readable(str(folder))
+    for path, cause in pictures_below(folder):
+        yield Item(source=source, key=readable(str(path)), image=path, cause=cause)
+
+
+def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
+    """The samples of a shard; consecutive members with one key are one sample."""
+    source = readable(str(shard))
+    key, found = "", dict[str, Member]()
+    try:
+        for name, member in members(shard):
+            if name != key and found:
+                yield _sample(source, key, found, kind)
+                found = {}
+            key = name
+            found.setdefault(member.extension, member)
+        if found:
+            yield _sample(source, key, found, kind)
+    except DataError as error:
+        if found:
+            yield _sample(source, key, found, kind)
+        yield Item(source=source, key="", cause=str(error))
+
+
+def _sample(source: str, key: str, found: dict[str, Member], kind: Kind) -> Item:
+    image = next((one for extension, one in found.items() if f".{extension}" in IMAGE_SUFFIXES), None)
+    caption = found.get("txt") or found.get("json")
+    cause = ""
+    if kind == "image" and image is None:
+        cause = f"no picture, only {', '.join(sorted(found))[:100]}"
+    elif kind == "caption" and caption is None:
+        cause = "no caption"
+    return Item(source=source, key=key, image=image, caption=caption, cause=cause)
+
+
+def _rows(table: Table, kind: Kind) -> Iterator[Item]:
+    """The rows of a table; one that cannot be used carries its cause."""
+    source, number = readable(str(table.path)), 0
+    try:
+        for row in table:
+            number = row.number
+            yield _row(source, table.path.parent, row) if kind == "image" else _caption_row(source, row)
+    except DataError as error:
+        yield Item(source=source, key=str(number + 1), cause=str(error))
+
+
+def _row(source: str, folder: Path, row: Row) -> Item:
+    given, cause = row.path, row.cause
+    if not cause and (given is None or given == ""):
+        cause = "no path"
+    elif not cause and not isinstance(given, str):
+        cause = "path is not text"
+    elif isinstance(given, str) and "://" in given and not given.startswith("file://"):
+        cause = "a web address, not a file: download it first"
+    if cause:
+        key = given[:4096] if isinstance(given, str) and given else str(row.number)
+        return Item(source=source, key=readable(key), cause=cause)
+    assert isinstance(given, str)
+    path = folder / given.removeprefix("file://")
+    caption = row.caption if isinstance(row.caption, str) else None
+    return Item(source=source, key=readable(str(path)), image=path, caption=caption)
+
+
+def _caption_row(source: str, row: Row) -> Item:
+    cause = row.cause
+    if not cause and (row.caption is None or row.caption == ""):
+        cause = "no caption"
+    elif not cause and not isinstance(row.caption, str):
+        cause = "caption is not text"
+    caption = row.caption if isinstance(row.caption, str) and not cause else None
+    return Item(source=source, key=str(row.number), caption=caption, cause=cause)
+
+
+def _spooled(stream: BinaryIO) -> BinaryIO:
+    """What can be read only once, in a file without a name that can be read again."""
+    spool: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the stream)
+    shutil.copyfileobj(stream, spool)
+    spool.flush()
+    return spool
+
+
+def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:
+    """Every line, blank ones too: row and line stay the same number where nothing fails."""
+    with origin.open("rb") if isinstance(origin, Path) else os.fdopen(os.dup(origin.fileno()), "rb") as file:
+        file.seek(0)  # a duplicate shares its place with the original
+        encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        file.seek(0)
+        text = TextIOWrapper(file, encoding=encoding, errors="replace", newline="\n")
+        number = 0
+        while line := text.readline(MAX_LINE + 1):
+            number += 1
+            cause = "" if len(line) <= MAX_LINE else f"a line of more than {MAX_LINE:,} characters"
+            while cause and not line.endswith("\n") and (line := text.readline(MAX_LINE)):
+                pass
+            caption = None if cause else line.removesuffix("\n").removesuffix("\r")
+            yield Item(source=source, key=str(number), caption=caption, cause=cause)
