@@ -6,10 +6,14 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clipkit.errors import DataError, nearest, run_command
+
+if TYPE_CHECKING:
+    from data.pack import PackReport
 
 SETS = """\
   glyphs   characters from matplotlib's fonts, for training; some font
@@ -24,7 +28,11 @@ folder. Rows that cannot be used (a missing file, a broken picture, an empty
 caption) are counted and listed in OUT/bad_rows.jsonl.
 
   python -m data pack photos.csv photos
+  python -m data pack photos.csv photos --test 0.1
   python -m data pack table.parquet out --image-column file --caption-column alt
+
+With --test, train on the one split and score on the other by
+  python train.py data.train=photos eval.data=photos
 """
 
 
@@ -81,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--image-column", metavar="C", help="column with the paths (default: guessed)")
     pack.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
     pack.add_argument(
+        "--test",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="hold this share of the pairs out as split test, to score on, e.g. 0.1 (default: 0)",
+    )
+    pack.add_argument(
         "--samples-per-shard",
         metavar="N",
         type=int,
@@ -89,6 +104,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     pack.add_argument(
         "--max-side", metavar="PIXELS", type=int, help="reduce larger pictures to this side (default: keep)"
+    )
+    pack.add_argument(
+        "--keep-orientation",
+        action="store_true",
+        help="leave pictures as they lie in their files (default: turn upright those that an EXIF tag says to)",
+    )
+    pack.add_argument(
+        "--background",
+        metavar="COLOR",
+        help="lay partly transparent pictures on this colour, e.g. white (default: keep them)",
     )
     pack.add_argument("--quiet", action="store_true", help="no progress bar")
     pack.set_defaults(command=_pack)
@@ -115,17 +140,64 @@ def _pack(parsed: argparse.Namespace) -> int:
         parsed.out,
         image_column=parsed.image_column,
         caption_column=parsed.caption_column,
+        test=parsed.test,
         samples_per_shard=parsed.samples_per_shard,
         max_side=parsed.max_side,
+        keep_orientation=parsed.keep_orientation,
+        background=parsed.background,
         progress=not parsed.quiet,
     )
-    _summary(parsed.out, time.monotonic() - start)
+    print(f"made {parsed.out} in {time.monotonic() - start:.1f} s")
     print(f"  columns  {report.image_column} (picture), {report.caption_column} (caption)")
+    for line in _found(report, kept=parsed.keep_orientation, background=parsed.background):
+        print(textwrap.fill(line, 79, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if report.bad:
-        print(f"  {sum(report.bad.values()):,} bad rows, listed in {report.bad_rows}:")
+        print("  bad rows, by cause:")
         for cause, count in report.bad.items():
             print(f"  {count:>9,}  {cause}")
+    for line in _outcome(report, parsed.test):
+        print(line)
     return 0
+
+
+def _found(report: "PackReport", *, kept: bool, background: str | None) -> Iterator[str]:
+    """What a user should know of the pictures, and can do about it."""
+    if count := report.several_captions:
+        yield f"{_counted(count)} several captions: training takes the first, scoring all of them"
+    tag = f"{_counted(report.not_upright)} an EXIF tag that says to turn them:"
+    if report.not_upright and kept:
+        yield f"{tag} they are kept as they lie in their files, as CLIP sees them"
+    elif report.not_upright:
+        yield f"{tag} they are stored upright (--keep-orientation would leave them)"
+    if (count := report.transparent) and background:
+        yield f"{_counted(count)} transparent parts: they are laid on {background}"
+    elif count:
+        yield (
+            f"{_counted(count)} transparent parts, where CLIP sees whatever colours are hidden beneath: "
+            "--background white lays them on white"
+        )
+
+
+def _counted(pictures: int) -> str:
+    return "1 picture has" if pictures == 1 else f"{pictures:,} pictures have"
+
+
+def _outcome(report: "PackReport", test: float) -> Iterator[str]:
+    """The last lines: how many pairs went where, and how many rows were bad."""
+    train, held_out, bad = (
+        report.splits.get("train", 0),
+        report.splits.get("test", 0),
+        sum(report.bad.values()),
+    )
+    line = f"packed {train:,} pair{'' if train == 1 else 's'} into train"
+    if test:
+        line += f" and {held_out:,} into test"
+    if test and not held_out:
+        line += ": too few pictures for that share"
+    yield line
+    if bad:
+        mostly = "warning: " if bad >= report.packed else ""
+        yield f"{mostly}{bad:,} of {bad + report.packed:,} rows were bad: see {report.bad_rows}"
 
 
 def _summary(out: Path, seconds: float) -> None:

@@ -1,21 +1,29 @@
 """Packs anyone's own pictures, listed in a table with a path and a caption column, into a dataset folder.
 
 The table is CSV, TSV, JSONL or Parquet; paths in it are relative to its folder. JPEG, PNG and WebP files are
-stored byte for byte, whatever their suffix says; other pictures (GIF, BMP, TIFF, PPM; AVIF where Pillow reads
-it) are stored as PNG, of an animation the first frame. ``max_side`` makes larger pictures smaller.
+stored byte for byte, whatever their suffix says, but for those that an EXIF tag says to turn: CLIP's
+preprocessing does not heed that tag, so they are turned upright and encoded anew (JPEG at quality 95 with all
+colours, PNG without loss, WebP as it was encoded), unless ``keep_orientation`` is set. Other formats are stored
+as PNG. ``background`` lays partly transparent pictures on a colour, of which CLIP would see what is hidden
+beneath; ``max_side`` makes larger pictures smaller.
+
+``test`` holds a share of the pairs out as split "test". A picture's bytes decide, so equal pictures are all in
+one split, and every machine makes the same splits of the same pictures, in whatever order. A larger share takes
+more pictures than a smaller one, and all of its pictures.
+
+A row of JSONL may have several captions, as a list. The first is the sample's own, which training takes; all of
+them are listed in its json, from where evaluation reads them.
 
 Every row is accounted for: a row that cannot be used is counted by cause and listed in ``bad_rows.jsonl`` of
 the folder. Every picture is decoded once, so that a broken one is found now and not in the middle of a
 training. Memory does not grow with the table.
 """
 
-import io
+import hashlib
 import json
 import os
 import stat
-import struct
 import warnings
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,41 +31,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageColor
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.table import Row, Table
+from data.stored_picture import BadPicture, Storing, store_picture
 from data.writer import DatasetWriter, Record
 
 __all__ = ["PackReport", "pack"]
 
 LARGEST_FILE = 64 * 2**20  # bytes
-MOST_PIXELS = 100_000_000
 LONGEST_CAPTION = 10_000  # characters
-STORED_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-READ = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them runs a program
-# all that Pillow's decoders raise on broken bytes; MemoryError for sizes that a header only claims
-BROKEN = (
-    OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, MemoryError,
-    NotImplementedError, AttributeError, struct.error, zlib.error,
-)  # fmt: skip
+MOST_CAPTIONS = 100  # of a picture
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackReport:
-    """What became of a table's rows: how many were packed, and how many were bad, by cause."""
+    """What became of a table's rows.
 
-    packed: int
+    Attributes:
+        splits: how many were packed into "train" and into "test".
+        bad: how many could not be, by cause.
+        image_column: where the paths were.
+        caption_column: where the captions were.
+        bad_rows: where the bad rows are listed; None if there are none.
+        not_upright: packed pictures that an EXIF tag says to turn, as was done unless they were to be kept.
+        transparent: packed pictures that are partly transparent, or were before they were laid on a background.
+        several_captions: packed pictures with more than one caption.
+    """
+
+    splits: Mapping[str, int]
     bad: Mapping[str, int]
     image_column: str
     caption_column: str
-    bad_rows: Path | None  # where the bad rows are listed; None if there are none
+    bad_rows: Path | None
+    not_upright: int
+    transparent: int
+    several_captions: int
+
+    @property
+    def packed(self) -> int:
+        """How many rows were packed."""
+        return sum(self.splits.values())
 
 
 class _BadRow(Exception):
     """The cause for which a row cannot be used, in words that are the same for all rows of that cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """A row that can be used."""
+
+    split: str
+    record: Record
+    marks: tuple[str, ...]  # what of the report it counts for
 
 
 def pack(
@@ -66,11 +96,14 @@ def pack(
     *,
     image_column: str | None = None,
     caption_column: str | None = None,
+    test: float = 0.0,
     samples_per_shard: int = 10_000,
     max_side: int | None = None,
+    keep_orientation: bool = False,
+    background: str | None = None,
     progress: bool = True,
 ) -> PackReport:
-    """Write the pictures and captions of ``table`` as split "train" of a new dataset folder ``out``.
+    """Write the pictures and captions of ``table`` as a new dataset folder ``out``.
 
     A sample's key is its row number, which starts at 1 behind the header, in nine digits.
 
@@ -79,68 +112,98 @@ def pack(
         out: the folder to make; it must not exist, or be empty.
         image_column: the column with the paths; guessed from the usual names if not given.
         caption_column: the column with the captions; guessed likewise.
+        test: the share of the pairs, 0 to 1, that goes to split "test"; the others go to "train".
         samples_per_shard: samples of each tar.
         max_side: pictures with a longer side than this many pixels are reduced to it and encoded anew (JPEG
             and WebP at quality 95, everything else as PNG).
+        keep_orientation: leave pictures as they lie in their files, also where an EXIF tag says to turn them.
+        background: a colour, by name or as "#rrggbb", on which partly transparent pictures are laid.
         progress: show a progress bar on stderr.
 
     Raises:
-        ConfigError: ``samples_per_shard`` or ``max_side`` is not positive.
+        ConfigError: ``samples_per_shard`` or ``max_side`` is not positive, ``test`` is no share, or
+            ``background`` no colour.
         DataError: the table cannot be read, its columns cannot be told, or no row of it can be used.
     """
     for name, value in (("samples_per_shard", samples_per_shard), ("max_side", max_side)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} = {value}: it must be 1 or more")
+    if not 0 <= test <= 1:
+        raise ConfigError(f"test = {test}: it must be a share from 0 to 1, such as 0.1")
+    ground = _colour(background)
+    how = Storing(max_side=max_side, keep_orientation=keep_orientation, background=ground)
     source = Table(table, image_column=image_column, caption_column=caption_column)
-    bad: Counter[str] = Counter()
-    firsts: dict[str, str] = {}
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken pictures: they end in the list of bad rows
-        listing = writer.extra_file("bad_rows.jsonl")
-        with listing.open("w", encoding="utf-8") as file, _Bar(progress) as bar:
-            for row, outcome in _in_order(source, max_side):
-                if isinstance(outcome, Record):
-                    writer.write("train", outcome)
-                else:
-                    bad[outcome] += 1
-                    firsts.setdefault(outcome, f"row {row.number}{_shown(row.path)}")
-                    _list(file, row, outcome)
-                bar.show(row.progress, row.number, bad.total())
-        packed = writer.counts.get("train", 0)
-        if not packed:
-            causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
-            raise DataError(f"no row of {table} can be packed: {causes or 'it has no rows'}")
-        if not bad:
-            listing.unlink()
-        writer.finish(
-            {
-                "name": table.stem,
-                "description": "pictures and captions of a table",
-                "made_by": "python -m data pack",
-                "source": table.name,
-                "columns": {"image": source.image_column, "caption": source.caption_column},
-                "max_side": max_side,
-                "bad_rows": dict(bad.most_common()),
-                "license": "not known: that of the pictures",
-            }
-        )
+        report = _write(source, writer, how, test=test, progress=progress)
+        card = {
+            "name": table.stem,
+            "description": "pictures and captions of a table",
+            "made_by": "python -m data pack",
+            "source": table.name,
+            "columns": {"image": source.image_column, "caption": source.caption_column},
+            "test": test,
+            "max_side": max_side,
+            "keep_orientation": keep_orientation,
+            "background": background,
+            "bad_rows": report.bad,
+            "license": "not known: that of the pictures",
+        }
+        writer.finish(card | ({"tasks": ["retrieval"]} if "test" in report.splits else {}))
+    return report
+
+
+def _colour(name: str | None) -> tuple[int, int, int] | None:
+    if name is None:
+        return None
+    try:
+        red, green, blue = ImageColor.getrgb(name)[:3]
+    except ValueError:
+        raise ConfigError(f"background = {name!r} is not a colour: give one as white or #ffffff") from None
+    return red, green, blue
+
+
+def _write(source: Table, writer: DatasetWriter, how: Storing, *, test: float, progress: bool) -> PackReport:
+    """Write what can be used of a table, list the rest, and count both."""
+    bad: Counter[str] = Counter()
+    marks: Counter[str] = Counter()
+    firsts: dict[str, str] = {}
+    listing = writer.extra_file("bad_rows.jsonl")
+    with listing.open("w", encoding="utf-8") as file, _Bar(progress) as bar:
+        for row, outcome in _in_order(source, how, test):
+            if isinstance(outcome, _Packed):
+                writer.write(outcome.split, outcome.record)
+                marks.update(outcome.marks)
+            else:
+                bad[outcome] += 1
+                firsts.setdefault(outcome, f"row {row.number}{_shown(row.path)}")
+                _list(file, row, outcome)
+            bar.show(row.progress, row.number, bad.total())
+    if not writer.counts:
+        causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
+        raise DataError(f"no row of {source.path} can be packed: {causes or 'it has no rows'}")
+    if not bad:
+        listing.unlink()
     return PackReport(
-        packed=packed,
+        splits=dict(writer.counts),
         bad=dict(bad.most_common()),
         image_column=source.image_column,
         caption_column=source.caption_column,
-        bad_rows=out / "bad_rows.jsonl" if bad else None,
+        bad_rows=writer.out / listing.name if bad else None,
+        not_upright=marks["not upright"],
+        transparent=marks["transparent"],
+        several_captions=marks["several captions"],
     )
 
 
-def _in_order(source: Table, max_side: int | None) -> Iterator[tuple[Row, Record | str]]:
+def _in_order(source: Table, how: Storing, test: float) -> Iterator[tuple[Row, _Packed | str]]:
     """Each row with its sample, or with the cause for which there is none, in the order of the table."""
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads: files are read and decoded outside the interpreter lock
-    waiting: deque[tuple[Row, Future[Record | str]]] = deque()
+    waiting: deque[tuple[Row, Future[_Packed | str]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for row in source:
-            waiting.append((row, pool.submit(_sample, row, source.path.parent, max_side)))
+            waiting.append((row, pool.submit(_sample, row, source.path.parent, how, test)))
             if len(waiting) > 2 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -148,27 +211,59 @@ def _in_order(source: Table, max_side: int | None) -> Iterator[tuple[Row, Record
             yield first, future.result()
 
 
-def _sample(row: Row, folder: Path, max_side: int | None) -> Record | str:
+def _sample(row: Row, folder: Path, how: Storing, test: float) -> _Packed | str:
     try:
-        caption = _caption(row)
-        image, extension = _picture(_bytes(row, folder), max_side)
-    except _BadRow as cause:
+        captions = _captions(row)
+        data = _bytes(row, folder)
+        picture = store_picture(data, how)
+    except (_BadRow, BadPicture) as cause:
         return str(cause)
-    return Record(key=f"{row.number:09d}", image=image, extension=extension, caption=caption)
+    # a line break would make several captions of one, so that is told in the list too
+    listed = len(captions) > 1 or "\n" in captions[0]
+    record = Record(
+        key=f"{row.number:09d}",
+        image=picture.data,
+        extension=picture.extension,
+        caption=captions[0],
+        meta={"captions": captions} if listed else {},
+    )
+    marks = (
+        ("not upright", not picture.upright),
+        ("transparent", picture.transparent),
+        ("several captions", len(captions) > 1),
+    )
+    return _Packed(
+        split=_split(data, test), record=record, marks=tuple(name for name, there in marks if there)
+    )
 
 
-def _caption(row: Row) -> str:
+def _split(data: bytes, test: float) -> str:
+    """The split of a picture file, by its bytes alone."""
+    if not test:
+        return "train"
+    number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+    return "test" if number < test * 2**64 else "train"
+
+
+def _captions(row: Row) -> list[str]:
+    """The captions of a row, at least one; blank ones of several are left out."""
     if row.cause:
         raise _BadRow(row.cause)
-    if row.caption is None or (isinstance(row.caption, str) and not row.caption.strip()):
+    given = row.caption if isinstance(row.caption, list) else [row.caption]
+    texts = [one for one in given if isinstance(one, str)]
+    if len(texts) + given.count(None) < len(given):
+        raise _BadRow("caption is not text, nor a list of texts")
+    captions = [text.strip() for text in texts if text.strip()]
+    if not captions:
         raise _BadRow("empty caption")
-    if not isinstance(row.caption, str):
-        raise _BadRow("caption is not text")
-    if len(row.caption) > LONGEST_CAPTION:
-        raise _BadRow(f"caption of more than {LONGEST_CAPTION:,} characters")
-    if any(mark == "\ufffd" or "\ud800" <= mark <= "\udfff" for mark in row.caption):
-        raise _BadRow("caption is not UTF-8")
-    return row.caption.strip()
+    if len(captions) > MOST_CAPTIONS:
+        raise _BadRow(f"more than {MOST_CAPTIONS} captions")
+    for one in captions:
+        if len(one) > LONGEST_CAPTION:
+            raise _BadRow(f"caption of more than {LONGEST_CAPTION:,} characters")
+        if any(mark == "\ufffd" or "\ud800" <= mark <= "\udfff" for mark in one):
+            raise _BadRow("caption is not UTF-8")
+    return captions
 
 
 def _bytes(row: Row, folder: Path) -> bytes:
@@ -196,46 +291,6 @@ def _bytes(row: Row, folder: Path) -> bytes:
     if not data:
         raise _BadRow("empty file")
     return data
-
-
-def _picture(data: bytes, max_side: int | None) -> tuple[bytes, str]:
-    """A picture's bytes as they are stored, and their extension; the picture is decoded to see that it is whole."""
-    known = tuple(name for name in READ if name in Image.OPEN)
-    try:
-        with Image.open(io.BytesIO(data), formats=known) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise _BadRow(f"picture of more than {MOST_PIXELS:,} pixels")
-            too_large = max_side is not None and max(image.size) > max_side
-            extension = STORED_AS_IS.get(image.format or "")
-            if extension and not too_large:
-                # an eighth of the size is enough to run through all bytes of a JPEG, and faster
-                image.draft(None, (max(1, image.width // 8), max(1, image.height // 8)))
-                image.load()
-                return data, extension
-            return _encoded(image, max_side if too_large else None)
-    except Image.DecompressionBombError:
-        raise _BadRow(f"picture of more than {MOST_PIXELS:,} pixels") from None
-    except UnidentifiedImageError:
-        raise _BadRow("not a picture of a known format") from None
-    except BROKEN:
-        raise _BadRow("broken or truncated picture") from None
-
-
-def _encoded(image: Image.Image, max_side: int | None) -> tuple[bytes, str]:
-    """A picture reduced to ``max_side``, if given, upright, and encoded anew."""
-    extension = STORED_AS_IS.get(image.format or "", "png")
-    if image.mode.startswith(("I", "F")):
-        raise _BadRow("more than 8 bits a pixel: convert it first")
-    if max_side is not None:
-        image.draft("RGB", (2 * max_side, 2 * max_side))
-    upright = ImageOps.exif_transpose(image)
-    mode = "RGBA" if upright.has_transparency_data else "RGB"
-    upright = upright.convert("L" if upright.mode in ("1", "L") else mode)
-    if max_side is not None:
-        upright.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    upright.save(buffer, {"jpg": "JPEG", "webp": "WEBP"}.get(extension, "PNG"), quality=95)
-    return buffer.getvalue(), extension
 
 
 def _list(file: TextIO, row: Row, cause: str) -> None:

@@ -30,7 +30,9 @@ __all__ = ["DatasetWriter", "Record"]
 class Record:
     """One sample on its way into a shard: an encoded picture with its caption, its label, or both.
 
-    ``key`` is a path without dots, as a reader takes what follows the first dot for the extension.
+    ``key`` is a path without dots, as a reader takes what follows the first dot for the extension. A picture with
+    several captions has the first as ``caption``, and all of them as "captions" in ``meta``, where evaluation
+    looks for them.
     """
 
     key: str

@@ -1,5 +1,6 @@
 """``python -m data`` as a user runs it, in processes of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -49,13 +50,51 @@ def test_help_fits_80_columns(
 def test_pack_reports_what_it_made_and_what_it_left_out(table: Path, tmp_path: Path) -> None:
     done = run("pack", table, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert f"made {tmp_path / 'out'} in" in done.stdout
-    assert "train    2 samples" in done.stdout
-    assert "path (picture), caption (caption)" in done.stdout
-    assert "2 bad rows, listed in" in done.stdout
-    assert "1  missing file" in done.stdout
-    assert "1  empty caption" in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines.pop(0).startswith(f"made {tmp_path / 'out'} in ")
+    assert lines == [
+        "  columns  path (picture), caption (caption)",
+        "  bad rows, by cause:",
+        "          1  missing file",
+        "          1  empty caption",
+        "packed 2 pairs into train",
+        f"warning: 2 of 4 rows were bad: see {tmp_path / 'out/bad_rows.jsonl'}",
+    ]
     assert "4 rows, 2 bad" in done.stderr  # the bar
+
+
+def test_pack_says_what_can_be_done_about_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (4, 2), "red").save("turned.jpg", exif=turned)
+    Image.new("RGBA", (4, 2), (255, 0, 0, 9)).save("clear.png")
+    pairs: list[tuple[str, object]] = [
+        ("turned.jpg", ["red", "a red one"]),
+        ("clear.png", "clear"),
+        ("clear.png", "x"),
+        ("gone", ""),
+    ]
+    lines = [json.dumps({"path": path, "caption": caption}) + "\n" for path, caption in pairs]
+    Path("t.jsonl").write_text("".join(lines))
+
+    def said(*options: str) -> str:
+        assert main(["pack", "t.jsonl", f"out{len(list(tmp_path.iterdir()))}", "--quiet", *options]) == 0
+        output = capsys.readouterr().out
+        assert max(map(len, output.splitlines())) <= 80
+        return " ".join(output.split())
+
+    output = said("--test", "1")
+    assert "1 picture has several captions: training takes the first, scoring all of them" in output
+    assert "1 picture has an EXIF tag that says to turn them: they are stored upright" in output
+    assert "2 pictures have transparent parts" in output and "--background white lays them" in output
+    assert "packed 0 pairs into train and 3 into test 1 of 4 rows were bad: see" in output
+    output = said("--test", "1e-9", "--keep-orientation", "--background", "white")
+    assert "to turn them: they are kept as they lie in their files" in output
+    assert "2 pictures have transparent parts: they are laid on white" in output
+    assert "packed 3 pairs into train and 0 into test: too few pictures for that share" in output
 
 
 def test_options_reach_pack(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +117,7 @@ def test_mistakes_are_one_line_and_exit_1(
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
+    (tmp_path / "bad.csv").write_text("path,caption\ngone.png,gone\n")
     for arguments, message in [
         (["make", "glyfs", tmp_path / "x"], "did you mean 'glyphs'?"),
         (["pack", tmp_path / "none.csv", tmp_path / "x"], "none.csv is not a file"),
@@ -85,6 +125,9 @@ def test_mistakes_are_one_line_and_exit_1(
         (["pack", table, tmp_path / "x", "--caption-column", "captoin"], "did you mean 'caption'?"),
         (["pack", table, tmp_path / "red.png/x"], "red.png/x"),
         (["pack", table, tmp_path / "x", "--max-side", "0"], "max_side = 0"),
+        (["pack", table, tmp_path / "x", "--test", "10"], "test = 10.0: it must be a share from 0 to 1"),
+        (["pack", table, tmp_path / "x", "--background", "wite"], "give one as white or #ffffff"),
+        (["pack", tmp_path / "bad.csv", tmp_path / "x", "--quiet"], "no row of"),
     ]:
         given = list(map(str, arguments))
         with pytest.raises(SystemExit) as stop:

@@ -6,20 +6,17 @@ import json
 import os
 import random
 import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.table import Table
-from data.pack import LONGEST_CAPTION, _picture, pack
+from data.pack import LONGEST_CAPTION, _split, pack
 
 
 def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> bytes:
@@ -46,10 +43,10 @@ def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]
     return path
 
 
-def samples(folder: Path) -> dict[str, dict[str, bytes]]:
-    """Split train as webdataset reads it, by key."""
+def samples(folder: Path, split: str = "train") -> dict[str, dict[str, bytes]]:
+    """A split as webdataset reads it, by key."""
     found = {}
-    for shard in sorted((folder / "train").glob("*.tar"), key=lambda path: int(path.stem)):
+    for shard in sorted((folder / split).glob("*.tar"), key=lambda path: int(path.stem)):
         with shard.open("rb") as stream:  # ours to close: webdataset leaves its own open
             for sample in group_by_keys(tar_file_expander([{"url": shard.name, "stream": stream}])):
                 found[sample["__key__"]] = sample
@@ -144,7 +141,7 @@ def test_bad_lines_of_json(pictures: Path) -> None:
         '["a.jpg", "x"]',
         '{"image": "a.jpg"}',
         '{"image": 7, "caption": "x"}',
-        '{"image": "a.jpg", "caption": ["x"]}',
+        '{"image": "a.jpg", "caption": ["x", 7]}',
         '{"image": "a.jpg", "caption": "' + "x" * 2**20 + '"}',
         '{"image": "a.jpg", "caption": "\\ud800"}',
         '{"image": ' + "[" * 99_999,
@@ -158,7 +155,7 @@ def test_bad_lines_of_json(pictures: Path) -> None:
         (3, None, "not a JSON object"),
         (4, "a.jpg", "empty caption"),
         (5, None, "path is not text"),
-        (6, "a.jpg", "caption is not text"),
+        (6, "a.jpg", "caption is not text, nor a list of texts"),
         (7, None, "a line longer than 1,048,576 bytes"),
         (8, "a.jpg", "caption is not UTF-8"),
         (9, None, "not JSON"),
@@ -249,45 +246,115 @@ def test_no_usable_row_names_the_causes_and_leaves_nothing(pictures: Path) -> No
     assert not list(pictures.glob(".out*"))
 
 
-def test_suffixes_do_not_matter_and_other_formats_become_png(pictures: Path) -> None:
-    (pictures / "really.png").write_bytes(encoded("JPEG"))
-    (pictures / "grey.tif").write_bytes(encoded("TIFF", mode="L"))
-    (pictures / "cmyk.tif").write_bytes(encoded("TIFF", mode="CMYK"))
-    Image.new("I;16", (8, 8)).save(pictures / "deep.tif")
-    clear = Image.new("P", (8, 8))
-    clear.putpalette([0, 0, 0, 255, 0, 0])
-    clear.save(pictures / "clear.gif", transparency=0)
-    names = ["really.png", "d.gif", "grey.tif", "cmyk.tif", "deep.tif", "clear.gif"]
-    table = write_table(pictures / "t.csv", ["path", "caption"], [(name, name) for name in names])
-    report = pack(table, pictures / "out", progress=False)
-    assert report.bad == {"more than 8 bits a pixel: convert it first": 1}
-    found = samples(pictures / "out")
-    assert found["000000001"]["jpg"] == (pictures / "really.png").read_bytes()
-    modes = {
-        sample["txt"].decode(): Image.open(io.BytesIO(sample["png"])).mode
-        for sample in found.values()
-        if "png" in sample
-    }
-    assert modes == {"d.gif": "RGB", "grey.tif": "L", "cmyk.tif": "RGB", "clear.gif": "RGBA"}
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """A folder of 200 pictures, each there twice."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(200):
+        Image.new("RGB", (2, 2), (number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"copy of {number}.png").write_bytes((folder / f"{number}.png").read_bytes())
+    return folder
 
 
-def test_max_side_reduces_only_larger_pictures(pictures: Path) -> None:
-    large = Image.effect_noise((300, 100), 50).convert("RGB")
-    turned = Image.Exif()
-    turned[0x0112] = 6  # stored on its side
-    large.save(pictures / "large.jpg", exif=turned)
-    large.save(pictures / "large.png")
-    large.save(pictures / "large.webp")
-    names = ["a.jpg", "large.jpg", "large.png", "large.webp"]
-    table = write_table(pictures / "t.csv", ["path", "caption"], [(name, name) for name in names])
-    pack(table, pictures / "out", max_side=60, progress=False)
-    found = list(samples(pictures / "out").values())
-    assert found[0]["jpg"] == (pictures / "a.jpg").read_bytes()
-    sizes = [
-        Image.open(io.BytesIO(sample[kind])).size
-        for sample, kind in zip(found[1:], ("jpg", "png", "webp"), strict=True)
+def held_out(folder: Path) -> set[str]:
+    """The captions of split test, after making sure that train has the others."""
+    test, train = (
+        {one["txt"].decode() for one in samples(folder, split).values()} for split in ("test", "train")
+    )
+    assert not test & train
+    assert len(test | train) == 400
+    return test
+
+
+def test_a_picture_decides_by_its_bytes_in_which_split_it_is(many: Path, tmp_path: Path) -> None:
+    names = [path.name for path in many.iterdir()]
+    found = []
+    for number, share in enumerate([0.2, 0.2, 0.3]):
+        random.Random(number).shuffle(names)
+        rows = [(str(many / name), name) for name in names]
+        table = write_table(tmp_path / f"{number}.csv", ["path", "caption"], rows)
+        report = pack(table, tmp_path / f"out{number}", test=share, samples_per_shard=50, progress=False)
+        found.append(held_out(tmp_path / f"out{number}"))
+        assert report.splits == {"train": 400 - len(found[-1]), "test": len(found[-1])}
+        assert report.packed == 400
+    first, again, more = found
+    assert first == again  # in any order
+    assert first < more
+    assert 40 < len(first) < 120
+    assert {name.removeprefix("copy of ") for name in first} == {n for n in first if "copy" not in n}
+    card = json.loads((tmp_path / "out0/card.json").read_text())
+    assert (card["test"], card["tasks"]) == (0.2, ["retrieval"])
+
+
+@pytest.mark.parametrize(("picture", "first"), [(b"a", 0xCA97), (b"b", 0x3E23), (b"c", 0x2E7D)])
+def test_the_split_is_told_by_the_start_of_sha_256(picture: bytes, first: int) -> None:
+    assert _split(picture, first / 2**16) == "train"
+    assert _split(picture, (first + 1) / 2**16) == "test"
+    assert (_split(picture, 0.0), _split(picture, 1.0)) == ("train", "test")
+
+
+def test_without_a_share_there_is_no_test_split(pictures: Path) -> None:
+    table = write_table(pictures / "t.csv", ["path", "caption"], [("a.jpg", "x")])
+    assert pack(table, pictures / "out", progress=False).splits == {"train": 1}
+    assert "tasks" not in json.loads((pictures / "out/card.json").read_text())
+    assert pack(table, pictures / "all", test=1, progress=False).splits == {"test": 1}
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.01, float("nan")])
+def test_a_share_is_from_0_to_1(pictures: Path, share: float) -> None:
+    with pytest.raises(ConfigError, match=r"must be a share from 0 to 1, such as 0\.1"):
+        pack(pictures / "t.csv", pictures / "out", test=share)
+
+
+def test_several_captions(pictures: Path) -> None:
+    rows: list[tuple[object, ...]] = [
+        (["one", " two ", "", None],),
+        (["only"],),
+        ("with a\nline break",),
+        ([],),
+        (["x"] * 101,),
+        (["x", {}],),
+        (["x", "y" * (LONGEST_CAPTION + 1)],),
     ]
-    assert sizes == [(20, 60), (60, 20), (60, 20)]
+    (pictures / "t.jsonl").write_text(
+        "".join(json.dumps({"path": "a.jpg", "caption": caption}) + "\n" for (caption,) in rows)
+    )
+    report = pack(pictures / "t.jsonl", pictures / "out", progress=False)
+    assert report.several_captions == 1
+    found = samples(pictures / "out")
+    assert [one["txt"].decode() for one in found.values()] == ["one", "only", "with a\nline break"]
+    listed = [json.loads(one["json"])["captions"] if "json" in one else None for one in found.values()]
+    assert listed == [["one", "two"], None, ["with a\nline break"]]
+    assert [(row, cause) for row, _, cause in bad_rows(pictures / "out")] == [
+        (4, "empty caption"),
+        (5, "more than 100 captions"),
+        (6, "caption is not text, nor a list of texts"),
+        (7, "caption of more than 10,000 characters"),
+    ]
+
+
+def test_pictures_to_turn_and_transparent_ones_are_counted(pictures: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (4, 2), "red").save(pictures / "turned.jpg", exif=turned)
+    Image.new("RGBA", (4, 2), (255, 0, 0, 9)).save(pictures / "clear.png")
+    rows = [(name, "x") for name in ("a.jpg", "turned.jpg", "clear.png", "clear.png")]
+    table = write_table(pictures / "t.csv", ["path", "caption"], rows)
+    report = pack(table, pictures / "out", progress=False)
+    assert (report.not_upright, report.transparent) == (1, 2)
+    found = samples(pictures / "out")
+    assert Image.open(io.BytesIO(found["000000002"]["jpg"])).size == (2, 4)
+    assert found["000000003"]["png"] == (pictures / "clear.png").read_bytes()
+    report = pack(table, pictures / "out2", keep_orientation=True, background="#fff", progress=False)
+    assert (report.not_upright, report.transparent) == (1, 2)
+    found = samples(pictures / "out2")
+    assert found["000000002"]["jpg"] == (pictures / "turned.jpg").read_bytes()
+    assert Image.open(io.BytesIO(found["000000003"]["png"])).getpixel((0, 0)) == (255, 246, 246)
+    card = json.loads((pictures / "out2/card.json").read_text())
+    assert (card["keep_orientation"], card["background"]) == (True, "#fff")
+    with pytest.raises(ConfigError, match="'wite' is not a colour: give one as white or #ffffff"):
+        pack(table, pictures / "out3", background="wite")
 
 
 @pytest.mark.parametrize("setting", ["max_side", "samples_per_shard"])
@@ -321,23 +388,3 @@ def test_absolute_paths_and_the_order_of_rows(pictures: Path, tmp_path: Path) ->
     )
     pack(table, tmp_path / "out", samples_per_shard=30, progress=False)
     assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == names
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(st.data())
-def test_no_broken_picture_raises_anything_else(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]))
-    good = bytearray(encoded(kind, (16, 12)))
-    for _ in range(data.draw(st.integers(1, 8))):
-        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
-    broken = bytes(good[: data.draw(st.integers(1, len(good)))])
-    Image.init()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            stored, extension = _picture(broken, data.draw(st.sampled_from([None, 8])))
-        except Exception as error:
-            assert type(error).__name__ == "_BadRow"
-        else:
-            assert stored
-            assert extension in ("jpg", "png", "webp")

@@ -1,0 +1,229 @@
+"""What is stored of a picture file: its own bytes, or what it shows, upright and on a ground."""
+
+import io
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageCms, ImageOps, JpegImagePlugin
+
+from data.stored_picture import BadPicture, StoredPicture, Storing, store_picture
+
+ORIENTATION = 0x0112
+WHITE = (255, 255, 255)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_formats() -> None:
+    Image.init()
+
+
+def noise(mode: str = "RGB", side: tuple[int, int] = (40, 30)) -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (side[1], side[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def smooth(side: tuple[int, int] = (64, 48)) -> Image.Image:
+    """A picture that differs from each of its turned forms, and that a lossy format hardly changes."""
+    across, down = np.meshgrid(np.linspace(0, 255, side[0]), np.linspace(0, 200, side[1]))
+    return Image.fromarray(np.stack([across, down, (across + down) / 2], axis=2).astype(np.uint8))
+
+
+def encoded(picture: Image.Image, kind: str, *, orientation: int | None = None, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    if orientation is not None:
+        tags = Image.Exif()
+        tags[ORIENTATION] = orientation
+        options["exif"] = tags
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def shown(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data))
+    image.load()
+    return image
+
+
+def store(data: bytes, **how: Any) -> StoredPicture:
+    return store_picture(data, Storing(**how))
+
+
+def difference(one: Image.Image, other: Image.Image) -> float:
+    """The mean absolute difference of two pictures of one size, of 255."""
+    assert one.size == other.size
+    first, second = (np.asarray(image.convert("RGB"), dtype=float) for image in (one, other))
+    return float(np.abs(first - second).mean())
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+@pytest.mark.parametrize(
+    ("kind", "options"), [("JPEG", {}), ("PNG", {}), ("WEBP", {"lossless": True}), ("WEBP", {})]
+)
+def test_what_an_exif_tag_says_to_turn_is_stored_upright(
+    orientation: int, kind: str, options: dict[str, Any]
+) -> None:
+    source = encoded(smooth(), kind, orientation=orientation, **options)
+    stored = store(source)
+    assert not stored.upright
+    upright = ImageOps.exif_transpose(shown(source))
+    result = shown(stored.data)
+    assert result.format == kind
+    assert ORIENTATION not in result.getexif()
+    lossless = kind == "PNG" or "lossless" in options
+    assert difference(result, upright) <= (0 if lossless else 1.5)
+    assert difference(result, ImageOps.mirror(upright)) > 10
+    assert store(stored.data) == StoredPicture(
+        data=stored.data, extension=stored.extension, upright=True, transparent=False
+    )
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_without_something_to_do_the_bytes_stay(kind: str) -> None:
+    broken_tag = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\xff\xff\xff\xff\xff\xff"
+    for source in (
+        encoded(noise(), kind),
+        encoded(noise(), kind, orientation=1),
+        encoded(noise(), kind, orientation=9),
+        encoded(noise(), kind, exif=broken_tag),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stored = store(source, max_side=40, background=WHITE)
+        assert stored.data == source
+        assert stored.upright and not stored.transparent
+
+
+def test_orientation_can_be_kept() -> None:
+    source = encoded(smooth(), "JPEG", orientation=6)
+    kept = store(source, keep_orientation=True)
+    assert kept.data == source
+    assert not kept.upright
+    reduced = shown(store(source, keep_orientation=True, max_side=32).data)
+    assert reduced.size == (32, 24)
+    assert reduced.getexif()[ORIENTATION] == 6  # so that it still shows which side is up
+
+
+def test_a_turned_jpeg_keeps_its_colours() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    source = encoded(smooth(), "JPEG", orientation=8, quality=95, icc_profile=profile)
+    result = shown(store(source).data)
+    assert isinstance(result, JpegImagePlugin.JpegImageFile)
+    assert JpegImagePlugin.get_sampling(result) == 0  # 4:4:4
+    assert result.info["icc_profile"] == profile
+    grey = shown(store(encoded(noise("L"), "JPEG", orientation=3)).data)
+    assert grey.mode == "L"
+    inks = shown(store(encoded(noise("CMYK"), "JPEG", orientation=3, icc_profile=profile)).data)
+    assert (inks.mode, "icc_profile" in inks.info) == ("RGB", False)  # it is of inks
+
+
+def test_a_turned_png_loses_nothing() -> None:
+    deep = Image.fromarray(np.random.default_rng(0).integers(0, 65536, (8, 12), dtype=np.uint16))
+    turned = shown(store(encoded(deep, "PNG", orientation=6)).data)
+    assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(deep), -1))
+    palette = noise().quantize(16)
+    turned = shown(store(encoded(palette, "PNG", orientation=6)).data)
+    assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(palette.convert("RGB")), -1))
+    clear = noise("LA")
+    clear.putalpha(noise("L"))
+    turned = shown(store(encoded(clear, "PNG", orientation=3)).data)
+    assert np.array_equal(np.asarray(turned), np.asarray(clear)[::-1, ::-1])
+
+
+def test_a_tiff_is_upright_as_pillow_reads_it() -> None:
+    source = encoded(smooth(), "TIFF", orientation=6)
+    for keep in (False, True):
+        stored = store(source, keep_orientation=keep)
+        assert shown(stored.data).size == (48, 64)
+        assert stored.upright
+
+
+def half_clear(mode: str) -> Image.Image:
+    """Red, of which the left half is to show the background; beneath it is green."""
+    picture = Image.new("RGBA", (20, 10), (255, 0, 0, 255))
+    picture.paste((0, 255, 0, 0), (0, 0, 10, 10))
+    return picture.convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extension"), [("PNG", "png"), ("WEBP", "webp"), ("GIF", "png"), ("TIFF", "png")]
+)
+def test_transparent_parts_are_seen_and_laid_on_a_background(kind: str, extension: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    source = encoded(half_clear("RGBA"), kind, **options)
+    kept = store(source)
+    assert kept.transparent
+    assert (kept.data == source) == (kind in ("PNG", "WEBP"))
+    assert shown(kept.data).has_transparency_data
+    for background in (WHITE, (0, 0, 255)):
+        laid = store(source, background=background)
+        assert (laid.transparent, laid.extension) == (True, extension)
+        result = shown(laid.data)
+        assert result.mode == "RGB"
+        assert [result.getpixel(place) for place in ((2, 5), (17, 5))] == [background, (255, 0, 0)]
+
+
+def test_other_forms_of_transparency() -> None:
+    palette = Image.new("P", (8, 8))
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    assert store(encoded(palette, "PNG", transparency=0)).transparent
+    assert not store(encoded(palette, "PNG", transparency=1)).transparent  # of a colour that does not occur
+    assert store(encoded(Image.new("RGB", (8, 8), "red"), "PNG", transparency=(255, 0, 0))).transparent
+    assert store(encoded(Image.new("LA", (8, 8), (9, 254)), "PNG")).transparent
+    assert not store(encoded(Image.new("RGBA", (8, 8), "red"), "PNG"), background=WHITE).transparent
+    grey = shown(store(encoded(Image.new("LA", (8, 8), (0, 0)), "PNG"), background=WHITE).data)
+    assert (grey.mode, grey.getpixel((0, 0))) == ("RGB", WHITE)
+
+
+def test_a_picture_may_be_turned_laid_on_white_and_reduced_at_once() -> None:
+    source = encoded(half_clear("RGBA"), "PNG", orientation=6)  # the left half is to be on top
+    result = shown(store(source, background=WHITE, max_side=10).data)
+    assert result.size == (5, 10)
+    assert [result.getpixel(place) for place in ((2, 1), (2, 8))] == [WHITE, (255, 0, 0)]
+
+
+def test_max_side_reduces_only_larger_pictures() -> None:
+    large = noise(side=(300, 100))
+    for kind, orientation, size in [("JPEG", 6, (20, 60)), ("PNG", None, (60, 20)), ("WEBP", None, (60, 20))]:
+        assert shown(store(encoded(large, kind, orientation=orientation), max_side=60).data).size == size
+    small = encoded(noise(side=(60, 60)), "JPEG")
+    assert store(small, max_side=60).data == small
+
+
+def test_other_formats_become_png() -> None:
+    for kind, mode, stored_mode in [
+        ("GIF", "RGB", "RGB"),
+        ("TIFF", "L", "L"),
+        ("TIFF", "CMYK", "RGB"),
+        ("BMP", "1", "L"),
+    ]:
+        stored = store(encoded(noise(mode), kind))
+        assert (stored.extension, shown(stored.data).mode) == ("png", stored_mode)
+    deep = Image.new("I;16", (8, 8))
+    for source, how in [(encoded(deep, "TIFF"), {}), (encoded(deep, "PNG"), {"max_side": 4})]:
+        with pytest.raises(BadPicture, match="more than 8 bits a pixel: convert it first"):
+            store(source, **how)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.data())
+def test_a_broken_picture_has_a_cause(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]))
+    options = {"orientation": 6} if kind in ("JPEG", "PNG", "WEBP") else {}
+    good = bytearray(encoded(noise(side=(16, 12)), kind, **options))
+    for _ in range(data.draw(st.integers(1, 8))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    broken = bytes(good[: data.draw(st.integers(1, len(good)))])
+    max_side, background = data.draw(st.sampled_from([None, 8])), data.draw(st.sampled_from([None, WHITE]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            stored = store(broken, max_side=max_side, background=background)
+        except BadPicture as error:
+            assert str(error)
+        else:
+            assert stored.data
+            assert stored.extension in ("jpg", "png", "webp")
