@@ -1,9 +1,10 @@
 """Evaluation datasets: what to show the model, what is right, and which tasks make sense.
 
 Two layouts are read. The one in which the field publishes its sets (data/writer.py shows it; split ``test``),
-with three additions: ``dataset_type.txt`` may say ``retrieval``, ``card.json`` may list ``"tasks"`` and states
-how many samples there are, and a caption file may hold several captions, one a line. And a plain folder of
-pictures, ``ROOT/<class name>/*.jpg``, whose folder names are the class names with ``_`` for a space.
+with four additions: ``dataset_type.txt`` may say ``retrieval``, ``card.json`` may list ``"tasks"`` and states
+how many samples there are, a caption file may hold several captions, one a line, and a sample's json may list
+them as ``"captions"``, of which the caption file then holds the first. And a plain folder of pictures,
+``ROOT/<class name>/*.jpg``, whose folder names are the class names with ``_`` for a space.
 
 Which tasks a dataset is scored on unless the user names one: those of its card's ``"tasks"``; else retrieval if
 its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labelled sets often carry captions that
@@ -162,6 +163,13 @@ def open_dataset(name_or_folder: str | Path) -> EvalDataset:
 
 def _open_published(folder: Path, name: str) -> EvalDataset:
     card = _card(folder)
+    splits = [inside for inside in _visible_folders(folder) if any(inside.glob("*.tar"))]
+    if splits and not (folder / SPLIT).is_dir() and not any(folder.glob("*.tar")):
+        raise DataError(
+            f"dataset {name} has no split {SPLIT!r} to score on, only {_some([one.name for one in splits])}: pack "
+            f"it with pairs held out (python -m data pack TABLE OUT --test 0.1), or name a split's own folder, "
+            f"{splits[0]}"
+        )
     paths = find_shards(str(folder), split=SPLIT)
     _check_consecutive(paths)
     shards = Shards(paths, need=("image",))
@@ -252,8 +260,7 @@ def _annotations(name: str, shards: Shards) -> tuple[Tensor | None, tuple[tuple[
         except DataError as error:
             raise DataError(f"dataset {name}: sample {key} of {shard}: {error}") from error
         labels.append(sample.label)
-        lines = (sample.caption or "").split("\n")
-        captions.append(tuple(line.strip() for line in lines if line.strip()))
+        captions.append(_captions(sample))
     for what, present in (
         ("label", [one is not None for one in labels]),
         ("caption", list(map(bool, captions))),
@@ -263,6 +270,14 @@ def _annotations(name: str, shards: Shards) -> tuple[Tensor | None, tuple[tuple[
             raise DataError(f"dataset {name}: sample {key} of {shard} has no {what}, others have one")
     known = [label for label in labels if label is not None]
     return (torch.tensor(known) if known else None), (tuple(captions) if any(captions) else None)
+
+
+def _captions(sample: Sample) -> tuple[str, ...]:
+    """Those listed in the sample's json, if its caption is the first of them, else the lines of its caption."""
+    listed = sample.meta.get("captions")
+    if not isinstance(listed, list) or listed[:1] != [sample.caption]:
+        listed = (sample.caption or "").split("\n")
+    return tuple(one.strip() for one in listed if isinstance(one, str) and one.strip())
 
 
 def _tasks(name: str, card: dict[str, Any], kind: list[str], *, pairs_only: bool) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import DataError
+from data.pack import pack
+from data.writer import DatasetWriter, Record
 from eval.datasets import DEFAULT_TEMPLATES, open_dataset
 
 WriteDataset = Callable[..., Path]
@@ -75,6 +77,29 @@ def test_which_tasks(write_dataset: WriteDataset) -> None:
     assert open_dataset(typed).tasks == ("retrieval",)
 
 
+def test_a_packed_table_is_scored_on_the_pairs_held_out(tmp_path: Path) -> None:
+    rows = []
+    for number, captions in enumerate([["one", "uno"], "two\nlines", ["three"]] * 10):
+        (tmp_path / f"{number}.jpg").write_bytes(picture() + bytes([number]))
+        rows.append(json.dumps({"path": f"{number}.jpg", "caption": captions}) + "\n")
+    (tmp_path / "t.jsonl").write_text("".join(rows))
+    report = pack(tmp_path / "t.jsonl", tmp_path / "pairs", test=0.5, progress=False)
+    dataset = open_dataset(tmp_path / "pairs")
+    assert (dataset.name, dataset.tasks, len(dataset)) == ("pairs", ("retrieval",), report.splits["test"])
+    assert set(dataset.captions or ()) == {("one", "uno"), ("two\nlines",), ("three",)}
+    assert len(open_dataset(tmp_path / "pairs/train")) == report.splits["train"]
+
+
+def test_a_list_of_captions_counts_if_the_sample_s_own_is_its_first(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "pairs") as writer:
+        for number, listed in enumerate([["a", "b"], ["b", "a"], "a", [], ["a", 1, " "], ["a", "a"]]):
+            meta = {"captions": listed}
+            record = Record(key=f"{number}", image=picture(), extension="jpg", caption="a", meta=meta)
+            writer.write("test", record)
+        writer.finish({})
+    assert open_dataset(tmp_path / "pairs").captions == (("a", "b"), *[("a",)] * 4, ("a", "a"))
+
+
 def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
     for name in (
         "tabby_cat/1.jpg",
@@ -125,7 +150,12 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
     assert "tasks ['sing']; known: zero-shot, retrieval" in refusal(
         write_dataset("task", card={"tasks": ["sing"]})
     )
-    assert "no tar of split 'test'" in refusal(write_dataset("split", split="train"))
+    split = write_dataset("split", split="train")
+    assert refusal(split) == (
+        "dataset split has no split 'test' to score on, only train: pack it with pairs held out "
+        f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {split / 'train'}"
+    )
+    assert len(open_dataset(split / "train")) == 23
     kind = write_dataset("kind")
     (kind / "dataset_type.txt").write_text("multilabel\n")
     assert "of type 'multilabel'" in refusal(kind)
