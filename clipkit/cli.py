@@ -1,0 +1,175 @@
+"""The command line: what can be said, and which module does it. That module is imported when it is chosen."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clipkit.errors import run_command
+
+__all__ = ["dispatch", "main"]
+
+SOURCES = """\
+SOURCE is
+  a folder        every picture below it
+  a picture       .jpg, .png, .webp, .gif, .tif, .bmp, .avif, ...
+  shards          WebDataset tars: one, a folder of them, or a pattern
+                  'pairs/{00000..00041}.tar'
+  a table         .csv, .tsv, .jsonl or .parquet with a column of paths
+"""
+TEXTS = """\
+and with --text
+  lines.txt, -    a text a line; - is standard input
+  a table         its column of captions
+  shards          their captions
+"""
+MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """One sub-command."""
+
+    summary: str
+    epilog: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    stopped: str  # what Ctrl-C leaves behind
+
+
+def main() -> NoReturn:
+    """Run the command that the program was started with."""
+    run_command(partial(dispatch, sys.argv[1:]))
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit status.
+
+    Raises:
+        ClipkitError: a mistake that the user can mend.
+    """
+    parser = argparse.ArgumentParser(
+        prog="clipkit",
+        description="Put a CLIP model to use.",
+        epilog="clipkit COMMAND --help says more about a command.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(one)
+    parsed = parser.parse_args(arguments)
+    chosen = COMMANDS[parsed.command]
+    try:
+        return chosen.run(parsed)
+    except KeyboardInterrupt:
+        print(f"stopped; {chosen.stopped}", file=sys.stderr)
+        return 130
+
+
+def _encode_arguments(parser: argparse.ArgumentParser) -> None:
+    _shared_arguments(parser)
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--text", action="store_true", help="encode texts, not pictures")
+    parser.add_argument(
+        "--rows-per-file",
+        metavar="N",
+        type=int,
+        default=10_000,
+        help="pictures of a file; what a stop can lose (default: 10000)",
+    )
+    parser.add_argument("--caption-column", metavar="C", help="column of tables (default: guessed)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _encode(parsed: argparse.Namespace) -> int:
+    from clipkit.encode import EncodeOptions, run
+
+    return run(EncodeOptions(**_options(parsed)))
+
+
+def _classify_arguments(parser: argparse.ArgumentParser) -> None:
+    _shared_arguments(parser)
+    parser.add_argument(
+        "--labels", required=True, metavar="LABELS", help='"cat,dog,...", or a file with a label a line'
+    )
+    parser.add_argument(
+        "--templates",
+        metavar="T",
+        nargs="+",
+        action="extend",
+        help='prompts with {c} for the label, or a file of them (default: "a photo of a {c}.")',
+    )
+    parser.add_argument("--top", metavar="K", type=int, default=3, help="labels a picture (default: 3)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file too")
+
+
+def _classify(parsed: argparse.Namespace) -> int:
+    from clipkit.classification import ClassifyOptions, run
+
+    return run(ClassifyOptions(**_options(parsed)))
+
+
+def _shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command has that runs pictures through a model."""
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="what to read; see below")
+    parser.add_argument("--model", metavar="M", required=True, help=MODEL)
+    parser.add_argument(
+        "--name",
+        metavar="NAME",
+        default="",
+        help="its architecture, where that is not stored with the weights",
+    )
+    parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="(default: 64)")
+    parser.add_argument(
+        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="what the towers compute in (default: fp32)",
+    )
+    parser.add_argument(
+        "--workers", metavar="N", type=int, help="threads that read and decode (default: one a core)"
+    )
+    parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
+
+
+def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(parsed).items() if name != "command"}
+
+
+# further commands are further entries
+COMMANDS = {
+    "encode": _Command(
+        summary="turn pictures or texts into embeddings (clip-retrieval's layout)",
+        epilog=SOURCES
+        + TEXTS
+        + """
+The same command goes on where it was stopped. Over several processes:
+  torchrun --nproc-per-node 8 -m clipkit encode ...""",
+        arguments=_encode_arguments,
+        run=_encode,
+        stopped="the same command goes on where it was",
+    ),
+    "classify": _Command(
+        summary="find the best of your labels for each picture (zero-shot)",
+        epilog=SOURCES
+        + """
+  clipkit classify photos/ --labels "cat,dog,a bird" --model runs/pets
+  clipkit classify a.jpg --labels names.txt --templates "a sketch of a {c}."
+    "a {c}" --model runs/pets --out labels.csv""",
+        arguments=_classify_arguments,
+        run=_classify,
+        stopped="no file was written",
+    ),
+}

@@ -1,0 +1,281 @@
+"""``clipkit encode``: pictures or texts to a folder of embeddings, from where a former run of it stopped.
+
+The items of all sources are numbered. Part p holds items p·n to (p + 1)·n - 1 and is encoded by process p mod the
+number of processes, batch by batch from its beginning: which process does it, and after how many stops, changes
+no bit of its file.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from clipkit.api import load
+from clipkit.embedding_folder import EmbeddingFolder, Manifest, Part, Totals
+from clipkit.encode_progress import EncodeProgress
+from clipkit.errors import ConfigError, DataError
+from clipkit.feature_stream import Failure, FeatureStream, pick_device
+from clipkit.model import CLIP
+from clipkit.pictures import Item, Stream
+
+__all__ = ["EncodeOptions", "Encoded", "encode", "model_hash", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """What the command line says; see ``clipkit encode --help``."""
+
+    sources: Sequence[str]
+    model: str
+    out: Path
+    text: bool
+    batch_size: int
+    rows_per_file: int
+    workers: int | None
+    device: str | None
+    precision: str
+    name: str
+    image_column: str | None
+    caption_column: str | None
+    quiet: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What one process has done.
+
+    Attributes:
+        folder: where the embeddings lie, such as OUT/img_emb.
+        files: how many there are in all.
+        written: how many of them this process wrote.
+        found: how many of them were there before.
+        done: items that this process took in.
+        failed: those of them that could not be encoded.
+        seconds: that this took.
+        totals: of all files, if all are complete.
+    """
+
+    folder: Path
+    files: int
+    written: int
+    found: int
+    done: int
+    failed: int
+    seconds: float
+    totals: Totals | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Survey:
+    """What a look through the sources has shown."""
+
+    items: int
+    digest: str
+    captions: bool
+
+
+def encode(
+    stream: Stream,
+    out: Path,
+    features: FeatureStream,
+    *,
+    model_name: str = "",
+    sources: Sequence[str] = (),
+    rows_per_file: int,
+    process: int = 0,
+    processes: int = 1,
+    progress: bool = True,
+) -> Encoded:
+    """Encode the pictures, or the captions, of a stream into a folder; see ``clipkit.embedding_folder``.
+
+    Args:
+        stream: what to encode.
+        out: the folder; a former run with the same settings is gone on with.
+        features: the model and how it is used.
+        model_name: for the manifest.
+        sources: for the manifest.
+        rows_per_file: items of a part.
+        process: this one's number; each does its own parts.
+        processes: how many there are.
+        progress: whether to show how far it has come, on stderr.
+
+    Raises:
+        ConfigError: a setting is out of range, or the folder holds embeddings made from or by something else.
+        DataError: a source is missing or empty, or has changed while it was read.
+    """
+    if rows_per_file < 1:
+        raise ConfigError(f"rows_per_file = {rows_per_file}: it must be 1 or more")
+    try:
+        import pyarrow  # noqa: F401 (said now, not when the first file is full)
+    except ImportError as error:
+        raise ConfigError(
+            "metadata are Parquet files, which need pyarrow: pip install 'pyarrow>=18'"
+        ) from error
+    with EncodeProgress("counting", total=None, shown=progress) as bar:
+        survey = _look_through(stream, bar.show)
+    manifest = Manifest(
+        kind=stream.kind,
+        model=model_name,
+        weights=model_hash(features.model),
+        sources=list(sources),
+        items=survey.items,
+        digest=survey.digest,
+        captions=survey.captions,
+        rows_per_file=rows_per_file,
+        batch_size=features.batch_size,
+        precision=features.precision,
+        device=features.device.type,
+    )
+    folder = EmbeddingFolder(out, manifest, process=process)
+    return _encode_parts(stream, folder, features, _Own(folder, process, processes), progress)
+
+
+def _encode_parts(
+    stream: Stream, folder: EmbeddingFolder, features: FeatureStream, own: "_Own", progress: bool
+) -> Encoded:
+    """Encode this process's parts that are not there yet."""
+    manifest = folder.manifest
+    found = sum(folder.is_done(part) for part in range(manifest.files))
+    done = failed = written = 0
+    began = time.monotonic()
+    parts: dict[int, Part] = {}  # that are begun: at most two
+    with EncodeProgress("encoding", total=own.count(), shown=progress) as bar:
+        for outcome in features.run(own.items(stream), kind=stream.kind, captions=manifest.captions):
+            part = parts.setdefault(outcome.part, Part(outcome.part))
+            part.add(outcome)
+            if isinstance(outcome, Failure):
+                done, failed = done + 1, failed + 1
+            else:
+                done += len(outcome.items)
+            if len(part) == manifest.items_of(part.number):
+                if not part.rows:
+                    part.rows.append(features.nothing(stream.kind).astype(np.float16))
+                folder.write(parts.pop(part.number))
+                written += 1
+            bar.show(done, failed)
+    if parts:
+        raise DataError("the sources have become shorter while they were read: run the same command again")
+    return Encoded(
+        folder=folder.out / folder.embeddings,
+        files=manifest.files,
+        written=written,
+        found=found,
+        done=done,
+        failed=failed,
+        seconds=time.monotonic() - began,
+        totals=folder.finish(),
+    )
+
+
+class _Own:
+    """The parts that one process has to do: every so many of them, if they are not complete yet."""
+
+    def __init__(self, folder: EmbeddingFolder, process: int, processes: int) -> None:
+        self._folder, self._process, self._processes = folder, process, processes
+
+    def _parts(self) -> Iterator[int]:
+        for part in range(self._process, self._folder.manifest.files, self._processes):
+            if not self._folder.is_done(part):
+                yield part
+
+    def count(self) -> int:
+        """How many items they have."""
+        return sum(map(self._folder.manifest.items_of, self._parts()))
+
+    def items(self, stream: Stream) -> Iterator[tuple[int, Item]]:
+        """Each of their items with its part's number."""
+        parts, length = self._parts(), self._folder.manifest.rows_per_file
+        wanted = next(parts, None)
+        for number, item in enumerate(stream):
+            part = number // length
+            while wanted is not None and part > wanted:
+                wanted = next(parts, None)
+            if wanted is None:
+                return
+            if part == wanted:
+                yield part, item
+
+
+def _look_through(stream: Stream, show: Callable[[int], None]) -> _Survey:
+    """Count the items, and take a digest of them: what a folder was begun with must be what it is finished with."""
+    digest, count, captions = hashlib.sha256(), 0, False
+    for count, item in enumerate(stream, 1):
+        text = item.caption if isinstance(item.caption, str) else ""
+        for part in (item.source, item.key, text):
+            digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+        captions = captions or item.caption is not None
+        if count % 1000 == 0:
+            show(count)
+    return _Survey(items=count, digest=digest.hexdigest()[:32], captions=captions)
+
+
+def model_hash(model: CLIP) -> str:
+    """32 hexadecimal digits that change with the weights, the architecture and the preprocessing."""
+    digest = hashlib.sha256(f"{model.architecture!r}\n{model.preprocess!r}\n".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def run(options: EncodeOptions) -> int:
+    """The command; returns the exit status: 1 where nothing at all could be encoded.
+
+    Raises:
+        ClipkitError: a mistake that the user can mend.
+    """
+    process, processes = (
+        int(os.environ.get(name, value)) for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"))
+    )
+    if "-" in options.sources and processes > 1:
+        raise ConfigError("standard input goes to one process only: save the texts in a .txt file")
+    stream = Stream(
+        options.sources,
+        kind="caption" if options.text else "image",
+        image_column=options.image_column,
+        caption_column=options.caption_column,
+    )
+    model = load(options.model, name=options.name, device=pick_device(options.device))
+    features = FeatureStream(
+        model, batch_size=options.batch_size, precision=options.precision, workers=options.workers
+    )
+    try:
+        encoded = encode(
+            stream,
+            options.out,
+            features,
+            model_name=options.model,
+            sources=options.sources,
+            rows_per_file=options.rows_per_file,
+            process=process,
+            processes=processes,
+            progress=not options.quiet and process == 0,
+        )
+    except OSError as error:  # a full disk, a folder without permission
+        raise DataError(f"cannot write {options.out}: {error}") from error
+    _report(encoded, options, f"process {process + 1} of {processes}: " if processes > 1 else "")
+    return 1 if encoded.totals and not encoded.totals.rows else 0
+
+
+def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
+    """What was done; the last line says what the whole folder holds, once it is complete."""
+    what = "texts" if options.text else "pictures"
+    rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
+    found = f"; {encoded.found:,} were there" if encoded.found else ""
+    print(
+        f"{who}{encoded.done:,} {what} in {encoded.seconds:,.1f} s ({rate}), "
+        f"wrote {encoded.written:,} of {encoded.files:,} files{found}"
+    )
+    totals = encoded.totals
+    if totals is None:
+        return
+    if totals.failures:
+        print(f"{totals.failures:,} failed, listed in {options.out / 'failures.jsonl'}")
+    files = f"{encoded.files:,} file{'s' if encoded.files != 1 else ''}"
+    print(f"{totals.rows:,} embeddings of {totals.width} numbers in {files} of {encoded.folder}")

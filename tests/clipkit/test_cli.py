@@ -1,0 +1,279 @@
+"""``clipkit`` as a user runs it: help, mistakes, what is printed and what is written."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.classification import labels_of, templates_of
+from clipkit.cli import COMMANDS, dispatch
+from clipkit.config import Config, OptimConfig
+from clipkit.errors import DataError, run_command
+from clipkit.model import CLIP
+from clipkit.optim import adamw
+
+LABELS = ["cat", "dog", "a very long label that does not fit into thirty columns", "鳥の写真"]
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return clipkit.create("ViT-Ti-4-16", seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("model") / "run"
+    optimizer = adamw(model, OptimConfig())
+    save_checkpoint(run, model, optimizer, LoopState(step=0, data=""), Config(), keep=1)
+    return run
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three pictures and a broken one in ``photos`` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("photos")
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for name in ("a", "b", "a name of more columns than there are for names of pictures"):
+        Image.fromarray(noise.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(folder / f"{name}.png")
+    (folder / "x.png").write_bytes(b"no picture")
+    return folder
+
+
+def classify(checkpoint: Path, *arguments: str) -> int:
+    return dispatch(
+        ["classify", "photos", "--labels", ",".join(LABELS), "--model", str(checkpoint), *arguments]
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_fits_80_columns(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        dispatch(arguments)
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8
+    assert max(map(len, lines)) < 80
+
+
+def test_help_loads_no_command(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom clipkit.cli import dispatch\n"
+        "try:\n    dispatch(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('clipkit.encode', 'clipkit.classification', 'rich', 'PIL', 'pyarrow') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [["-m", "clipkit"], [str(Path(sys.executable).with_name("clipkit"))]])
+def test_encode_as_a_program(program: list[str], checkpoint: Path, photos: Path) -> None:
+    if not program[0].startswith("-") and not Path(program[0]).exists():
+        pytest.skip("clipkit is not installed as a command")
+    command = [sys.executable, *program, "encode", "photos", "--out", "out"]
+    done = subprocess.run(
+        [*command, "--model", str(checkpoint)], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in done.stdout.splitlines()] == [
+        "4 pictures in _ s (_/s), wrote 1 of 1 files",
+        "1 failed, listed in out/failures.jsonl",
+        "3 embeddings of 128 numbers in 1 file of out/img_emb",
+    ]
+
+
+def test_encode_says_what_was_there(
+    checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    arguments = ["encode", "photos", "--out", "out", "--model", str(checkpoint), "--rows-per-file", "2"]
+    assert dispatch(arguments) == 0
+    assert "wrote 2 of 2 files\n" in capsys.readouterr().out
+    assert dispatch(arguments) == 0
+    said = capsys.readouterr()
+    assert "0 pictures in 0.0 s (0.0/s), wrote 0 of 2 files; 2 were there\n" in said.out
+    assert said.err == ""
+
+
+def test_encode_where_nothing_works_is_exit_1(
+    checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    assert dispatch(["encode", "photos/x.png", "--out", "out", "--model", str(checkpoint)]) == 1
+    assert "0 embeddings of 128 numbers" in capsys.readouterr().out
+
+
+def test_classify_prints_a_table_of_80_columns(
+    checkpoint: Path, photos: Path, model: CLIP, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.cells import cell_len
+
+    assert classify(checkpoint, "--top", "4") == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert lines[0].split() == ["picture", "label"]
+    assert len(lines) == 1 + 3 * 4
+    assert lines[1].startswith("…han there are for names of pictures.png  ")
+    want = clipkit.classify("photos/a.png", LABELS, model)[0]
+    first = int(want.argmax())
+    (line,) = (line for line in lines if line.startswith("photos/a.png"))
+    assert LABELS[first][:20] in line
+    assert line.endswith(f"{want[first]:.1%}")
+    assert said.err.splitlines() == [
+        "failed: photos/x.png: not a picture in a known format",
+        "1 of 4 pictures failed",
+    ]
+
+
+def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLIP) -> None:
+    for name in ("out.csv", "out.json", "out.jsonl"):
+        assert classify(checkpoint, "--top", "2", "--out", name) == 0
+    pictures = sorted(str(path) for path in photos.glob("*.png") if path.name != "x.png")
+    want = clipkit.classify(pictures, LABELS, model)
+    with open("out.csv", newline="") as file:  # noqa: PTH123
+        header, *rows = csv.reader(file)
+    assert header == ["picture", "label_1", "probability_1", "label_2", "probability_2"]
+    as_json = json.loads(Path("out.json").read_text())
+    assert as_json == [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    for row, one, picture, probabilities in zip(rows, as_json, pictures, want, strict=True):
+        best = probabilities.topk(2)
+        labels = [LABELS[place] for place in best.indices.tolist()]
+        assert row[::2] == [picture, row[2], row[4]]
+        assert row[1::2] == labels
+        assert [float(value) for value in row[2::2]] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert one["picture"] == picture
+        assert [label["label"] for label in one["labels"]] == labels
+        assert [label["probability"] for label in one["labels"]] == [float(value) for value in row[2::2]]
+    assert not list(Path().glob(".*partial"))
+
+
+def test_classify_by_files_of_labels_and_templates(
+    checkpoint: Path, photos: Path, model: CLIP, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("names.txt").write_text("cat, or kitten\n\ndog\n", encoding="utf-8-sig")
+    Path("prompts.txt").write_text("a {c}\nthe {}\n")
+    arguments = ["classify", "photos/a.png", "--labels", "names.txt", "--model", str(checkpoint)]
+    assert dispatch([*arguments, "--templates", "prompts.txt", "my {c}", "--out", "out.json"]) == 0
+    (one,) = json.loads(Path("out.json").read_text())
+    want = clipkit.classify(
+        "photos/a.png", ["cat, or kitten", "dog"], model, templates=["a {c}", "the {c}", "my {c}"]
+    )
+    assert one["labels"][0]["probability"] == pytest.approx(float(want.max()), abs=1e-5)
+    assert len(one["labels"]) == 2  # there are no three
+    assert "1 pictures in out.json" in capsys.readouterr().err
+
+
+def test_classify_where_nothing_works_is_exit_1_and_an_empty_array(checkpoint: Path, photos: Path) -> None:
+    arguments = ["--labels", "cat,dog", "--model", str(checkpoint), "--out", "out.json"]
+    assert dispatch(["classify", "photos/x.png", *arguments]) == 1
+    assert json.loads(Path("out.json").read_text()) == []
+
+
+def test_what_is_written_appears_when_it_is_complete(
+    checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from clipkit import classification
+
+    guesses = classification.guesses
+
+    def stopped(*arguments: object, **more: object) -> Iterator[object]:
+        yield next(guesses(*arguments, **more))  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    Path("out.csv").write_text("former")
+    monkeypatch.setattr(classification, "guesses", stopped)
+    assert classify(checkpoint, "--out", "out.csv") == 130
+    assert capsys.readouterr().err.endswith("stopped; no file was written\n")
+    assert Path("out.csv").read_text() == "former"
+    assert not list(Path().glob(".*partial"))
+
+
+def test_names_cannot_steer_the_terminal(
+    checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "a.png").rename(photos / "\x1b[31mred\n.png")
+    (photos / "x.png").rename(photos / "\x1b[2Jx.png")
+    assert classify(checkpoint) == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+    assert "�[31mred�.png" in said.out
+
+
+def test_labels_and_templates_are_checked(tmp_path: Path) -> None:
+    assert labels_of(" cat , dog,") == ["cat", "dog"]
+    assert templates_of(None) == ["a photo of a {c}."]
+    many = ",".join(f"label {number}" for number in range(5000))
+    assert len(labels_of(many)) == 5000
+    for given, message in [
+        ("labels.txt", "is no file"),
+        ("cat,", "has 1 labels: at least two"),
+        ("cat,dog,cat", "label 'cat' is there twice"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            labels_of(given)
+    with pytest.raises(DataError, match=r"has no \{c\}"):
+        templates_of(["a photo"])
+    (tmp_path / "empty").touch()
+    with pytest.raises(DataError, match="is empty"):
+        templates_of([str(tmp_path / "empty")])
+
+
+def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
+    model = ["--model", str(checkpoint)]
+    labels = ["--labels", "cat,dog"]
+    return [
+        (["encode", "nowhere", "--out", "out", *model], "nowhere: no such file or folder"),
+        (["encode", "photos", "--out", "out", "--model", "nowhere"], "nowhere"),
+        (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "device 'tpu9' cannot be used"),
+        (["encode", "photos", "--out", "out", "--batch-size", "0", *model], "batch_size = 0"),
+        (["encode", "photos", "--out", "photos/a.png/x", *model], "cannot write photos/a.png/x"),
+        (["classify", "photos", *labels, "--model", "nowhere"], "nowhere"),
+        (["classify", "photos", "--labels", "cat", *model], "is no file"),
+        (["classify", "photos", *labels, "--templates", "x", *model], "has no {c}"),
+        (["classify", "photos", *labels, "--top", "0", *model], "top = 0"),
+        (["classify", "photos", *labels, "--out", "x.xlsx", *model], "it must end in .csv, .json or .jsonl"),
+        (["classify", "photos", *labels, "--out", "no/x.csv", *model], "cannot write no/x.csv"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_mistakes_are_one_line_and_exit_1(
+    number: int, checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = mistakes(checkpoint)[number]
+    with pytest.raises(SystemExit) as stop:
+        run_command(partial(dispatch, arguments))
+    said = capsys.readouterr()
+    assert (stop.value.code, said.out) == (1, "")
+    assert said.err.startswith("error: ")
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert sorted(os.listdir()) == ["photos"]  # noqa: PTH208
+
+
+def test_standard_input_is_for_one_process(
+    checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(clipkit.ConfigError, match="goes to one process only"):
+        dispatch(["encode", "-", "--text", "--out", "out", "--model", str(checkpoint)])
+    assert torch.get_num_threads() == 1
