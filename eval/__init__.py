@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError, nearest
-from eval.datasets import TASKS, EvalDataset, open_dataset
+from eval.datasets import TASKS, EvalDataset, open_dataset, open_datasets
 from eval.encode import ONE_RANK, Encoded, Gather, Ranks, encode_dataset
 from eval.results import Score, append_results, latest_results, provenance, read_results, weights_id
 from eval.retrieval import captions_of, retrieval
@@ -26,6 +26,7 @@ __all__ = [
     "evaluate",
     "latest_results",
     "open_dataset",
+    "open_datasets",
     "provenance",
     "read_results",
     "retrieval",

@@ -15,7 +15,7 @@ from rich.table import Table
 import clipkit
 from clipkit.checkpoint import resolve_checkpoint
 from clipkit.errors import ConfigError, run_command
-from eval import Score, check_tasks, evaluate, open_dataset, weights_id
+from eval import Score, check_tasks, evaluate, open_datasets, weights_id
 
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _score(options: argparse.Namespace) -> None:
     """Score one model on every dataset in turn; results are written after each."""
     device = _device(options.device)
-    datasets = [open_dataset(source) for source in options.data]
+    datasets = open_datasets(options.data)
     for dataset in datasets:  # all of them before the first is scored
         check_tasks(dataset, [options.command])
     source, run = _checkpoint(options.model)

@@ -28,7 +28,15 @@ from data.builtin import BUILTIN, built_in
 from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample, Shards, find_shards
 
-__all__ = ["DEFAULT_TEMPLATES", "TASKS", "EvalDataset", "ImageFolder", "Pictures", "open_dataset"]
+__all__ = [
+    "DEFAULT_TEMPLATES",
+    "TASKS",
+    "EvalDataset",
+    "ImageFolder",
+    "Pictures",
+    "open_dataset",
+    "open_datasets",
+]
 
 SPLIT = "test"
 TASKS = ("zero-shot", "retrieval")
@@ -138,19 +146,67 @@ class ImageFolder:
 def open_dataset(name_or_folder: str | Path) -> EvalDataset:
     """Open a built-in dataset by its name (made on first use), or a folder in one of the two layouts.
 
+    Whoever keeps scores of several in one place opens them by ``open_datasets``, so that no two have one name.
+
     Raises:
         DataError: there is no such dataset, or it is incomplete or contradicts itself. Pictures are decoded
             later; one that does not decode is then an error too, so a score is never of fewer pictures.
     """
-    source = str(name_or_folder)
+    return open_datasets([name_or_folder])[0]
+
+
+def open_datasets(names_or_folders: Sequence[str | Path]) -> tuple[EvalDataset, ...]:
+    """Open several datasets, each under a name of its own, by which its results and snapshots are told apart.
+
+    A folder is named by the last part of its path. Where two would have the same name, theirs are lengthened by
+    as many parent folders as it takes: ``A/test`` and ``B/test`` become ``A-test`` and ``B-test``.
+
+    Raises:
+        DataError: as for ``open_dataset``; or a dataset is given twice.
+    """
+    sources = [str(one) for one in names_or_folders]
+    places = [_place(source) for source in sources]
+    return tuple(map(_open, sources, places, _distinct_names(places)))
+
+
+def _place(source: str) -> Path:
+    """Where a dataset lies: the full path of a folder, or just the name of a built-in set."""
     if source in BUILTIN and not Path(source).is_dir():
-        return _open_published(built_in(source), source)
+        return Path(source)
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(
             f"no dataset {source!r}: it is not a folder, nor built in ({nearest(source, BUILTIN)})"
         )
-    name = folder.resolve().name
+    return folder.resolve()
+
+
+def _distinct_names(places: Sequence[Path]) -> list[str]:
+    parts = [[part for part in place.parts if part != place.anchor] for place in places]
+    lengths = [1] * len(places)
+    while True:
+        # joined by what may stand in a file name
+        names = ["-".join(own[-length:]) for own, length in zip(parts, lengths, strict=True)]
+        shared = {name for name, count in Counter(names).items() if count > 1}
+        short = [i for i, name in enumerate(names) if name in shared and lengths[i] < len(parts[i])]
+        if not short:
+            break
+        for i in short:
+            lengths[i] += 1
+    for name in shared:
+        same = [place for place, own in zip(places, names, strict=True) if own == name]
+        if len(set(same)) == 1:
+            raise DataError(f"dataset {same[0]} is given twice: leave one out")
+        raise DataError(
+            f"datasets {same[0]} and {same[1]} would both be named {name}: rename one of the folders"
+        )
+    return names
+
+
+def _open(source: str, place: Path, name: str) -> EvalDataset:
+    if not place.is_absolute():
+        return _open_published(built_in(name), name)
+    folder = Path(source).expanduser()  # as the user says it, for messages
     marks = ("classnames.txt", "dataset_type.txt", "card.json", "nshards.txt")
     if (
         any((folder / mark).is_file() for mark in marks)

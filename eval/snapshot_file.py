@@ -5,6 +5,7 @@ predictions, the similarity matrix of a held-out batch, and the pictures nearest
 copies of every picture they refer to.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -105,14 +106,20 @@ def write_snapshot(run: Path, snapshot: Snapshot) -> Path:
     """Write a snapshot into a run folder, aside and renamed, and give its path."""
     folder = run / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
-    # a dataset may be named by a path
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", snapshot.dataset).strip("-")[-80:] or "data"
-    path = folder / f"step_{snapshot.step:08d}.{name}.json"
+    path = folder / f"step_{snapshot.step:08d}.{_file_name(snapshot.dataset)}.json"
     aside = folder / f".{path.name}.partial-{os.getpid()}"
     text = json.dumps(asdict(snapshot), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     aside.write_text(text + "\n", encoding="utf-8")
     aside.replace(path)
     return path
+
+
+def _file_name(dataset: str) -> str:
+    """The dataset's name where it may stand in a file name; else what may, and a hash that tells it from others."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", dataset).strip("-")[-80:]
+    if plain == dataset:
+        return plain
+    return f"{plain or 'data'}-{hashlib.sha256(dataset.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
 
 def find_snapshots(run: Path) -> dict[str, dict[int, Path]]:

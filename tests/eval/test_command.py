@@ -45,17 +45,17 @@ def command(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess
 def test_zero_shot_prints_a_table_and_writes_lines(
     run: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
-    colours, shades = write_dataset("colours"), write_dataset("shades")
+    colours, shades = write_dataset("A/test"), write_dataset("B/test")
     done = command("zero-shot", "--model", run, "--data", colours, "--data", shades, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.strip().splitlines()
     assert lines[0].split() == ["dataset", "metric", "value", "%", "95%", "interval", "chance", "%", "n"]
     assert max(map(len, lines[:-1])) <= 80 and "\x1b" not in done.stdout and "…" not in done.stdout
-    assert re.search(r"colours +acc1 +\d+\.\d +\d+\.\d–\d+\.\d +14\.29 +23\b", done.stdout)
+    assert re.search(r"A-test +acc1 +\d+\.\d +\d+\.\d–\d+\.\d +14\.29 +23\b", done.stdout)
     assert lines[-1] == f"wrote 6 lines to {run / 'results.jsonl'}"
     results = read_results(run / "results.jsonl")
-    assert [(line["dataset"], line["step"]) for line in results] == [("colours", 40)] * 3 + [
-        ("shades", 40)
+    assert [(line["dataset"], line["step"]) for line in results] == [("A-test", 40)] * 3 + [
+        ("B-test", 40)
     ] * 3
     checkpoint = run / "checkpoints" / "step_00000040"
     assert results[0]["weights"] == weights_id(str(checkpoint))[0]

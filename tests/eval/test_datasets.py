@@ -11,7 +11,7 @@ from PIL import Image
 from clipkit.errors import DataError
 from data.pack import pack
 from data.writer import DatasetWriter, Record
-from eval.datasets import DEFAULT_TEMPLATES, open_dataset
+from eval.datasets import DEFAULT_TEMPLATES, open_dataset, open_datasets
 
 WriteDataset = Callable[..., Path]
 
@@ -128,6 +128,34 @@ def test_a_folder_of_pictures_with_splits(tmp_path: Path) -> None:
         (tmp_path / "pets" / name).write_bytes(picture())
     dataset = open_dataset(tmp_path / "pets")
     assert (dataset.class_names, len(dataset)) == (("cat", "dog"), 3)
+
+
+def picture_folder(folder: Path) -> Path:
+    """A folder of one picture."""
+    (folder / "cat").mkdir(parents=True)
+    (folder / "cat" / "1.jpg").write_bytes(picture())
+    return folder
+
+
+def test_equal_names_are_lengthened_by_parent_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [picture_folder(tmp_path / name) for name in ("A/test", "B/test", "x/B/test", "x/digits", "y")]
+    names = [dataset.name for dataset in open_datasets([*folders, "digits"])]
+    own = f"{tmp_path.name}-B-test"
+    assert names == ["A-test", own, "x-B-test", "x-digits", "y", "digits"]
+    assert open_dataset(folders[0]).name == "test"
+    monkeypatch.chdir(tmp_path)
+    assert [one.name for one in open_datasets(["A/test/", "B/test", "y"])] == ["A-test", "B-test", "y"]
+    mistakes: list[tuple[list[str | Path], str]] = [
+        (["y", tmp_path / "y"], f"dataset {tmp_path / 'y'} is given twice"),
+        (["digits", "digits"], "dataset digits is given twice"),
+        (["A/test", "A/../A/test"], "is given twice"),
+        (["A/test", "B/test", picture_folder(tmp_path / "A-test")], "would both be named"),
+    ]
+    for given, message in mistakes:
+        with pytest.raises(DataError, match=message):
+            open_datasets(given)
 
 
 def refusal(folder: Path | str) -> str:

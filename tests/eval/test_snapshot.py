@@ -156,17 +156,21 @@ def test_too_many_queries(model: CLIP, encoded: Encoded) -> None:
 
 def test_round_trip_through_files(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
     snapshots = [take_snapshot(model, encoded, step=step) for step in (20, 3)]
-    other = replace(snapshots[0], dataset="/data/ünusual: name")
-    paths = [write_snapshot(tmp_path, snapshot) for snapshot in [*snapshots, other]]
-    assert [path.name for path in paths] == [
-        "step_00000020.colours.json",
-        "step_00000003.colours.json",
-        "step_00000020.data-nusual-name.json",
-    ]
+    paths = [write_snapshot(tmp_path, snapshot) for snapshot in snapshots]
+    assert [path.name for path in paths] == ["step_00000020.colours.json", "step_00000003.colours.json"]
     assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {path.name for path in paths}
-    assert read_snapshots(tmp_path) == [snapshots[1], snapshots[0], other]
+    assert read_snapshots(tmp_path) == [snapshots[1], snapshots[0]]
     assert list(find_snapshots(tmp_path)["colours"]) == [3, 20]
     assert read_snapshots(tmp_path / "nothing") == []
+
+
+def test_every_dataset_has_its_own_file(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
+    snapshot = take_snapshot(model, encoded, step=20)
+    names = ["a-b", "a.b", "a b", "猫", "狗", "/data/ünusual: name", "x" * 200, "x" * 201]
+    paths = [write_snapshot(tmp_path, replace(snapshot, dataset=name)) for name in names]
+    assert len(set(paths)) == len(names) and all(path.name.isascii() for path in paths)
+    assert paths[0].name == "step_00000020.a-b.json"
+    assert sorted(one.dataset for one in read_snapshots(tmp_path)) == sorted(names)
 
 
 def test_broken_files_are_named(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
