@@ -11,7 +11,6 @@ its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labe
 are made from the class, and retrieval among hundreds of equal captions measures nothing.
 """
 
-import hashlib
 import json
 import logging
 from collections import Counter
@@ -25,14 +24,13 @@ from torch import Tensor
 
 from clipkit.errors import DataError, nearest
 from data.builtin import BUILTIN, built_in
-from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample, Shards, find_shards
+from eval.image_folder import ImageFolder, visible_folders
 
 __all__ = [
     "DEFAULT_TEMPLATES",
     "TASKS",
     "EvalDataset",
-    "ImageFolder",
     "Pictures",
     "open_dataset",
     "open_datasets",
@@ -42,6 +40,7 @@ SPLIT = "test"
 TASKS = ("zero-shot", "retrieval")
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
 _MAX_TEXT_BYTES = 16 << 20  # of a file of names, templates or a card
+_SHOWN = 200  # characters of a source in a message
 _log = logging.getLogger("eval")
 
 
@@ -93,56 +92,6 @@ class EvalDataset:
         return f"dataset {self.name}: picture {key} of {shard}"
 
 
-class ImageFolder:
-    """The pictures below ``root/<class>/``, class folders and files in the order of their names.
-
-    Raises:
-        DataError: there is none.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.folders = _visible_folders(root)
-        self.files = [
-            (file, label)
-            for label, folder in enumerate(self.folders)
-            for file in sorted(folder.rglob("*"))
-            if _is_picture(file)
-        ]
-        if not self.files:
-            raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg")
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, number: int) -> Sample:
-        """Picture ``number`` with its label.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        file, label = self.files[number]
-        folder, key = self.locate(number)
-        try:
-            image = file.read_bytes()
-        except OSError as error:
-            raise DataError(str(error.strerror)) from error
-        return Sample(id=number, shard=folder, key=key, image=image, label=label)
-
-    def locate(self, number: int) -> tuple[str, str]:
-        """The folder, and the file's path in it."""
-        return str(self.root), self.files[number][0].relative_to(self.root).as_posix()
-
-    def fingerprint(self) -> str:
-        """Of paths and sizes; the folder may be moved."""
-        digest = hashlib.sha256()
-        for number, (file, _) in enumerate(self.files):
-            digest.update(
-                f"{self.locate(number)[1]}\0{file.stat().st_size}\n".encode("utf-8", "surrogateescape")
-            )
-        return digest.hexdigest()[:16]
-
-
 def open_dataset(name_or_folder: str | Path) -> EvalDataset:
     """Open a built-in dataset by its name (made on first use), or a folder in one of the two layouts.
 
@@ -166,19 +115,29 @@ def open_datasets(names_or_folders: Sequence[str | Path]) -> tuple[EvalDataset, 
     """
     sources = [str(one) for one in names_or_folders]
     places = [_place(source) for source in sources]
-    return tuple(map(_open, sources, places, _distinct_names(places)))
+    names = _distinct_names(places)
+    return tuple(_open(*one) for one in zip(sources, places, names, strict=True))
 
 
 def _place(source: str) -> Path:
     """Where a dataset lies: the full path of a folder, or just the name of a built-in set."""
     if source in BUILTIN and not Path(source).is_dir():
         return Path(source)
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        raise DataError(
-            f"no dataset {source!r}: it is not a folder, nor built in ({nearest(source, BUILTIN)})"
-        )
-    return folder.resolve()
+    folder = _folder(source)
+    try:
+        if folder.is_dir():
+            return folder.resolve()
+    except OSError as error:
+        raise DataError(f"cannot read dataset {source[:_SHOWN]!r}: {error.strerror}") from error
+    hint = nearest(source[:_SHOWN], BUILTIN)
+    raise DataError(f"no dataset {source[:_SHOWN]!r}: it is not a folder, nor built in ({hint})")
+
+
+def _folder(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:  # there is no such user
+        return Path(source)
 
 
 def _distinct_names(places: Sequence[Path]) -> list[str]:
@@ -204,9 +163,16 @@ def _distinct_names(places: Sequence[Path]) -> list[str]:
 
 
 def _open(source: str, place: Path, name: str) -> EvalDataset:
-    if not place.is_absolute():
-        return _open_published(built_in(name), name)
-    folder = Path(source).expanduser()  # as the user says it, for messages
+    _check_utf8(name)
+    try:
+        if not place.is_absolute():
+            return _open_published(built_in(name), name)
+        return _open_folder(_folder(source), name)  # as the user says it, for messages
+    except OSError as error:
+        raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
+
+
+def _open_folder(folder: Path, name: str) -> EvalDataset:
     marks = ("classnames.txt", "dataset_type.txt", "card.json", "nshards.txt")
     if (
         any((folder / mark).is_file() for mark in marks)
@@ -219,7 +185,7 @@ def _open(source: str, place: Path, name: str) -> EvalDataset:
 
 def _open_published(folder: Path, name: str) -> EvalDataset:
     card = _card(folder)
-    splits = [inside for inside in _visible_folders(folder) if any(inside.glob("*.tar"))]
+    splits = [inside for inside in visible_folders(folder) if any(inside.glob("*.tar"))]
     if splits and not (folder / SPLIT).is_dir() and not any(folder.glob("*.tar")):
         raise DataError(
             f"dataset {name} has no split {SPLIT!r} to score on, only {_some([one.name for one in splits])}: pack "
@@ -256,10 +222,12 @@ def _open_published(folder: Path, name: str) -> EvalDataset:
 
 
 def _open_image_folder(folder: Path, name: str) -> EvalDataset:
-    splits = [folder / split for split in (SPLIT, "val") if _visible_folders(folder / split)]
-    if not splits and _visible_folders(folder / "train"):
+    splits = [folder / split for split in (SPLIT, "val") if visible_folders(folder / split)]
+    if not splits and visible_folders(folder / "train"):
         raise DataError(f"{folder} has the split 'train' only: name the folder of the pictures to score on")
     pictures = ImageFolder(splits[0] if splits else folder)
+    for one in pictures.folders:
+        _check_utf8(one.name)
     templates = tuple(line for line in _lines(folder / "zeroshot_classification_templates.txt") if line)
     return _checked(
         EvalDataset(
@@ -358,6 +326,14 @@ def _card(folder: Path) -> dict[str, Any]:
     return card
 
 
+def _check_utf8(name: str) -> None:
+    """Results and prompts are written in UTF-8, which a folder's name need not be."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the folder {name!r} has a name that is not UTF-8: rename it") from error
+
+
 def _check_consecutive(paths: list[Path]) -> None:
     """Published shards are 0.tar … N-1.tar; a gap is a lost shard."""
     stems = [path.stem for path in paths]
@@ -384,16 +360,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def _visible_folders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS and not path.name.startswith(".")
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

@@ -1,8 +1,10 @@
 import json
 import logging
+import os
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -165,8 +167,44 @@ def refusal(folder: Path | str) -> str:
     return str(caught.value)
 
 
+def test_what_is_no_picture_file_is_refused(tmp_path: Path) -> None:
+    pipe, link = picture_folder(tmp_path / "pipe"), picture_folder(tmp_path / "link")
+    os.mkfifo(pipe / "cat" / "z.png")
+    (link / "cat" / "z.png").symlink_to("nothing")
+    lost = picture_folder(tmp_path / "lost")
+    (lost / "dog").symlink_to("nothing")
+    assert refusal(pipe) == f"picture {pipe / 'cat' / 'z.png'} is not a regular file: remove it"
+    assert refusal(link) == f"picture {link / 'cat' / 'z.png'} is a link to nothing: mend or remove it"
+    assert refusal(lost) == f"{lost / 'dog'} is a link to nothing: mend or remove it"
+
+
+def test_a_class_folder_that_cannot_be_read_is_not_left_out() -> None:
+    with TemporaryDirectory() as name:  # pytest's own folder is closed to other users
+        root = Path(name)
+        root.chmod(0o755)
+        picture_folder(root / "pets")
+        (root / "pets" / "dog").mkdir(mode=0)
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may read everything
+        try:
+            assert refusal(root / "pets") == (
+                f"cannot read dataset pets: {root / 'pets' / 'dog'}: Permission denied"
+            )
+        finally:
+            os.seteuid(user)
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"d\xff")
+    assert "'d\\udcff' has a name that is not UTF-8" in refusal(picture_folder(tmp_path / odd))
+    (picture_folder(tmp_path / "a") / "cat").rename(tmp_path / "a" / odd)
+    assert "'d\\udcff' has a name that is not UTF-8" in refusal(tmp_path / "a")
+
+
 def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) -> None:
     assert "not a folder, nor built in (did you mean 'digits'?)" in refusal("digit")
+    assert refusal("~nouser/x").startswith("no dataset '~nouser/x'")
+    assert refusal("x" * 5000) == f"cannot read dataset '{'x' * 200}': File name too long"
     (tmp_path / "empty").mkdir()
     assert "no picture in folders by class" in refusal(tmp_path / "empty")
     assert "has label 7, but classnames.txt has 7 lines" in refusal(write_dataset("range", labels=[0, 7]))

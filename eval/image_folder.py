@@ -1,0 +1,100 @@
+"""Pictures in folders by class, ``ROOT/<class>/*.jpg``, of which none is left out silently."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from clipkit.errors import DataError
+from data.index import IMAGE_EXTENSIONS
+from data.shards import Sample
+
+__all__ = ["ImageFolder", "visible_folders"]
+
+
+class ImageFolder:
+    """The pictures below ``root/<class>/``, class folders and files in the order of their names.
+
+    Raises:
+        DataError: there is none; or a folder cannot be read, or a picture is no file: a score is never of fewer
+            pictures.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folders = visible_folders(root)
+        self.files = [
+            (file, label) for label, folder in enumerate(self.folders) for file in sorted(_pictures(folder))
+        ]
+        if not self.files:
+            raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg")
+        self._sizes = [_size(file) for file, _ in self.files]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, number: int) -> Sample:
+        """Picture ``number`` with its label.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        file, label = self.files[number]
+        folder, key = self.locate(number)
+        try:
+            image = file.read_bytes()
+        except OSError as error:
+            raise DataError(str(error.strerror)) from error
+        return Sample(id=number, shard=folder, key=key, image=image, label=label)
+
+    def locate(self, number: int) -> tuple[str, str]:
+        """The folder, and the file's path in it."""
+        return str(self.root), self.files[number][0].relative_to(self.root).as_posix()
+
+    def fingerprint(self) -> str:
+        """Of paths and sizes; the folder may be moved."""
+        digest = hashlib.sha256()
+        for number, size in enumerate(self._sizes):
+            digest.update(f"{self.locate(number)[1]}\0{size}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()[:16]
+
+
+def visible_folders(folder: Path) -> list[Path]:
+    """The folders in a folder that are not hidden, in the order of their names.
+
+    Raises:
+        DataError: one of them is a link to nothing.
+        OSError: the folder cannot be read.
+    """
+    if not folder.is_dir():
+        return []
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path} is a link to nothing: mend or remove it")
+    return [path for path in paths if path.is_dir()]
+
+
+def _pictures(folder: Path) -> Iterator[Path]:
+    for inside, _, names in os.walk(folder, onerror=_refuse):
+        for name in names:
+            file = Path(inside, name)
+            if file.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS and not name.startswith("."):
+                yield file
+
+
+def _refuse(error: OSError) -> None:
+    """Otherwise a folder that cannot be read would be passed over."""
+    raise error
+
+
+def _size(file: Path) -> int:
+    """Bytes of a picture; reading what is no file, such as a pipe, might wait for ever."""
+    try:
+        found = file.stat()
+    except FileNotFoundError as error:
+        raise DataError(f"picture {file} is a link to nothing: mend or remove it") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"picture {file} is not a regular file: remove it")
+    return found.st_size
