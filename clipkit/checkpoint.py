@@ -9,15 +9,17 @@
         state.json                               everything else that the loop carries on with
         config.toml                              the run's whole configuration
         COMPLETE                                 size of each file
+    RUN/.saved                                   there has been a checkpoint
 
 A checkpoint is written aside, synced, renamed, and only then does LATEST move. No pickle is read or written.
+A run whose checkpoints are all lost or damaged is not begun anew: that would erase its history.
 """
 
 import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +35,19 @@ from clipkit.model import CLIP, build
 from clipkit.preprocess import Preprocess
 from clipkit.resample import fit_positions
 from clipkit.text_input import Tokenizer, tokenizer_of
+from clipkit.training_state import LoopState, loop_state, optimizer_tensors, restore_optimizer
 
 __all__ = [
-    "LoopState", "latest_checkpoint", "load_model", "load_training", "resolve_checkpoint", "save_checkpoint",
+    "LoopState", "latest_checkpoint", "load_model", "load_training", "passed_over", "resolve_checkpoint",
+    "save_checkpoint",
 ]  # fmt: skip
 
-_LATEST, _COMPLETE = "LATEST", "COMPLETE"
+_LATEST, _COMPLETE, _SAVED = "LATEST", "COMPLETE", ".saved"
+_STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
+# what every checkpoint has; a text tower may add its tokenizer's
+_FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml"}
 _FORMAT = 1
 _GROUPS_TOLD = 4  # in a message, of each kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopState:
-    """All state of the training loop besides weights and the optimizer's tensors.
-
-    Order, augmentation and random draws are functions of the seed and the step, so the number of batches
-    consumed is all that the data need, and no generator is saved.
-    """
-
-    step: int  # updates made = global batches consumed
-    data: str  # fingerprint of the training samples
-    seconds: float = 0.0  # of training so far
-    bad_samples: int = 0
 
 
 def save_checkpoint(
@@ -73,7 +66,7 @@ def save_checkpoint(
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
         save_file(_weights(model), aside / "model.safetensors")
-        save_file(_optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
+        save_file(optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
         (aside / "model.json").write_text(json.dumps(_model_card(model, aside), indent=2) + "\n")
         (aside / "state.json").write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=2) + "\n")
         (aside / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -89,37 +82,70 @@ def save_checkpoint(
         aside.rename(folder)
         _sync(root)
         _point_at(root, folder.name)
+        (run / _SAVED).touch()
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"the checkpoint of step {state.step} was not written: {error}") from error
     if keep:
         # the one just written stays, even where someone has gone back to an older step
-        others = [other for other in _complete_ones(root) if other != folder]
+        others = [other for other in _step_folders(root) if other != folder and _is_complete(other)]
         for old in others[keep - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint to resume from; None where the run has none yet.
+    """The checkpoint to resume from; None where the run has never had one.
 
     1. The one that LATEST names, if it is whole.
     2. Otherwise the newest whole one (LATEST is missing, or names one that was removed or damaged).
+
+    Raises:
+        CheckpointError: the run has had checkpoints, but they are gone or damaged, or cannot be read.
     """
     root = run / "checkpoints"
-    pointer = root / _LATEST
-    if pointer.is_file():
-        named = root / pointer.read_text(errors="replace").strip()
+    if (pointer := _pointer(root)) is not None:
+        named = root / pointer
         if named.parent == root and _is_complete(named):
             return named
-    return next(iter(_complete_ones(root)), None)
+    folders = _step_folders(root)
+    if whole := next(filter(_is_complete, folders), None):
+        return whole
+    mend = f"bring them back, or remove {run} and all that is in it to begin anew"
+    if folders:
+        raise CheckpointError(f"no checkpoint in {root} is whole, {folders[0].name} and all others: {mend}")
+    if (run / _SAVED).exists():
+        raise CheckpointError(
+            f"{run} has been trained, but its checkpoints are not in {root} any more: {mend}"
+        )
+    return None
+
+
+def passed_over(checkpoint: Path) -> list[str]:
+    """Names of newer checkpoints beside this one that are damaged, or missing though LATEST names them."""
+    root = checkpoint.parent
+    newer = {folder.name for folder in _step_folders(root) if not _is_complete(folder)}
+    pointer = _pointer(root) or ""
+    if _STEP_FOLDER.fullmatch(pointer) and not _is_complete(root / pointer):
+        newer.add(pointer)
+    return sorted((name for name in newer if _step_of(name) > _step_of(checkpoint.name)), key=_step_of)
+
+
+def _pointer(root: Path) -> str | None:
+    """What LATEST says."""
+    try:
+        return (root / _LATEST).read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{root / _LATEST} cannot be read: {error.strerror}") from error
 
 
 def resolve_checkpoint(source: Path) -> Path:
     """The checkpoint folder that a path means: a run folder, its ``checkpoints``, or a checkpoint itself.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or none that is whole.
     """
     if (source / "model.json").is_file():
         return source
@@ -209,22 +235,30 @@ def _fitting(model: CLIP, tensors: dict[str, Tensor], origin: Path, *, resample:
 
 
 def load_training(folder: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> LoopState:
-    """Put a checkpoint's weights and optimizer state into what a run has built; returns the loop's state."""
-    model.load_state_dict(
-        _fitting(model, _read_tensors(folder / "model.safetensors"), folder, resample=False)
-    )
-    _restore_optimizer(model, optimizer, _read_tensors(folder / "optimizer.safetensors"), folder)
+    """Put a checkpoint's weights and optimizer state into what a run has built; returns the loop's state.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or does not fit the model.
+    """
     stored = _read_json(folder / "state.json")
     if stored.pop("format", None) != _FORMAT:
         raise CheckpointError(f"{folder}: state.json is of another format than this version writes")
-    try:
-        return LoopState(**stored)
-    except TypeError as error:
-        raise CheckpointError(f"{folder}: state.json does not fit: {error}") from error
+    state = loop_state(stored, origin=folder)
+    if _STEP_FOLDER.fullmatch(folder.name) and state.step != _step_of(folder.name):
+        raise CheckpointError(f"{folder}: state.json is of step {state.step}")
+    weights = _fitting(model, _read_tensors(folder / "model.safetensors"), folder, resample=False)
+    for name, own in model.state_dict().items():
+        if weights[name].dtype != own.dtype:  # it would be converted, and the run not be the same
+            raise CheckpointError(f"{folder}: {name} is {weights[name].dtype}, not {own.dtype}")
+    model.load_state_dict(weights)
+    restore_optimizer(model, optimizer, _read_tensors(folder / "optimizer.safetensors"), origin=folder)
+    return state
 
 
 def check_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> None:
-    """Refuse tensors whose names or shapes are not the model's; the model may be on the meta device.
+    """Refuse tensors whose names or shapes are not the model's, and whole numbers for weights.
+
+    The model may be on the meta device.
 
     Raises:
         CheckpointError: names the missing, unexpected and misshapen tensors, layers as one.
@@ -233,6 +267,9 @@ def check_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> N
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     misshapen = sorted(name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape)
     if not (missing or unexpected or misshapen):
+        for name, value in tensors.items():
+            if value.is_floating_point() != own[name].is_floating_point():
+                raise CheckpointError(f"{origin}: {name} is {value.dtype}, not {own[name].dtype}")
         return
     parts = [f"{len(misshapen)} of another shape ({_shapes(misshapen, tensors, own)})"] if misshapen else []
     for what, names in (("missing", missing), ("unexpected", unexpected)):
@@ -281,43 +318,31 @@ def _weights(model: CLIP) -> dict[str, Tensor]:
     return tensors
 
 
-def _optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as ``<parameter name>/<state name>``, so that it does not depend on group order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            tensors[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value).contiguous()
-    return tensors
+def _step_folders(root: Path) -> list[Path]:
+    """Checkpoints, whole or not, the newest first."""
+    try:
+        # not glob, for which a folder that may not be read is empty
+        folders = [folder for folder in root.iterdir() if _STEP_FOLDER.fullmatch(folder.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read: {error.strerror}") from error
+    return sorted(folders, key=lambda folder: _step_of(folder.name), reverse=True)
 
 
-def _restore_optimizer(
-    model: CLIP, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], origin: Path
-) -> None:
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    states: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        name, _, what = key.rpartition("/")
-        states.setdefault(name, {})[what] = value
-    if states.keys() != parameters.keys():
-        raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
-    for name, parameter in parameters.items():
-        # the count of updates stays where it was saved from; everything of the parameter's shape moves to it
-        optimizer.state[parameter] = {
-            what: value.to(parameter.device) for what, value in states[name].items()
-        }
-
-
-def _complete_ones(root: Path) -> list[Path]:
-    """Whole checkpoints, the newest first."""
-    return [folder for folder in sorted(root.glob("step_*"), reverse=True) if _is_complete(folder)]
+def _step_of(name: str) -> int:
+    """The step that a folder's name tells; -1 if it tells none."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def _is_complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / _COMPLETE).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
+        return sizes.keys() >= _FILES and all(
+            (folder / name).stat().st_size == size for name, size in sizes.items()
+        )
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import pickle
 import shutil
@@ -22,6 +23,7 @@ from clipkit.checkpoint import (
     latest_checkpoint,
     load_model,
     load_training,
+    passed_over,
     resolve_checkpoint,
     save_checkpoint,
 )
@@ -231,11 +233,58 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(save: Save, name: str, ho
         2 if (name, how) == ("COMPLETE", "longer") else 1
     )  # a line break more is no harm to a list of sizes
     assert latest_checkpoint(root.parent) == root / f"step_0000000{want}"
+    assert passed_over(root / f"step_0000000{want}") == ["step_00000002"] * (want == 1)
     if want == 1:
         shutil.rmtree(root / "step_00000001")
-        assert latest_checkpoint(root.parent) is None
-        with pytest.raises(CheckpointError, match="no checkpoint in"):
-            resolve_checkpoint(root)
+        for find in (latest_checkpoint, resolve_checkpoint):
+            with pytest.raises(
+                CheckpointError, match="is whole, step_00000002 and all others: bring them back"
+            ):
+                find(root.parent)
+
+
+def test_a_run_that_has_lost_all_its_checkpoints_is_not_a_new_one(save: Save, tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    root = save(1, 2)
+    (root / "step_00000002").rename(tmp_path / "elsewhere")
+    assert latest_checkpoint(tmp_path) == root / "step_00000001"
+    assert passed_over(root / "step_00000001") == ["step_00000002"]  # LATEST still names it
+    shutil.rmtree(root)
+    for empty in (False, True):  # as where a disk is not mounted
+        if empty:
+            root.mkdir()
+        with pytest.raises(CheckpointError, match=r"its checkpoints are not in .* any more: bring them back"):
+            latest_checkpoint(tmp_path)
+    save(3)
+    assert latest_checkpoint(tmp_path) == root / "step_00000003"
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(save: Save, tmp_path: Path) -> None:
+    root = save(1)
+    (root / "LATEST").unlink()
+    (root / "LATEST").symlink_to("LATEST")  # which nobody can read, not even root
+    with pytest.raises(CheckpointError, match="LATEST cannot be read: Too many levels"):
+        latest_checkpoint(tmp_path)
+    (tmp_path / "other").mkdir()
+    for wrong in (lambda path: path.symlink_to(path.name), Path.touch):
+        checkpoints = tmp_path / "other" / "checkpoints"
+        wrong(checkpoints)
+        with pytest.raises(CheckpointError, match=r"checkpoints.* cannot be read"):
+            latest_checkpoint(checkpoints.parent)
+        checkpoints.unlink()
+
+
+def test_steps_are_in_the_order_of_numbers(tmp_path: Path, small: CLIP, save: Save) -> None:
+    root = save(99_999_999, 100_000_000)
+    (root / "LATEST").unlink()
+    assert latest_checkpoint(tmp_path) == root / "step_100000000"
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model.safetensors": 1}', '{"model.json": null}'])
+def test_a_list_of_sizes_that_leaves_files_out_makes_nothing_whole(save: Save, content: str) -> None:
+    root = save(1, 2)
+    (root / "step_00000002" / "COMPLETE").write_text(content)
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
 
 
 def damage(path: Path, how: str) -> None:
@@ -327,6 +376,13 @@ def test_a_card_that_does_not_fit_is_refused(
         lambda s: s.pop("step"),
         lambda s: s.update(more=1),
         lambda s: s.pop("format"),
+        *(
+            lambda s, name=name, value=value: s.update({name: value})
+            for name in ("step", "bad_samples", "seconds")
+            for value in ("4", -3, None, True, [], math.nan, math.inf, 10**400)
+        ),
+        *(lambda s, value=value: s.update(step=value) for value in (4.5, 1e3, 1.0, 2)),
+        lambda s: s.update(data=5),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(
@@ -336,6 +392,39 @@ def test_a_state_that_does_not_fit_is_refused(
     rewrite(folder / "state.json", change)
     with pytest.raises(CheckpointError, match=r"state\.json"):
         load_training(folder, small, adamw(small, CONFIG.optim))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change"),
+    [
+        ("optimizer", "visual.proj/exp_avg", lambda value: value[:1]),
+        ("optimizer", "visual.proj/exp_avg", lambda value: value.int()),
+        ("optimizer", "visual.proj/exp_avg_sq", lambda value: value.double()),
+        ("optimizer", "visual.proj/exp_avg_sq", None),
+        ("optimizer", "visual.proj/step", None),
+        ("optimizer", "visual.proj/step", lambda value: value.expand(2)),
+        ("optimizer", "visual.proj/step", lambda value: value.long()),
+        ("model", "visual.proj", lambda value: value.int()),
+        ("model", "visual.proj", lambda value: value.half()),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused(
+    save: Save, small: CLIP, name: str, key: str, change: Callable[[Tensor], Tensor] | None
+) -> None:
+    """One that would be broadcast or converted too: the run would go on as another."""
+    from safetensors.torch import load_file, save_file
+
+    path = save(1) / "step_00000001" / f"{name}.safetensors"
+    tensors = load_file(path)
+    value = tensors.pop(key)
+    if change is not None:
+        tensors[key] = change(value).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=key.replace("/", ".*")):
+        load_training(path.parent, small, adamw(small, CONFIG.optim))
+    if name == "model" and not tensors[key].is_floating_point():
+        with pytest.raises(CheckpointError, match=r"visual\.proj is torch\.int32, not torch\.float32"):
+            load_model(path.parent)
 
 
 class Opener:
