@@ -11,11 +11,13 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 import clipkit
 from clipkit.checkpoint import resolve_checkpoint
 from clipkit.errors import ConfigError, run_command
-from eval import Score, check_tasks, evaluate, open_datasets, weights_id
+from eval import Score, append_results, check_tasks, evaluate, open_datasets, provenance, weights_id
+from eval.results import check_appendable
 
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs
@@ -83,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _score(options: argparse.Namespace) -> None:
-    """Score one model on every dataset in turn; results are written after each."""
+    """Score one model on every dataset in turn; results are written after each.
+
+    Whatever ends it, the scores that there are stand on the terminal.
+    """
     device = _device(options.device)
     datasets = open_datasets(options.data)
     for dataset in datasets:  # all of them before the first is scored
@@ -92,25 +97,29 @@ def _score(options: argparse.Namespace) -> None:
     model = clipkit.load(source, device=device)
     weights, step = weights_id(source)
     out = options.out or (run or Path()) / "results.jsonl"
+    check_appendable(out)  # while nothing is lost yet
     scores: list[Score] = []
-    with _progress() as progress:
-        for dataset in datasets:
-            bar = progress.add_task(dataset.name, total=len(dataset))
+    try:
+        with _progress() as progress:
+            for dataset in datasets:
+                bar = progress.add_task(dataset.name, total=len(dataset))
 
-            def advance(pictures: int, bar: TaskID = bar) -> None:
-                progress.advance(bar, pictures)
+                def advance(pictures: int, bar: TaskID = bar) -> None:
+                    progress.advance(bar, pictures)
 
-            scores += evaluate(
-                model,
-                dataset,
-                tasks=[options.command],
-                batch_size=options.batch_size,
-                out=out,
-                step=step,
-                weights=weights,
-                progress=advance,
-            )
-    Console(highlight=False).print(_table(scores))
+                found = evaluate(
+                    model,
+                    dataset,
+                    tasks=[options.command],
+                    batch_size=options.batch_size,
+                    progress=advance,
+                )
+                scores += found
+                origin = provenance(model, dataset, weights=weights)
+                append_results(out, found, step=step, provenance=origin)
+    finally:
+        if scores:
+            Console(highlight=False).print(_table(scores))
     print(f"wrote {len(scores)} lines to {out}")
 
 
@@ -138,7 +147,12 @@ def _device(name: str) -> str:
 
 def _progress() -> Progress:
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
 
 
@@ -156,7 +170,7 @@ def _table(scores: Sequence[Score]) -> Table:
         before = score.dataset
         interval = f"{100 * score.low:.1f}–{100 * score.high:.1f}"
         table.add_row(
-            name,
+            Text(name),  # it may look like markup
             score.metric,
             f"{100 * score.value:.1f}",
             interval,

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,15 @@ from torch import nn
 from clipkit.errors import DataError
 from eval.datasets import EvalDataset
 
-__all__ = ["Score", "append_results", "latest_results", "provenance", "read_results", "weights_id"]
+__all__ = [
+    "Score",
+    "append_results",
+    "check_appendable",
+    "latest_results",
+    "provenance",
+    "read_results",
+    "weights_id",
+]
 
 _HASH_DIGITS = 16
 
@@ -63,8 +72,7 @@ def append_results(
     ]
     data = "".join(line + "\n" for line in lines).encode()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = _open_to_append(path)
         try:
             size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":
@@ -76,6 +84,24 @@ def append_results(
         raise DataError(f"cannot write {path}: {error.strerror}") from error
     if written != len(data):
         raise DataError(f"cannot write {path}: no space left")
+
+
+def check_appendable(path: Path) -> None:
+    """Make sure that results can be appended to a file, which may then be there without a line.
+
+    Raises:
+        DataError: they cannot.
+    """
+    try:
+        os.close(_open_to_append(path))
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _open_to_append(path: Path) -> int:
+    with suppress(FileExistsError):  # where a file lies in its place, opening says it better
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

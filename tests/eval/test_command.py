@@ -13,7 +13,7 @@ import torch
 from clipkit import CLIP
 from clipkit.checkpoint import LoopState, save_checkpoint
 from clipkit.config import Config
-from clipkit.errors import run_command
+from clipkit.errors import DataError, run_command
 from eval import read_results, weights_id
 from eval.__main__ import main
 
@@ -71,6 +71,26 @@ def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
     assert [line["metric"] for line in read_results(tmp_path / "own.jsonl")] == [
         f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
     ]
+
+
+def test_an_out_that_cannot_be_written_is_known_before_the_first_picture(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.__main__.evaluate", lambda *_, **__: pytest.fail("it was scored"))
+    (tmp_path / "file").write_text("")
+    for out, cause in ((tmp_path / "file" / "x.jsonl", "Not a directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(DataError, match=f"^cannot write {out}: {cause}$"):
+            main(["zero-shot", "--model", str(run), "--data", str(write_dataset()), "--out", str(out)])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_scores_that_cannot_be_written_are_printed(
+    run: Path, write_dataset: WriteDataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset("set[red]")
+    with pytest.raises(DataError, match="cannot write /dev/full: No space left"):
+        main(["zero-shot", "--model", str(run), "--data", str(data), "--out", "/dev/full"])
+    assert re.search(r"set\[red\] +acc1 +\d+\.\d ", capsys.readouterr().out)
 
 
 def test_mistakes_are_one_line_and_exit_1(
