@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from clipkit.architectures import Architecture, TextTower, VisionTower
-from clipkit.errors import CheckpointError
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.preprocess import Preprocess
+from clipkit.stored_shape import mlp_ratio
 from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
 
 __all__ = ["from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs"]
@@ -43,6 +44,9 @@ _BLOCK = (
     ("mlp.c_proj.", "mlp.fc2."),
 )
 _TRANSPOSED = {"visual.proj", "text_projection"}
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+# CLIPImageProcessor's defaults
+_SIZES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
 _QKV = ("q_proj", "k_proj", "v_proj")
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}
 # CLIPVisionConfig's and CLIPTextConfig's defaults: a config.json may leave out what equals them
@@ -53,7 +57,9 @@ _VISION: dict[str, Any] = {
 _TEXT: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
     "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
+    "eos_token_id": END_OF_TEXT,
 }  # fmt: skip
+_ANY_END = 2  # in files from before transformers read this setting; the largest token of a text is meant
 
 
 def from_transformers(
@@ -66,16 +72,10 @@ def from_transformers(
     """
     if config.get("model_type") != "clip":
         raise CheckpointError(f"config.json is of a {config.get('model_type')!r} model, not of CLIPModel")
-    vision = {**_VISION, **(config.get("vision_config") or {})}
-    text = {**_TEXT, **(config.get("text_config") or {})}
-    activations = {vision["hidden_act"], text["hidden_act"]}
-    if len(activations) != 1 or not activations <= _ACTIVATIONS.keys():
-        raise CheckpointError(
-            f"config.json: activations {sorted(map(str, activations))} are not one of CLIP's two"
-        )
-    if {vision["layer_norm_eps"], text["layer_norm_eps"]} != {1e-5} or vision["num_channels"] != 3:
-        raise CheckpointError("config.json: layer_norm_eps other than 1e-5 or num_channels other than 3")
+    if config.get("auto_map"):
+        raise CheckpointError("config.json names code of its own (auto_map), and none is run")
     try:
+        vision, text = _tower(config, "vision", _VISION), _tower(config, "text", _TEXT)
         shape = Architecture(
             embed_dim=config.get("projection_dim", 512),
             vision=VisionTower(
@@ -84,7 +84,7 @@ def from_transformers(
                 width=vision["hidden_size"],
                 layers=vision["num_hidden_layers"],
                 heads=vision["num_attention_heads"],
-                mlp_ratio=vision["intermediate_size"] / vision["hidden_size"],
+                mlp_ratio=mlp_ratio(vision["intermediate_size"], vision["hidden_size"]),
             ),
             text=TextTower(
                 width=text["hidden_size"],
@@ -92,13 +92,33 @@ def from_transformers(
                 heads=text["num_attention_heads"],
                 context_length=text["max_position_embeddings"],
                 vocab_size=text["vocab_size"],
-                mlp_ratio=text["intermediate_size"] / text["hidden_size"],
+                mlp_ratio=mlp_ratio(text["intermediate_size"], text["hidden_size"]),
             ),
-            quick_gelu=_ACTIVATIONS[activations.pop()],
+            quick_gelu=_quick_gelu(vision, text),
         )
-    except (TypeError, ArithmeticError) as error:
+    except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"config.json does not fit: {error}") from error
+    end = text["eos_token_id"]
+    if end not in (_ANY_END, text["vocab_size"] - 1, END_OF_TEXT) or end >= text["vocab_size"]:
+        raise CheckpointError(f"config.json: texts are read at token {end!r}, CLIP's at the largest one")
     return shape, _own_names(tensors)
+
+
+def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> dict[str, Any]:
+    """One tower's settings; where an old file has both forms, transformers takes the second."""
+    plain, old = config.get(f"{kind}_config") or {}, config.get(f"{kind}_config_dict")
+    tower = {**defaults, **(plain if old is None else old)}
+    for name, needed in (("layer_norm_eps", 1e-5), ("num_channels", 3)):
+        if tower.get(name, needed) != needed:
+            raise ConfigError(f"{kind}: {name} = {tower[name]!r}, and only {needed} is known")
+    return tower
+
+
+def _quick_gelu(vision: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    one, other = vision["hidden_act"], text["hidden_act"]
+    if one != other or one not in _ACTIVATIONS:
+        raise ConfigError(f"activations {one!r} and {other!r} are not one of CLIP's two")
+    return _ACTIVATIONS[one]
 
 
 def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -204,16 +224,38 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
     Raises:
         CheckpointError: it asks for another kind of preprocessing than CLIP's.
     """
-    values: dict[str, Any] = {"image_size": image_size}
+    where = "preprocessor_config.json"
+    for step in ("do_resize", "do_rescale", "do_normalize"):
+        if config.get(step) not in (None, True):
+            raise CheckpointError(f"{where}: {step} = {config[step]!r}, and CLIP's pictures need it")
+    if config.get("rescale_factor") not in (None, 1 / 255):
+        raise CheckpointError(f"{where}: rescale_factor = {config['rescale_factor']!r} is not 1/255")
+    resample = 3 if config.get("resample") is None else config["resample"]
+    if not isinstance(resample, int) or resample not in _RESAMPLE:
+        raise CheckpointError(f"{where}: resample = {resample!r} is neither bilinear nor bicubic")
+    values: dict[str, Any] = {"interpolation": _RESAMPLE[resample], "resize_mode": _resize_mode(config)}
     for theirs, ours in (("image_mean", "mean"), ("image_std", "std")):
-        if theirs in config:
+        if config.get(theirs) is not None:
             values[ours] = config[theirs]
-    resample = config.get("resample", 3)
-    if resample not in (2, 3):
-        raise CheckpointError(
-            f"preprocessor_config.json: resample = {resample!r} is neither bilinear nor bicubic"
-        )
-    defaults = Preprocess(image_size=image_size).to_dict()
-    return Preprocess.from_dict(
-        {**defaults, **values, "interpolation": "bicubic" if resample == 3 else "bilinear"}
+    return Preprocess.from_dict({**Preprocess(image_size=image_size).to_dict(), **values})
+
+
+def _resize_mode(config: Mapping[str, Any]) -> str:
+    """Which of clipkit's ways to a square ``size`` and ``crop_size`` describe."""
+    size, crop = (_edges(config.get(name) or default) for name, default in _SIZES.items())
+    cropped = config.get("do_center_crop") in (None, True)
+    sides = [*size.values(), *(crop.values() if cropped else ())]
+    if all(side == sides[0] for side in sides):
+        if size.keys() == {"height", "width"}:
+            return "squash"
+        if size.keys() == {"shortest_edge"} and cropped:
+            return "shortest"
+    raise CheckpointError(
+        f"preprocessor_config.json: size {size} and crop_size {crop if cropped else None} are not one square: "
+        "the shortest edge cropped, or height and width"
     )
+
+
+def _edges(size: Any) -> dict[str, Any]:
+    """Old files have a number alone."""
+    return dict(size) if isinstance(size, Mapping) else {"shortest_edge": size}

@@ -10,11 +10,11 @@ from clipkit.errors import CheckpointError
 
 __all__ = ["fit_positions"]
 
-_IMAGE = (
-    "visual.positional_embedding",
-    "visual.attnpool.positional_embedding",
-)  # a ViT's, a ResNet's pooling
+# a ViT's, a ResNet's pooling, a ViT of timm
+_IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
 _TEXT = ("positional_embedding", "text.positional_embedding")
+_CLASS_AT_THE_END = "text.cls_emb"  # CoCa's text tower: its last position is not a word's
+_MOST_PREFIXES = 5  # tokens before a grid: class, distillation, registers
 
 
 def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> dict[str, Tensor]:
@@ -32,26 +32,39 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
         if name not in tensors or name not in wanted or tensors[name].shape == wanted[name]:
             continue
         old, shape = tensors[name], wanted[name]
-        if old.ndim != 2 or len(shape) != 2 or old.shape[1] != shape[1]:
-            continue  # of another width: a mistake for the check of shapes to report
-        fitted[name] = _grid(old, shape[0]) if name in _IMAGE else _line(old, shape[0])
+        last = int(name in _TEXT and _CLASS_AT_THE_END in tensors)
+        same_kind = old.ndim == len(shape) and (old.shape[:-2], old.shape[-1]) == (shape[:-2], shape[-1])
+        if not same_kind or shape[:-2].numel() != 1:  # timm's have a first dimension of 1
+            continue  # such as another width: for the check of shapes to report
+        rows, places = old.flatten(0, -2), shape[-2]
+        if min(len(rows), places) <= last:
+            continue
+        if name in _IMAGE:
+            new = _grid(rows, places)
+        else:
+            words = len(rows) - last
+            new = torch.cat([_line(rows[:words], places - last), rows[words:]])
+        fitted[name] = new.view(shape)
     return fitted
 
 
 def _grid(old: Tensor, places: int) -> Tensor:
-    """(1 + g², D) → (places, D)."""
-    side, new_side = math.isqrt(len(old) - 1), math.isqrt(places - 1)
-    if side**2 + 1 != len(old) or new_side**2 + 1 != places:
+    """(k + g², D) → (places, D)."""
+    for prefixes in range(_MOST_PREFIXES + 1):
+        side, new_side = (math.isqrt(max(0, count - prefixes)) for count in (len(old), places))
+        if side and new_side and side**2 + prefixes == len(old) and new_side**2 + prefixes == places:
+            break
+    else:
         raise CheckpointError(f"{len(old)} image positions are no class token and a square grid")
-    grid = old[1:].float().T.unflatten(1, (side, side))[None]  # (1, D, g, g)
+    grid = old[prefixes:].float().T.unflatten(1, (side, side))[None]  # (1, D, g, g)
     size = (new_side, new_side)
     resized = F.interpolate(grid, size, mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([old[:1], resized[0].flatten(1).T.to(old.dtype)])
+    return torch.cat([old[:prefixes], resized[0].flatten(1).T.to(old.dtype)])
 
 
 def _line(old: Tensor, places: int) -> Tensor:
     """(L, D) → (places, D)."""
     if places <= len(old):
-        return old[:places].clone()
+        return old[:places]
     stretched = F.interpolate(old.float().T[None], places, mode="linear", align_corners=False)
     return stretched[0].T.to(old.dtype)

@@ -13,46 +13,56 @@ caller has to: the two have the same tensors, and the wrong one is a worse score
 """
 
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from clipkit.architectures import (
-    ARCHITECTURES,
-    Architecture,
-    OpenClipText,
-    TextTower,
-    TransformersText,
-    VisionTower,
-)
+from clipkit.architectures import ARCHITECTURES, Architecture, OpenClipText, Text, TextTower, TransformersText
 from clipkit.checkpoint import load_model, resolve_checkpoint, with_weights
-from clipkit.errors import CheckpointError, ConfigError
-from clipkit.family import OPEN_CLIP, architecture, from_open_clip, open_clip_config
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError
+from clipkit.family import OPEN_CLIP, architecture, check_names, from_open_clip, open_clip_config
 from clipkit.huggingface import from_transformers, preprocess_from_transformers
 from clipkit.model import CLIP
+from clipkit.open_clip_run import TrainingRecord, newest_epoch, training_record
 from clipkit.preprocess import Preprocess
-from clipkit.weights import StoredWeights, read_weights
+from clipkit.stored_shape import OPENAI_MARKS, check_claims, fitting_names, inferred, own_names
+from clipkit.tokenizer import END_OF_TEXT
+from clipkit.weights import read_weights
 
 __all__ = ["from_open_clip_tensors", "open_source"]
 
 _HUB = "hf-hub:"
+_OPEN_CLIP_WEIGHTS = (
+    "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin",
+)  # fmt: skip
+_TRANSFORMERS_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 _HUB_FILES = (
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.safetensors",
-    "open_clip_pytorch_model.bin",
-    "pytorch_model.bin",
-)
-_OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-_TRANSFORMERS_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-# of OpenAI's state dicts; nobody else writes these beside the weights
-_OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
+    "*.json", "*.txt", "*.model", "*.safetensors", "open_clip_pytorch_model.bin", "pytorch_model*.bin",
+)  # fmt: skip
+# settings of a text tower's tokenizer that run nothing
+_TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
+_NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
 _LARGEST_JSON = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What the caller asks for besides the source."""
+
+    name: str = ""
+    image_size: int = 0
+    context_length: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"image_size": self.image_size, "context_length": self.context_length}
 
 
 def open_source(source: str, *, name: str = "", image_size: int = 0, context_length: int = 0) -> CLIP:
@@ -68,213 +78,250 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         CheckpointError: nothing is there, it is damaged, or does not fit together.
         ConfigError: a name is unknown, or cannot be had without a network.
     """
-    sizes = {"image_size": image_size, "context_length": context_length}
-    wanted = architecture(name) if name else None
+    wanted = _Wanted(name=name, image_size=image_size, context_length=context_length)
+    if name:
+        check_names(name)
     if source.startswith(OPEN_CLIP):
-        return _published(source, wanted, sizes)
-    path = _from_hub(source.removeprefix(_HUB)) if source.startswith(_HUB) else Path(source).expanduser()
-    if not path.exists():
+        model = _published(source, wanted)
+    elif source.startswith(_HUB):
+        model = _local(_from_hub(source), wanted)
+        model.origin = f"{source}: {model.origin}"
+    else:
+        model = _local(Path(source).expanduser(), wanted)
+    if any(wanted.sizes.values()) and not model.architecture.is_own:
+        _try_sizes(model)
+    return model
+
+
+def _local(path: Path, wanted: _Wanted) -> CLIP:
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if is_file:
+        return _file(path, wanted)
+    if not is_folder:
         raise CheckpointError(
             f"no model at {path}: give a run, a checkpoint, a weights file, a folder of open_clip or transformers, "
             f"{OPEN_CLIP}NAME/TAG or {_HUB}OWNER/REPOSITORY"
         )
-    if path.is_file():
-        return _file(path, name, wanted, sizes)
     if (path / "open_clip_config.json").is_file():
-        return _open_clip_folder(path, wanted, sizes)
+        return _open_clip_folder(path, wanted)
     if (path / "config.json").is_file():
-        return _transformers_folder(path, wanted, sizes)
+        return _transformers_folder(path, wanted)
+    if (newest := newest_epoch(path)) is not None:
+        return _file(newest, wanted)
     if (path / "params.txt").is_file():
-        return _file(_newest_epoch(path), name, wanted, sizes)
+        raise CheckpointError(f"{path} is a training folder of open_clip without a checkpoints/epoch_N.pt")
     folder = resolve_checkpoint(path)
-    model = load_model(folder, **sizes)
-    _agree(wanted, model.architecture, sizes, folder)
+    model = load_model(folder, **wanted.sizes)
+    _agree(wanted, model.architecture, folder)
     model.origin = f"clipkit checkpoint {folder}"
     return model
 
 
-def _published(source: str, wanted: Architecture | None, sizes: Mapping[str, int]) -> CLIP:
+def _published(source: str, wanted: _Wanted) -> CLIP:
     """Weights of open_clip's registry."""
+    name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
+    check_names(OPEN_CLIP + name)
     import open_clip
 
-    name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
-    config = open_clip_config(name)
     tags = open_clip.list_pretrained_tags_by_model(name)
     if not tag and len(tags) == 1:
         tag = tags[0]
-    if tag not in tags:
+    published = open_clip.get_pretrained_cfg(name, tag)
+    if not published:
         known = ", ".join(tags) or "none"
         raise CheckpointError(
             f"{source}: give one of the published weights as {OPEN_CLIP}{name}/TAG; known: {known}"
         )
-    published = open_clip.get_pretrained_cfg(name, tag)
-    shape = from_open_clip({**config, "quick_gelu": bool(published.get("quick_gelu", False))})
-    _agree(wanted, shape, {}, source)
-    from clipkit.library_towers import from_hub
-
-    with from_hub(source):
+    with _fetching(source):
+        _ask_hub(published.get("hf_hub", ""))
         file = Path(open_clip.download_pretrained(published))
-    model = _built(
-        shape, read_weights(file).tensors, file, sizes, name=OPEN_CLIP + name, preprocess=published
-    )
+    config = open_clip_config(name)
+    quick_gelu = bool(config.get("quick_gelu") or published.get("quick_gelu"))
+    shape = from_open_clip({**config, "quick_gelu": quick_gelu})
+    _agree(wanted, shape, source)
+    tensors = read_weights(file).tensors
+    model = _built(shape, tensors, file, wanted, name=OPEN_CLIP + name, preprocess=published)
     model.origin = f"open_clip's published weights {name}/{tag}"
     return model
 
 
-def _from_hub(repository: str) -> Path:
+def _ask_hub(path: str) -> None:
+    """One question to the Hugging Face hub. open_clip's downloader would ask many times, for a minute, before it
+    says that there is no network."""
+    from huggingface_hub import constants, snapshot_download
+
+    if path and not constants.HF_HUB_OFFLINE:
+        snapshot_download(path.rpartition("/")[0], allow_patterns=["open_clip_config.json"])
+
+
+def _from_hub(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    from clipkit.library_towers import from_hub
-
-    with from_hub(repository):
-        return Path(snapshot_download(repository, allow_patterns=list(_HUB_FILES)))
+    with _fetching(source):
+        return Path(snapshot_download(source.removeprefix(_HUB), allow_patterns=list(_HUB_FILES)))
 
 
-def _open_clip_folder(folder: Path, wanted: Architecture | None, sizes: Mapping[str, int]) -> CLIP:
+@contextmanager
+def _fetching(source: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        cause = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{source} is not stored on this machine, and fetching it failed; is there a network? {cause}"
+        ) from error
+
+
+def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
     config = _read_json(folder / "open_clip_config.json")
     if not isinstance(model_config := config.get("model_cfg"), dict):
         raise CheckpointError(f"{folder}/open_clip_config.json has no model_cfg")
-    shape = _shape(model_config, folder)
-    text = shape.text
-    if (
-        isinstance(text, OpenClipText)
-        and text.config.get("hf_tokenizer_name")
-        and (folder / "tokenizer.json").is_file()
-    ):
-        shape = replace(shape, text=replace(text, config={**text.config, "hf_tokenizer_name": str(folder)}))
-    elif isinstance(text, TransformersText) and (folder / "tokenizer.json").is_file():
-        shape = replace(shape, text=replace(text, model=str(folder)))
-    _agree(wanted, shape, {}, folder)
-    file = _first(folder, _OPEN_CLIP_WEIGHTS)
     preprocess = config.get("preprocess_cfg") or {}
-    model = _built(shape, read_weights(file).tensors, file, sizes, preprocess=preprocess)
+    if not isinstance(preprocess, dict):
+        raise CheckpointError(f"{folder}/open_clip_config.json: preprocess_cfg is no object")
+    with _naming(folder):
+        shape = from_open_clip(model_config)
+        _agree(wanted, shape, folder)
+        shape = replace(shape, text=_with_tokenizer(shape.text, folder))
+    file = file or _first(folder, _OPEN_CLIP_WEIGHTS)
+    model = _built(shape, read_weights(file).tensors, file, wanted, preprocess=preprocess)
     model.origin = f"open_clip folder {folder}"
     return model
 
 
-def _transformers_folder(folder: Path, wanted: Architecture | None, sizes: Mapping[str, int]) -> CLIP:
+def _with_tokenizer(text: Text, folder: Path) -> Text:
+    """The text tower with the tokenizer that lies in the folder, where it is of another kind than CLIP's."""
+    lies_here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if isinstance(text, TransformersText):
+        return replace(text, model=str(folder)) if lies_here else text
+    if not isinstance(text, OpenClipText):
+        return text
+    source, mode, options = (
+        text.config.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")
+    )
+    if not isinstance(options or {}, dict) or (options or {}).keys() - _TOKENIZER_OPTIONS:
+        raise ConfigError(
+            f"tokenizer_kwargs = {options!r} is not one of {', '.join(sorted(_TOKENIZER_OPTIONS))}"
+        )
+    if not source:
+        if options:
+            raise ConfigError(
+                f"tokenizer_kwargs = {options!r} without hf_tokenizer_name is unknown to clipkit"
+            )
+        return text
+    if not isinstance(source, str) or mode not in (None, "", "clips"):
+        raise ConfigError(f"hf_tokenizer_name = {source!r} or tokenizer_mode = {mode!r} is unknown")
+    return replace(text, config={**text.config, "hf_tokenizer_name": str(folder)}) if lies_here else text
+
+
+def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
     config = _read_json(folder / "config.json")
-    file = _first(folder, _TRANSFORMERS_WEIGHTS)
-    shape, tensors = from_transformers(config, read_weights(file).tensors)
-    _agree(wanted, shape, {}, folder)
-    processor: Mapping[str, Any] = {}
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        if (folder / name).is_file():
-            processor = _read_json(folder / name)
-            processor = processor.get("image_processor", processor)
-            break
-    preprocess = preprocess_from_transformers(processor, shape.vision.image_size)
-    model = _built(shape, tensors, file, sizes, preprocess=preprocess.to_dict())
+    processor: Any = None
+    if (folder / "processor_config.json").is_file():  # of the text's processor too
+        processor = _read_json(folder / "processor_config.json").get("image_processor")
+    if processor is None and (folder / "preprocessor_config.json").is_file():
+        processor = _read_json(folder / "preprocessor_config.json")
+    file = file or _first(folder, _TRANSFORMERS_WEIGHTS)
+    with _naming(folder):
+        if not isinstance(processor, dict | None):
+            raise CheckpointError("processor_config.json: image_processor is no object")
+        shape, tensors = from_transformers(config, read_weights(file).tensors)
+        if isinstance(shape.text, TextTower) and shape.text.vocab_size <= END_OF_TEXT:
+            raise CheckpointError(
+                f"config.json: vocab_size = {shape.text.vocab_size} is less than CLIP's tokenizer has"
+            )
+        preprocess = preprocess_from_transformers(processor or {}, shape.vision.image_size)
+    _agree(wanted, shape, folder)
+    model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict())
     model.origin = f"transformers folder {folder}"
     return model
 
 
-def _newest_epoch(folder: Path) -> Path:
-    epochs = {
-        int(match[1]): path
-        for path in (folder / "checkpoints").glob("epoch_*.pt")
-        if (match := re.fullmatch(r"epoch_(\d+)\.pt", path.name))
-    }
-    latest = folder / "checkpoints" / "epoch_latest.pt"
-    if not epochs and not latest.is_file():
-        raise CheckpointError(f"{folder} is a training folder of open_clip without a checkpoints/epoch_N.pt")
-    return epochs[max(epochs)] if epochs else latest
-
-
-def _file(path: Path, name: str, wanted: Architecture | None, sizes: Mapping[str, int]) -> CLIP:
+def _file(path: Path, wanted: _Wanted) -> CLIP:
     """Weights alone: the architecture is asked for, recorded beside them, or OpenAI's by its marks."""
-    if (path.parent / "model.json").is_file():
-        return open_source(str(path.parent), name=name, **sizes)
-    if (path.parent / "open_clip_config.json").is_file() and path.name in _OPEN_CLIP_WEIGHTS:
-        return _open_clip_folder(path.parent, wanted, sizes)
+    folder = path.parent
+    if path.name == "model.safetensors" and (folder / "model.json").is_file():
+        return _local(folder, wanted)
+    if path.name in _OPEN_CLIP_WEIGHTS and (folder / "open_clip_config.json").is_file():
+        return _open_clip_folder(folder, wanted, path)
+    if path.name in _TRANSFORMERS_WEIGHTS and (folder / "config.json").is_file():
+        return _transformers_folder(folder, wanted, path)
     stored = read_weights(path)
     if any(key.startswith(("vision_model.", "text_model.")) for key in stored.tensors):
         raise CheckpointError(f"{path} has transformers' names: give the folder with its config.json")
-    is_openai = all(mark in stored.tensors or mark in stored.notes for mark in _OPENAI_MARKS)
-    recorded, label = None, name
-    if is_openai:
-        recorded = replace(_inferred(stored.tensors, path), quick_gelu=True)
+    if all(mark in stored.tensors or mark in stored.notes for mark in OPENAI_MARKS):
+        with _naming(path):
+            record = TrainingRecord(architecture=replace(inferred(stored.tensors), quick_gelu=True))
         kind = "OpenAI's weights"
     else:
-        recorded, params = _from_params(path)
-        kind, label = "open_clip checkpoint", name or params
-    _agree(wanted, recorded, {}, path)
-    shape = recorded or wanted
+        record, kind = training_record(path), "open_clip checkpoint"
+    _agree(wanted, record.architecture, path)
+    shape = record.architecture or (architecture(wanted.name) if wanted.name else None)
     if shape is None:
-        raise CheckpointError(
-            f"{path}: nothing beside these weights tells their architecture, nor whether it has QuickGELU: "
-            f"give its name{_suggestion(stored.tensors)}"
-        )
-    model = _built(shape, stored.tensors, path, sizes, name=label)
-    model.origin = f"{kind} {path}{_told(stored)}"
+        names = fitting_names(stored.tensors)
+        hint = f", {' or '.join(map(repr, names))}" if names else ""
+        raise CheckpointError(f"{path}: {record.lacking}: give the name of the architecture{hint}")
+    model = _built(
+        shape, stored.tensors, path, wanted, name=wanted.name or record.name, preprocess=record.preprocess
+    )
+    told = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
+    model.origin = f"{kind} {path}" + (f" ({', '.join(told)})" if told else "")
     return model
 
 
-def _told(stored: StoredWeights) -> str:
-    told = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
-    return f" ({', '.join(told)})" if told else ""
+def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
+    """An architecture that was asked for must be the one that was found; a wrong activation is no detail.
 
-
-def _from_params(path: Path) -> tuple[Architecture | None, str]:
-    """The architecture that open_clip's trainer wrote to params.txt, beside the file or a folder above."""
-    for folder in (path.parent, path.parent.parent):
-        params = folder / "params.txt"
-        if not params.is_file():
-            continue
-        lines = params.read_text(encoding="utf-8", errors="replace")[:_LARGEST_JSON].splitlines()
-        values = dict(line.split(": ", 1) for line in lines if ": " in line)
-        name = values.get("model", "")
-        try:
-            shape = from_open_clip(open_clip_config(name)) if name else None
-        except KeyError:
-            raise CheckpointError(f"{params}: model {name!r} is no architecture of open_clip") from None
-        if shape is not None and values.get("force_quick_gelu") == "True":
-            shape = replace(shape, quick_gelu=True)
-        for key in ("force_image_size", "force_context_length"):
-            if (size := values.get(key, "None")).isdecimal() and shape is not None:
-                shape = shape.resized(**{key.removeprefix("force_"): int(size)})
-        return shape, f"{OPEN_CLIP}{name}"
-    return None, ""
-
-
-def _agree(
-    wanted: Architecture | None, found: Architecture | None, sizes: Mapping[str, int], origin: object
-) -> None:
-    """An architecture that was asked for must be the one that was found; a wrong activation is no detail."""
-    if (
-        wanted is None
-        or found is None
-        or wanted.resized(**sizes) == replace(found, small_data=wanted.small_data)
-    ):
+    Sizes may differ, as they do where training has changed them.
+    """
+    if not wanted.name or found is None:
         return
-    if replace(wanted, quick_gelu=found.quick_gelu) == found:
+    asked = architecture(wanted.name)
+    asked = replace(asked, small_data=found.small_data, logit_bias=found.logit_bias)
+    with suppress(ConfigError):  # no multiple of its patches: another architecture
+        asked = asked.resized(image_size=found.vision.image_size, context_length=found.text.context_length)
+    if asked == found:
+        return
+    if replace(asked, quick_gelu=found.quick_gelu) == found:
         activations = {True: "QuickGELU", False: "GELU"}
         raise CheckpointError(
-            f"{origin}: the weights are for {activations[found.quick_gelu]}, the name given is for "
-            f"{activations[wanted.quick_gelu]}"
+            f"{origin}: the weights are for {activations[found.quick_gelu]}, {wanted.name} is for "
+            f"{activations[asked.quick_gelu]}"
         )
-    raise CheckpointError(f"{origin}: the weights are of another architecture than the name given")
+    raise CheckpointError(f"{origin}: the weights are of another architecture than {wanted.name}")
 
 
 def _built(
     shape: Architecture,
     tensors: Mapping[str, Tensor],
     origin: Path,
-    sizes: Mapping[str, int],
+    wanted: _Wanted,
     *,
     name: str = "",
     preprocess: Mapping[str, Any] | None = None,
 ) -> CLIP:
-    shape = shape.resized(**sizes)
+    original, shape = shape, shape.resized(**wanted.sizes)
     known = Preprocess(image_size=shape.vision.image_size).to_dict()
-    given = {key: value for key, value in (preprocess or {}).items() if key in known and key != "image_size"}
-    made = Preprocess.from_dict({**known, **given})
-    if not name:
-        plain = [key for key, own in ARCHITECTURES.items() if replace(own, small_data=False) == shape]
-        name = plain[0] if plain else ""
-    return from_open_clip_tensors(
-        shape, tensors, origin=origin, name=name, preprocess=made, resample=any(sizes.values())
-    )
+    given = {key: value for key, value in (preprocess or {}).items() if key in known and value is not None}
+    with _naming(origin):
+        made = Preprocess.from_dict({**known, **given, "image_size": known["image_size"]})
+    plain = [key for key, own in ARCHITECTURES.items() if replace(own, small_data=False) == original]
+    try:
+        return from_open_clip_tensors(
+            shape,
+            tensors,
+            origin=origin,
+            name=plain[0] if plain else name,
+            preprocess=made,
+            resample=any(wanted.sizes.values()),
+        )
+    except CheckpointError as error:
+        if not (names := fitting_names(tensors)):
+            raise
+        raise CheckpointError(f"{error}; they are of the shape of {' or '.join(map(repr, names))}") from error
 
 
 def from_open_clip_tensors(
@@ -286,101 +333,41 @@ def from_open_clip_tensors(
     preprocess: Preprocess | None = None,
     resample: bool = False,
 ) -> CLIP:
-    """A model that holds a state dict of open_clip's; see ``with_weights``."""
+    """A model that holds a state dict of open_clip's; see ``clipkit.checkpoint.with_weights``.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    for key, value in tensors.items():
+        if value.dtype in _NO_WEIGHTS:
+            raise CheckpointError(f"{origin}: {key} is of {value.dtype}; quantized weights are not read")
     shape = replace(shape, logit_bias="logit_bias" in tensors)
-    own = _own_names(tensors, shape)
+    own = own_names(tensors, flat=isinstance(shape.text, TextTower))
+    check_claims(shape, own, origin=origin, resample=resample)
     return with_weights(shape, own, origin=origin, name=name, preprocess=preprocess, resample=resample)
 
 
-def _own_names(tensors: Mapping[str, Tensor], shape: Architecture) -> dict[str, Tensor]:
-    """open_clip's names as ours: our own text tower lies at the top, another one under ``text.``."""
-    flat = isinstance(shape.text, TextTower)
-    top = ("positional_embedding", "text_projection", "token_embedding.", "transformer.", "ln_final.")
-    own = {}
-    for name, value in tensors.items():
-        if name in _OPENAI_MARKS or name == "attn_mask" or name.startswith("text_decoder."):
-            continue
-        if name.endswith("embeddings.position_ids"):  # written by old versions of transformers
-            continue
-        if flat and name.startswith("text."):
-            name = name.removeprefix("text.")
-        elif not flat and name.startswith(top):
-            name = "text." + name
-        own[name] = (
-            value.reshape(()) if name in ("logit_scale", "logit_bias") and value.numel() == 1 else value
-        )
-    return own
+def _try_sizes(model: CLIP) -> None:
+    """Towers of other libraries may have been built and yet take nothing of another size."""
+    size, length = model.architecture.vision.image_size, model.architecture.text.context_length
+    tries: tuple[tuple[str, Callable[[], Tensor]], ...] = (
+        (f"pictures of {size} pixels", lambda: model.encode_image(torch.zeros(1, 3, size, size))),
+        (f"texts of {length} tokens", lambda: model.encode_text(torch.full((1, length), 3))),
+    )
+    for what, attempt in tries:
+        try:
+            with torch.no_grad():
+                attempt()
+        except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{model.origin}: its tower does not take {what}: {error}") from error
 
 
-def _inferred(tensors: Mapping[str, Tensor], origin: object) -> Architecture:
-    """The architecture of a plain ViT CLIP, or a ResNet one, from the shapes of its tensors.
-
-    Heads are 64 wide, as in every published one of OpenAI's.
-    """
+@contextmanager
+def _naming(origin: object) -> Iterator[None]:
+    """What does not fit in something stored is told with its place."""
     try:
-        text_width = len(tensors["ln_final.weight"])
-        text = TextTower(
-            width=text_width,
-            layers=_layers(tensors, "transformer.resblocks."),
-            heads=max(1, text_width // 64),
-            context_length=len(tensors["positional_embedding"]),
-            vocab_size=len(tensors["token_embedding.weight"]),
-        )
-        embed_dim = tensors["text_projection"].shape[1]
-        if "visual.conv1.weight" in tensors and "visual.proj" in tensors:
-            width, _, patch, _ = tensors["visual.conv1.weight"].shape
-            side = round((len(tensors["visual.positional_embedding"]) - 1) ** 0.5)
-            layers = _layers(tensors, "visual.transformer.resblocks.")
-            vision = VisionTower(
-                image_size=patch * side,
-                patch_size=patch,
-                width=width,
-                layers=layers,
-                heads=max(1, width // 64),
-            )
-            return Architecture(embed_dim=embed_dim, vision=vision, text=text)
-        blocks = [_layers(tensors, f"visual.layer{stage}.") for stage in (1, 2, 3, 4)]
-        side = round((len(tensors["visual.attnpool.positional_embedding"]) - 1) ** 0.5)
-        config = {"width": len(tensors["visual.layer1.0.conv1.weight"]), "layers": blocks, "patch_size": None}
-        text_config = {
-            key: getattr(text, key) for key in ("width", "layers", "heads", "context_length", "vocab_size")
-        }
-        return from_open_clip(
-            {
-                "embed_dim": embed_dim,
-                "vision_cfg": {**config, "image_size": 32 * side},
-                "text_cfg": text_config,
-            }
-        )
-    except (KeyError, ValueError, IndexError, ConfigError) as error:
-        raise CheckpointError(
-            f"{origin}: these are not the weights of a ViT or ResNet CLIP ({error})"
-        ) from error
-
-
-def _layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    numbers = {name[len(prefix) :].split(".")[0] for name in tensors if name.startswith(prefix)}
-    return len(numbers)
-
-
-def _suggestion(tensors: Mapping[str, Tensor]) -> str:
-    """The names of the architectures that these tensors fit."""
-    try:
-        found = _inferred(tensors, "")
-    except CheckpointError:
-        return ""
-    names = [
-        name
-        for name, shape in ARCHITECTURES.items()
-        if replace(shape, quick_gelu=False, small_data=False) == found
-    ]
-    return f", {' or '.join(map(repr, names))}" if names else ""
-
-
-def _shape(config: Mapping[str, Any], origin: Path) -> Architecture:
-    try:
-        return from_open_clip(config)
-    except ConfigError as error:
+        yield
+    except ClipkitError as error:
         raise CheckpointError(f"{origin}: {error}") from error
 
 
