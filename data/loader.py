@@ -3,8 +3,6 @@
 Letters: B samples of this rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
-import atexit
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +17,7 @@ from clipkit.tokenizer import MAX_CHARACTERS
 from data.augment import Augmentation, preload, random_of, train_transform
 from data.order import Order
 from data.shards import Shards
+from data.workers import Workers, leave_signals_to_the_trainer
 
 __all__ = ["BadSample", "Batch", "Loader"]
 
@@ -78,7 +77,7 @@ class Loader:
         """The batches of steps ``start`` to ``stop - 1``.
 
         Raises:
-            DataError: no usable sample was found in place of a bad one.
+            DataError: no usable sample was found in place of a bad one, or a worker was killed.
         """
         if self.workers:
             preload()
@@ -91,22 +90,17 @@ class Loader:
                 num_workers=self.workers,
                 pin_memory=self.pin,
                 prefetch_factor=4 if self.workers else None,
-                worker_init_fn=_leave_signals_to_the_trainer,
+                worker_init_fn=leave_signals_to_the_trainer,
                 generator=torch.Generator(),  # else it would draw from the training's random numbers
             )
-            workers = [iter(loader)]
-        end = workers.clear
-        # whatever holds this generator at the exit of the program: multiprocessing would wait for the workers
-        # for ever, as they ignore its SIGTERM
-        atexit.register(end)
+            workers = Workers(loader)
         try:
-            while (batch := next(workers[0], None)) is not None:
+            while (batch := workers.next()) is not None:
                 if isinstance(batch, DataError):
                     raise batch
                 yield batch
         finally:
-            atexit.unregister(end)
-            end()
+            workers.close()
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the batch after ``step`` others."""
@@ -151,12 +145,6 @@ class Loader:
             random=random_of(self.order.seed, _CROP, epoch, number),
         )
         return image, sample.caption
-
-
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    # both may reach the whole process group, and the trainer still needs batches for the step it is in
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class _Batches(Dataset["Batch | DataError"]):

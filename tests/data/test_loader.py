@@ -3,8 +3,6 @@
 import hashlib
 import io
 import multiprocessing
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from data.order import Order
 from data.shards import Shards, find_shards
 from data.writer import DatasetWriter, Record
 
-ROOT = Path(__file__).parents[2]
 SAMPLES, BATCH = 40, 8  # five batches an epoch
 MakeLoader = Callable[..., Loader]
 
@@ -205,29 +202,6 @@ def test_leaving_early_ends_the_workers(shards: Shards) -> None:
     assert len(multiprocessing.active_children()) == 2
     del batches
     assert multiprocessing.active_children() == []
-
-
-EXIT = """
-import sys
-from pathlib import Path
-from clipkit.text_input import ClipTokenizer
-from data.loader import Loader
-from data.order import Order
-from data.shards import Shards
-
-shards = Shards(sorted(Path(sys.argv[1]).glob("*.tar")))
-order = Order(shards.counts.tolist(), seed=0, batch_size=8)
-loader = Loader(shards=shards, order=order, image_size=16, tokenize=ClipTokenizer(context_length=20), workers=2)
-batches = loader.batches(0, 1000)
-next(batches)
-sys.exit(3)  # while the workers are at work, and ignore SIGTERM
-"""
-
-
-def test_a_program_that_ends_early_does_not_wait_for_the_workers(shards: Shards) -> None:
-    command = [sys.executable, "-c", EXIT, str(shards.paths[0].parent)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_values_are_compared_and_frozen(shards: Shards) -> None:
