@@ -11,7 +11,6 @@ its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labe
 are made from the class, and retrieval among hundreds of equal captions measures nothing.
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from clipkit.errors import DataError, nearest
 from data.builtin import BUILTIN, built_in
 from data.shards import Sample, Shards, find_shards
 from eval.image_folder import ImageFolder, visible_folders
+from eval.json_text import parse_json
 
 __all__ = [
     "DEFAULT_TEMPLATES",
@@ -197,7 +197,7 @@ def _open_published(folder: Path, name: str) -> EvalDataset:
     shards = Shards(paths, need=("image",))
     stated = card.get("samples", {}).get(SPLIT) if isinstance(card.get("samples"), dict) else None
     if shards.skipped or stated not in (None, len(shards)):
-        expected = f", its card says {stated}" if stated is not None else ""
+        expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
         raise DataError(
             f"dataset {name}: {len(shards)} samples of split {SPLIT!r} have a picture, {shards.skipped} have none"
             f"{expected}; fetch or write it again"
@@ -307,8 +307,9 @@ def _captions(sample: Sample) -> tuple[str, ...]:
 def _tasks(name: str, card: dict[str, Any], kind: list[str], *, pairs_only: bool) -> tuple[str, ...]:
     if "tasks" in card:
         tasks = card["tasks"]
-        if not isinstance(tasks, list) or not tasks or not set(tasks) <= set(TASKS):
-            raise DataError(f"dataset {name}: card.json has tasks {tasks!r}; known: {', '.join(TASKS)}")
+        if not isinstance(tasks, list) or not tasks or any(task not in TASKS for task in tasks):
+            shown = repr(tasks)[:_SHOWN]
+            raise DataError(f"dataset {name}: card.json has tasks {shown}; known: {', '.join(TASKS)}")
         return tuple(task for task in TASKS if task in tasks)
     if kind and kind[0] not in ("classification", "retrieval"):
         raise DataError(f"dataset {name} is of type {kind[0][:40]!r}; known: classification, retrieval")
@@ -318,7 +319,7 @@ def _tasks(name: str, card: dict[str, Any], kind: list[str], *, pairs_only: bool
 def _card(folder: Path) -> dict[str, Any]:
     path = folder / "card.json"
     try:
-        card = json.loads(_text(path) or "{}")
+        card = parse_json(_text(path) or "{}")
     except ValueError as error:
         raise DataError(f"{path} does not parse: {error}") from error
     if not isinstance(card, dict):

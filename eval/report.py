@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from clipkit.errors import DataError
 from eval.report_charts import number
 from eval.report_curves import curves
 from eval.report_pictures import PictureBook, examples, matrices, queries
@@ -34,15 +35,20 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         out: the file to write; by default ``report.html`` in the run folder. It appears whole or not at all.
 
     Raises:
-        DataError: there is no run folder.
+        DataError: there is no run folder, or the page cannot be written.
     """
     folder = read_run_folder(run)
     out = run / "report.html" if out is None else out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
     # a caption may hold half of a surrogate pair, which UTF-8 cannot carry
-    aside.write_text(_page(folder), encoding="utf-8", errors="replace")
-    aside.replace(out)
+    page = _page(folder).encode("utf-8", errors="replace")
+    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(page)
+        aside.replace(out)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise DataError(f"cannot write {out}: {error.strerror}") from error
     return out
 
 
@@ -102,11 +108,11 @@ def _head(run: RunFolder) -> str:
 
 def _sentence(run: RunFolder) -> str:
     """The run in one sentence."""
-    model, planned = run.config.get("model"), run.config.get("steps")
+    model, planned = run.config.get("model"), run.planned
     name = model.get("name") if isinstance(model, Mapping) else None
     parts = [f"<b>{escape(str(name))}</b>" if name else "A model"]
     if run.metrics and run.step is not None:
-        of = f" of {number(planned)}" if isinstance(planned, int) and planned > run.step else ""
+        of = f" of {number(planned)}" if planned is not None and planned > run.step else ""
         parts.append(f"trained for {number(run.step)}{of} steps")
     elif run.step is not None:
         parts.append(f"at step {number(run.step)}")

@@ -17,6 +17,7 @@ from torch import nn
 
 from clipkit.errors import DataError
 from eval.datasets import EvalDataset
+from eval.json_text import parse_json
 
 __all__ = [
     "Score",
@@ -107,19 +108,34 @@ def _open_to_append(path: Path) -> int:
 def read_results(path: Path) -> list[dict[str, Any]]:
     """The lines of a results file in order; none if there is no file.
 
-    A line that a killed program has left unfinished is passed over: the score was not recorded.
+    Each has a dataset, task and metric that are text, and a step that is a whole number or None. A line that a
+    killed program has left unfinished, or that is no score, is passed over: no score was recorded.
+
+    Raises:
+        DataError: the file cannot be read.
     """
-    if not path.is_file():
-        return []
+    try:
+        if not path.is_file():
+            return []
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for one in text.split("\n"):  # a name may hold what splitlines takes for the end of a line
         try:
-            line = json.loads(text)
+            line = parse_json(one)
         except ValueError:
             continue
-        if isinstance(line, dict):
+        if isinstance(line, dict) and _is_score(line):
             lines.append(line)
     return lines
+
+
+def _is_score(line: Mapping[str, Any]) -> bool:
+    step = line.get("step")
+    return (step is None or type(step) is int) and all(
+        isinstance(line.get(key), str) for key in ("dataset", "task", "metric")
+    )
 
 
 def latest_results(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ what is not, but not of scores that the run's config does not ask for, or not ye
 some steps; the last word on a step counts.
 """
 
-import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
+from eval.json_text import parse_json
 from eval.snapshot_file import Snapshot, find_snapshots, read_snapshot
 
 __all__ = ["BadSamples", "Result", "RunFolder", "read_run_folder"]
@@ -33,6 +33,7 @@ METRICS = (
 SNAPSHOTS = 5  # moments shown of each dataset
 _MAX_LINE = 1 << 20
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_WHOLE = 2**53  # of those that a float tells apart
 _SHOWN_BAD = 5
 _RESULT_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
 
@@ -96,6 +97,11 @@ class RunFolder:
         return _scored_on(self.config)
 
     @property
+    def planned(self) -> int | None:
+        """How many steps the config asks for; None if it does not say."""
+        return _whole(self.config.get("steps"))
+
+    @property
     def first_score(self) -> int:
         """The step at which the first scores are due; 0 if the config does not say."""
         return _first_score(self.config)
@@ -105,10 +111,17 @@ def read_run_folder(run: Path) -> RunFolder:
     """Read a run folder.
 
     Raises:
-        DataError: there is no such folder, or it holds nothing that a training writes.
+        DataError: there is no such folder, it cannot be read, or it holds nothing that a training writes.
     """
-    if not run.is_dir():
-        raise DataError(f"no run folder at {run}")
+    try:
+        if not run.is_dir():
+            raise DataError(f"no run folder at {run}")
+        return _read(run)
+    except OSError as error:
+        raise DataError(f"cannot read the run folder {str(run)[:200]}: {error.strerror}") from error
+
+
+def _read(run: Path) -> RunFolder:
     notes: list[str] = []
     config_text, config = _read_config(run / "config.toml", notes)
     metrics = _read_metrics(run / "metrics.jsonl", notes)
@@ -140,7 +153,7 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return text, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError too of numbers with thousands of digits
         notes.append(f"config.toml does not parse ({error}); it is shown as it is.")
         return text, {}
 
@@ -242,7 +255,7 @@ def _lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[str,
     with path.open("rb") as file:
         while line := file.readline(_MAX_LINE):
             try:
-                value = json.loads(line)
+                value = parse_json(line)
             except ValueError:
                 broken += bool(line.strip())
                 continue
@@ -262,11 +275,15 @@ def _evenly(paths: list[Path], count: int) -> list[Path]:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _whole(value: object) -> int | None:
     number = _number(value)
-    return None if number is None else int(number)
+    return None if number is None or abs(number) > _MAX_WHOLE else int(number)

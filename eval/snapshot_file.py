@@ -9,12 +9,14 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
+from eval.json_text import parse_json
 
 __all__ = [
     "Example",
@@ -145,13 +147,19 @@ def read_snapshot(path: Path) -> Snapshot:
     """Read one snapshot.
 
     Raises:
-        DataError: the file is too large, cut short, or not a snapshot.
+        DataError: the file cannot be read, is too large, cut short, or not a snapshot.
     """
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise DataError(f"{path} is larger than a snapshot may be")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return _snapshot(value)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path} is not a regular file")
+        if found.st_size > _MAX_FILE_BYTES:
+            raise DataError(f"{path} is larger than a snapshot may be")
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return _snapshot(parse_json(text))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} is not a snapshot ({type(error).__name__}: {error})") from error
 

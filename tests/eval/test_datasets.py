@@ -216,6 +216,13 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
     assert "tasks ['sing']; known: zero-shot, retrieval" in refusal(
         write_dataset("task", card={"tasks": ["sing"]})
     )
+    assert "tasks [[1]]; known" in refusal(write_dataset("list", card={"tasks": [[1]]}))
+    for number, text in enumerate(
+        ("[" * 100_000, '{"a":' * 100_000, f'{{"samples": {{"test": {"9" * 5000}}}}}')
+    ):
+        hostile = write_dataset(f"hostile{number}")
+        (hostile / "card.json").write_text(text)
+        assert ("its card says inf" if number == 2 else "card.json does not parse") in refusal(hostile)
     split = write_dataset("split", split="train")
     assert refusal(split) == (
         "dataset split has no split 'test' to score on, only train: pack it with pairs held out "

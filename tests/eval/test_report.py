@@ -359,3 +359,30 @@ def test_any_curve_is_drawn_inside_its_frame(points: list[tuple[int, float]]) ->
             assert -0.1 <= float(coordinate) <= 1000.1
     for place in re.findall(r"(?:left|top):([^%;]*)%", html):
         assert -0.1 <= float(place) <= 100.1
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "9" * 299, "9" * 400, "9" * 5000, "1e999", "NaN"],
+)
+def test_hostile_numbers_and_nesting_spoil_only_their_line(run: Path, value: str) -> None:
+    for name in ("metrics.jsonl", "results.jsonl", "bad_samples.jsonl"):
+        line = json.dumps({**metrics_line(400), **result_line(400), "loss": 0})
+        for key in ("step", "loss", "value", "n", "low", "shard", "torch"):
+            with (run / name).open("a") as file:
+                file.write(re.sub(rf'("{key}": )[^,}}]+', rf"\g<1>{value}", line) + "\n")
+    Page(build_report(run).read_text())
+
+
+def test_hostile_configs_are_shown_as_they_are(run: Path) -> None:
+    for text in ("a = " + "[" * 100_000, f"steps = {'9' * 400}", f"steps = {'9' * 5000}"):
+        (run / "config.toml").write_text(text)
+        assert text in Page(build_report(run).read_text()).words
+
+
+def test_a_page_that_cannot_be_written_is_one_line(run: Path) -> None:
+    with pytest.raises(DataError, match=r"^cannot write .*: Is a directory$"):
+        build_report(run, run)
+    assert not list(run.parent.glob(".*.partial-*"))
+    with pytest.raises(DataError, match=r"cannot read the run folder xxx.*: File name too long"):
+        build_report(Path("x" * 5000))

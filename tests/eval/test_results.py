@@ -1,8 +1,10 @@
 import hashlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -44,6 +46,24 @@ def test_a_half_written_line_spoils_no_other(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '{"step": 2, "dataset": "d", "ta')
     append_results(path, [score()], step=3, provenance={})
     assert [line["step"] for line in read_results(path)] == [1, 3]
+
+
+def test_what_is_no_score_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_results(path, [score()], step=1, provenance={})
+    good = json.loads(path.read_text())
+    odd = [{**good, "step": [1]}, {**good, "dataset": ["d"]}, {**good, "task": None}, {"step": 1}, 1]
+    hostile = ["[" * 100_000, '{"a":' * 100_000, '{"a":' * 900 + "1" + "}" * 900, "9" * 5000]
+    huge = json.dumps(good).replace('"step": 1', f'"step": 1, "x": {"9" * 5000}')
+    path.write_text("\n".join([*hostile, *map(json.dumps, odd), huge]) + "\n")
+    assert [line["x"] for line in latest_results(path)] == [math.inf]
+
+
+def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    name = "one\u2028two\x85three\x0bfour\nfive\r"
+    append_results(path, [replace(score(), dataset=name)], step=1, provenance={})
+    assert [line["dataset"] for line in read_results(path)] == [name]
 
 
 def test_the_latest_line_of_a_step_counts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,7 +185,18 @@ def test_broken_files_are_named(model: CLIP, encoded: Encoded, tmp_path: Path) -
         "{}",
         json.dumps(value),
         whole.replace('"rank":', '"rank":1e999,"x":'),
+        whole.replace('"rank":', f'"rank":{"9" * 400},"x":'),
+        whole.replace('"rank":', f'"rank":{"9" * 5000},"x":'),
+        whole.replace('"rank":', f'"rank":{"[" * 100_000},"x":'),
     ):
         path.write_text(text)
         with pytest.raises(DataError, match=r"step_00000000\.colours\.json is not a snapshot"):
             read_snapshot(path)
+    path.unlink()
+    path.symlink_to("nothing")
+    with pytest.raises(DataError, match=r"cannot read .*step_00000000\.colours\.json: No such file"):
+        read_snapshots(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is not a regular file"):
+        read_snapshot(path)
