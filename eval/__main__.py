@@ -25,6 +25,8 @@ _EPILOG = """examples:
   python -m eval report runs/quickstart
 """
 
+_MAX_BATCH = 65_536
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -125,10 +127,15 @@ def _score(options: argparse.Namespace) -> None:
 
 def _checkpoint(source: str) -> tuple[str, Path | None]:
     """Settle on one checkpoint of a run, which may be writing another meanwhile; and that run's folder."""
-    path = Path(source).expanduser()
-    if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
-        path = resolve_checkpoint(path)
-        source = str(path)
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
+            path = resolve_checkpoint(path)
+            source = str(path)
+    except RuntimeError as error:
+        raise ConfigError(f"no model at {source[:200]!r}: there is no such user") from error
+    except OSError as error:
+        raise ConfigError(f"no model at {source[:200]!r}: {error.strerror}") from error
     folder = path.absolute().parent
     return source, path.parent.parent if folder.name == "checkpoints" else None
 
@@ -181,9 +188,9 @@ def _table(scores: Sequence[Score]) -> Table:
 
 
 def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    value = int(text) if text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= value <= _MAX_BATCH:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MAX_BATCH}")
     return value
 
 

@@ -21,7 +21,7 @@ from clipkit.preprocess import Preprocess, eval_pixels
 from clipkit.zero_shot import encode_prompts, evaluating
 from eval.datasets import EvalDataset
 
-__all__ = ["ONE_RANK", "Encoded", "Gather", "Ranks", "encode_dataset", "encode_texts"]
+__all__ = ["ONE_RANK", "Encoded", "Gather", "Ranks", "check_finite", "encode_dataset", "encode_texts"]
 
 Gather = Callable[[Tensor], Tensor]  # the elementwise sum of every rank's tensor, on each rank
 _MAX_THREADS = 8
@@ -79,8 +79,9 @@ def encode_dataset(
         progress: called with the number of pictures after each batch.
 
     Raises:
-        DataError: a picture cannot be read or decoded; it is named, on every rank.
+        DataError: a picture cannot be read or decoded; it is named, on every rank. Or the features are not finite.
     """
+    batch_size = min(batch_size, max(1, len(dataset)))
     device = model.logit_scale.device
     features = torch.zeros(len(dataset), model.architecture.embed_dim, device=device)  # (N, D)
     failed = torch.full((world,), 0, dtype=torch.int64)  # by rank: 1 + the number of the picture
@@ -100,16 +101,37 @@ def encode_dataset(
     broken = [number - 1 for number in gather(failed).tolist() if number]
     if broken:
         raise _broken_picture(dataset, min(broken), model.preprocess)
-    return Encoded(dataset=dataset, image_features=gather(features))
+    features = gather(features)
+    check_finite(features, f"dataset {dataset.name}")
+    return Encoded(dataset=dataset, image_features=features)
 
 
 def encode_texts(model: CLIP, texts: Sequence[str], *, ranks: Ranks = ONE_RANK) -> Tensor:
-    """Texts → (N, D) float32 unit-norm features on the model's device, the work split over ranks."""
+    """Texts → (N, D) float32 unit-norm features on the model's device, the work split over ranks.
+
+    Raises:
+        DataError: they are not finite.
+    """
     features = torch.zeros(len(texts), model.architecture.embed_dim, device=model.logit_scale.device)
     own = slice(ranks.rank, len(texts), ranks.world)
     with torch.inference_mode():
         features[own] = encode_prompts(model, texts[own])
-        return ranks.gather(features)
+        features = ranks.gather(features)
+    check_finite(features, "the captions")
+    return features
+
+
+def check_finite(features: Tensor, whose: str) -> None:
+    """Refuse features that would be scored as if they were merely bad; gathered ones, so that all ranks agree.
+
+    Raises:
+        DataError: some are not finite.
+    """
+    if not bool(torch.isfinite(features).all()):
+        raise DataError(
+            f"the features of {whose} are not finite: the training of this model has diverged, or its weights "
+            "are damaged"
+        )
 
 
 class _BrokenPicture(Exception):

@@ -6,7 +6,7 @@ from torch import Tensor
 from clipkit import CLIP, zero_shot_classifier
 from clipkit.errors import DataError
 from eval.datasets import EvalDataset
-from eval.encode import ONE_RANK, Encoded, Ranks
+from eval.encode import ONE_RANK, Encoded, Ranks, check_finite
 from eval.metrics import class_ranks, mean_per_class_interval, mean_per_class_recall, wilson_interval
 from eval.results import Score
 
@@ -19,6 +19,9 @@ def class_weights(model: CLIP, dataset: EvalDataset, *, ranks: Ranks = ONE_RANK)
     """The dataset's zero-shot classifier: (D, C) float32 with unit columns, on the model's device.
 
     The classes are split over ranks; all ranks call this and all get the whole.
+
+    Raises:
+        DataError: it is not finite.
     """
     classes = len(dataset.class_names)
     own = slice(ranks.rank, classes, ranks.world)
@@ -27,7 +30,9 @@ def class_weights(model: CLIP, dataset: EvalDataset, *, ranks: Ranks = ONE_RANK)
     with torch.inference_mode():
         if dataset.class_names[own]:
             weights[:, own] = zero_shot_classifier(model, dataset.class_names[own], dataset.templates)
-        return ranks.gather(weights)
+        weights = ranks.gather(weights)
+    check_finite(weights, f"the class names of dataset {dataset.name}")
+    return weights
 
 
 def labels_of(dataset: EvalDataset) -> Tensor:

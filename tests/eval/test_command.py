@@ -78,9 +78,10 @@ def test_an_out_that_cannot_be_written_is_known_before_the_first_picture(
 ) -> None:
     monkeypatch.setattr("eval.__main__.evaluate", lambda *_, **__: pytest.fail("it was scored"))
     (tmp_path / "file").write_text("")
+    data = write_dataset()
     for out, cause in ((tmp_path / "file" / "x.jsonl", "Not a directory"), (tmp_path, "Is a directory")):
         with pytest.raises(DataError, match=f"^cannot write {out}: {cause}$"):
-            main(["zero-shot", "--model", str(run), "--data", str(write_dataset()), "--out", str(out)])
+            main(["zero-shot", "--model", str(run), "--data", str(data), "--out", str(out)])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
@@ -101,7 +102,17 @@ def test_mistakes_are_one_line_and_exit_1(
         (["zero-shot", "--model", "none", "--data", data], "no model at none"),
         (["zero-shot", "--model", run, "--data", data, "--data", "nowhere"], "no dataset 'nowhere'"),
         (["retrieval", "--model", run, "--data", data], "dataset colours has no captions"),
-        (["zero-shot", "--model", run, "--data", data, "--batch-size", "0"], "not a whole number above 0"),
+        (
+            ["zero-shot", "--model", run, "--data", data, "--batch-size", "0"],
+            "'0' is not a whole number from 1 to",
+        ),
+        (
+            ["zero-shot", "--model", run, "--data", data, "--batch-size", "9" * 5000],
+            "' is not a whole number",
+        ),
+        (["zero-shot", "--model", "~nouser/x", "--data", data], "no model at '~nouser/x'"),
+        (["zero-shot", "--model", "x" * 5000, "--data", data], "File name too long"),
+        (["zero-shot", "--model", run, "--data", "~nouser/x"], "no dataset '~nouser/x'"),
         (["zero-shot", "--model", run, "--data", data, "--device", "toaster"], "is not a device"),
         (["zero-shot", "--data", data], "required: --model"),
     ):

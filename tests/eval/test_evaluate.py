@@ -1,6 +1,8 @@
 """Encoding, zero-shot and retrieval on small real datasets, against plain loops and open_clip."""
 
+import copy
 import io
+import math
 import tarfile
 import threading
 from collections.abc import Callable
@@ -171,6 +173,27 @@ def test_two_ranks_give_the_scores_of_one(model: CLIP, write_dataset: WriteDatas
     assert [(line["step"], line["metric"], line["value"]) for line in lines] == [
         (7, score.metric, score.value) for score in alone
     ]
+
+
+@pytest.mark.parametrize("tower", ["visual", "transformer"])
+def test_weights_that_are_not_numbers_are_not_scored(
+    model: CLIP, write_dataset: WriteDataset, tower: str
+) -> None:
+    broken = copy.deepcopy(model)
+    for name, weights in broken.named_parameters():
+        if name.startswith(tower):
+            weights.data.fill_(math.nan)
+    dataset = evaluation.open_dataset(write_dataset(captions=[f"thing {i}" for i in range(23)]))
+    for task in ("zero-shot", "retrieval"):
+        with pytest.raises(DataError, match=r"^the features of .* are not finite: the training"):
+            evaluation.evaluate(broken, dataset, tasks=[task])
+
+
+def test_a_batch_larger_than_any_number_is_the_whole_dataset(
+    model: CLIP, write_dataset: WriteDataset
+) -> None:
+    dataset = evaluation.open_dataset(write_dataset())
+    assert evaluation.evaluate(model, dataset, batch_size=10**20) == evaluation.evaluate(model, dataset)
 
 
 def break_picture(folder: Path, key: str) -> None:
