@@ -5,22 +5,22 @@ command again resumes where the run was left, with the same weights, bit for bit
 """
 
 import argparse
-import fcntl
-import json
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 
 # A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
 # times as long. Read when torch loads, so it is set before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if __name__ == "__main__":
+    # no traceback for a Ctrl-C while torch loads; main has its own way
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -29,14 +29,16 @@ from clipkit import distributed
 from clipkit.accumulation import backward
 from clipkit.api import load
 from clipkit.architectures import Architecture
-from clipkit.checkpoint import LoopState, latest_checkpoint, load_training, save_checkpoint
-from clipkit.config import Config, changes, load_config, to_toml
-from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, run_command
+from clipkit.checkpoint import LoopState, latest_checkpoint, load_training, passed_over, save_checkpoint
+from clipkit.config import Config, load_config, to_toml
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError, run_command
 from clipkit.family import architecture
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
 from clipkit.optim import adamw, learning_rate
+from clipkit.process import StopRequest, check_launch, loss_after
 from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
+from clipkit.run_folder import append_bad_samples, bad_samples_file, check_bad_samples, only_trainer_of
 from clipkit.text_input import tokenizer_of
 from data.augment import Augmentation
 from data.loader import Batch, Loader
@@ -52,6 +54,7 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 def main() -> int:
     # 1. The configuration: printed, and never changed from here on.
     options = parse_arguments()
+    stop = StopRequest()
     config = load_config(options.config, options.overrides)
     run = Path(config.out)
     if options.dry_run:
@@ -59,6 +62,7 @@ def main() -> int:
         return 0
 
     # 2. This process among the others, and its device.
+    check_launch()
     device = distributed.start()
     rank, world = distributed.rank(), distributed.world_size()
     chief = rank == 0
@@ -107,7 +111,8 @@ def main() -> int:
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
         state = LoopState(step=0, data=shards.fingerprint())
-        if (checkpoint := latest_checkpoint(run)) is not None:
+        checkpoint = latest_checkpoint(run)
+        if checkpoint is not None:
             found = load_training(checkpoint, model, optimizer)
             if found.data != state.data:
                 raise CheckpointError(
@@ -127,9 +132,10 @@ def main() -> int:
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
         progress.say(describe(model, order, shards, world, device, bf16=bf16, steps=config.steps))
         progress.say(beginning(run, state.step, config))
+        if checkpoint is not None and (bad := passed_over(checkpoint)):
+            progress.say(f"note: {', '.join(bad)} is damaged or missing; {checkpoint.name} was taken instead")
         log = MetricsLog(run, config, step=state.step) if chief else None
         scorer = Scorer(model, datasets, run, config, log, progress, bf16=bf16)
-        stop = StopRequest()
         batches = loader.batches(state.step, config.steps)
         step, bad_samples, stopped = state.step, state.bad_samples, False
         began = clock() - state.seconds
@@ -138,6 +144,7 @@ def main() -> int:
         try:
             if is_due(step, config.eval.every_steps):
                 scorer.score_if_owed(step)  # a run that was stopped leaves the scores of its last step to us
+            stop.save_first(True, loss_after(saved_step))
             while step < config.steps and not stopped:
                 # 7a. The next batch, already on its way.
                 asked = clock()
@@ -210,11 +217,13 @@ def main() -> int:
                         state = replace(state, step=step, seconds=clock() - began, bad_samples=bad_samples)
                         save_checkpoint(run, model, optimizer, state, config, keep=config.checkpoint.keep)
                     saved_step, saved_at = step, clock()
+                    stop.otherwise = loss_after(saved_step)
                 if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
                     window_began, window_step, waited = clock(), step, 0.0
 
             # 8. The end: the last scores, and the page that shows it all.
             if not stopped:
+                stop.save_first(False, "all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
             progress.close()
@@ -283,46 +292,6 @@ def use_bf16(config: Config, device: torch.device) -> bool:
     return config.precision == "bf16"
 
 
-@contextmanager
-def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]:
-    """Make or reopen the run folder, and hold it while training; another training there is refused."""
-    if not chief:
-        yield
-        return
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        lock = (run / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"the run folder {run} cannot be made: {error.strerror}") from error
-    with lock:
-        try:
-            # of the process, unlike flock's: a loader process that outlives a kill -9 for a moment does not hold it
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another training is writing to {run}: wait for it, or set another out="
-            ) from error
-        claim(run, config)
-        yield
-
-
-def claim(run: Path, config: Config) -> None:
-    """Write the run's configuration, or compare it with the one that the folder was trained with."""
-    stored = run / "config.toml"
-    if stored.is_file() and (run / "metrics.jsonl").is_file():  # else it failed before its first step
-        differing = changes(load_config(stored), config)
-        if differing:
-            raise ConfigError(
-                f"{run} holds a run of another configuration ({'; '.join(differing)}): "
-                f"set out=… for a new run (model.weights={run} starts from this one's weights), or remove that folder"
-            )
-    elif any(path.name not in (".lock", stored.name) for path in run.iterdir()):
-        raise ConfigError(f"{run} exists and is no run folder: set another out=")
-    aside = run / ".config.toml.partial"
-    aside.write_text(to_toml(config), encoding="utf-8")
-    aside.replace(stored)
-
-
 def beginning(run: Path, step: int, config: Config) -> str:
     """What is about to happen, and what in it may not be meant."""
     if step >= config.steps:
@@ -351,41 +320,12 @@ def describe(
     )
 
 
-class StopRequest:
-    """Ctrl-C or SIGTERM asks to save and leave after the step; a second Ctrl-C leaves at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGTERM, self._ask)
-        signal.signal(signal.SIGINT, self._ask)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-def bad_samples_file(run: Path, rank: int) -> Path:
-    return run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
-
-
 def record_bad_samples(run: Path, batch: Batch, step: int, progress: ProgressLine, *, rank: int) -> None:
-    if not batch.bad:
-        return
-    with bad_samples_file(run, rank).open("a", encoding="utf-8") as file:
-        for bad in batch.bad:
-            file.write(json.dumps({"step": step, **asdict(bad)}) + "\n")
-    first = batch.bad[0]
-    more = f" (and {len(batch.bad) - 1} more)" if len(batch.bad) > 1 else ""
-    progress.say(f"bad sample replaced: {first.key} in {first.shard}: {first.cause}{more}")
-
-
-def check_bad_samples(bad: int, seen: int, share: float, run: Path) -> None:
-    if bad > share * max(seen, 1000):  # a few early ones are no measure of the whole
-        raise DataError(
-            f"{bad} of the first {seen} samples are bad, more than data.max_bad = {share:g} allows: "
-            f"see {run}/bad_samples.jsonl"
-        )
+    if batch.bad:
+        append_bad_samples(run, [asdict(bad) for bad in batch.bad], step, rank=rank)
+        first = batch.bad[0]
+        more = f" (and {len(batch.bad) - 1} more)" if len(batch.bad) > 1 else ""
+        progress.say(f"bad sample replaced: {first.key} in {first.shard}: {first.cause}{more}")
 
 
 class Scorer:
@@ -409,7 +349,9 @@ class Scorer:
     def score_if_owed(self, step: int) -> None:
         """Score this step unless the results have it already."""
         done = {
-            line["dataset"] for line in read_results(self.run / "results.jsonl") if line.get("step") == step
+            str(line.get("dataset"))
+            for line in read_results(self.run / "results.jsonl")
+            if line.get("step") == step
         }
         owed = distributed.rank() == 0 and any(dataset.name not in done for dataset in self.datasets)
         if distributed.any_rank(owed):

@@ -1,15 +1,20 @@
 """Mistakes that a user can make and mend: each is one line on the terminal and exit status 1.
 
-A mistake of our own is an ``assert`` or an ordinary exception with its traceback.
+What the machine refuses is told in the same way. A mistake of our own is an ``assert`` or an ordinary exception
+with its traceback.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-__all__ = ["CheckpointError", "ClipkitError", "ConfigError", "DataError", "nearest", "run_command"]
+__all__ = [
+    "CheckpointError", "ClipkitError", "ConfigError", "DataError", "let_go_if_broken", "nearest", "run_command",
+]  # fmt: skip
 
 
 class ClipkitError(Exception):
@@ -36,16 +41,66 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def run_command(command: Callable[[], int | None]) -> NoReturn:
-    """Run a program's main function; a user's mistake becomes one line on stderr and exit status 1."""
+    """Run a program's main function and leave with its status.
+
+    A user's mistake, and what the machine refuses (a full disk, a file that may not be read), is one line on
+    stderr and exit status 1. Ctrl-C is one line and exit status 130; an argument of the ``KeyboardInterrupt`` says
+    what it means.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # a terminal or a pipe that is set to ASCII must not end a training at the first "–"
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = command()
-        sys.stdout.flush()
+        status = command() or 0
+        if sys.stdout is not None:  # None where it was closed before we began, as by `>&-`
+            sys.stdout.flush()
     except ClipkitError as error:
-        rank = os.environ.get("RANK", "0")  # the same mistake may be reported by every process of a job
-        who = "error" if rank == "0" else f"error (rank {rank})"
-        print(f"{who}: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(1)
+        status = _complain(str(error))
     except BrokenPipeError:  # the reader of our output has left, as in `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-        sys.exit(1)
-    sys.exit(status or 0)
+        status = 1
+    except OSError as error:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        status = _complain(": ".join([*names, error.strerror or str(error)]))
+    except UnicodeError as error:
+        status = _complain(f"text that cannot be read or written: {error}")
+    except KeyboardInterrupt as stop:
+        if os.environ.get("RANK", "0") == "0":
+            _to_stderr("; ".join(["stopped", *map(str, stop.args)]))
+        status = 130
+    for stream in (sys.stdout, sys.stderr):
+        let_go_if_broken(stream)
+    sys.exit(status)
+
+
+def let_go_if_broken(stream: TextIO | None) -> bool:
+    """Send what a stream still holds, and all that follows, nowhere if it cannot be written; whether it was so.
+
+    Python would otherwise try again at its exit, complain, and leave with another status.
+    """
+    if stream is None:
+        return True
+    try:
+        stream.flush()
+    except ValueError:  # closed
+        return True
+    except OSError:
+        with suppress(OSError):  # a stream without a descriptor has nobody behind it who writes at the exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        return True
+    return False
+
+
+def _complain(message: str) -> int:
+    rank = os.environ.get("RANK", "0")  # the same mistake may be reported by every process of a job
+    who = "error" if rank == "0" else f"error (rank {rank})"
+    _to_stderr(f"{who}: " + " ".join(message.split()))
+    return 1
+
+
+def _to_stderr(line: str) -> None:
+    if sys.stderr is not None:  # print would take None for stdout
+        with suppress(OSError):  # nobody is left to tell
+            print(line, file=sys.stderr)

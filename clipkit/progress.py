@@ -5,14 +5,15 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clipkit.config import Config, to_toml
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError, let_go_if_broken
 
 __all__ = ["MetricsLog", "ProgressLine", "drop_lines_after"]
 
@@ -20,10 +21,15 @@ _PLAIN_EVERY_SECONDS = 10.0
 
 
 class ProgressLine:
-    """A live progress bar on a terminal, a line every ten seconds elsewhere; silent where not ``shown``."""
+    """A live progress bar on a terminal, a line every ten seconds elsewhere; silent where not ``shown``.
+
+    It also falls silent where nobody reads any more, as when a Ctrl-C has ended the ``tee`` behind a pipe: what is
+    shown is never a reason to end a training.
+    """
 
     def __init__(self, *, steps: int, done: int, shown: bool) -> None:
-        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+        output = cast(TextIO, _Output(sys.stderr)) if sys.stderr is not None else StringIO()
+        self.console = Console(file=output, soft_wrap=True, highlight=False)
         self._steps, self._shown = steps, shown
         self._started, self._done_before = time.monotonic(), done
         self._last_line = 0.0
@@ -70,6 +76,26 @@ class ProgressLine:
             self._bar.stop()
 
 
+class _Output:
+    """A stream that falls silent when it cannot be written; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            let_go_if_broken(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        let_go_if_broken(self._stream)
+
+
 def _clock(seconds: float) -> str:
     """101.3 → "1m41s"."""
     minutes, rest = divmod(round(seconds), 60)
@@ -107,9 +133,16 @@ class MetricsLog:
             self._sinks.append(_Wandb(run, config))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the figures of one step."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        """Record the figures of one step.
+
+        Raises:
+            DataError: the file cannot be written, for example for want of space.
+        """
+        try:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(f"{self._file.name} cannot be written: {error.strerror}") from error
         for sink in self._sinks:
             sink.write(step, {f"train/{name}": value for name, value in values.items()})
 
@@ -120,7 +153,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Bring everything out."""
-        self._file.close()
+        with suppress(OSError):  # all lines are out, but for one that ``write`` has complained of
+            self._file.close()
         for sink in self._sinks:
             sink.close()
 

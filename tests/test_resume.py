@@ -1,8 +1,10 @@
 """Stopping is free: kill -9 at a random step, resume, and the weights are those of a run that never stopped."""
 
+import fcntl
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -124,3 +126,42 @@ def test_two_processes_see_the_same_batches_and_losses(
     assert _losses(out) == pytest.approx(_losses(uninterrupted), rel=2e-3)
     assert _losses(out)[0] == pytest.approx(_losses(uninterrupted)[0], rel=1e-6)
     assert len(list((out / "checkpoints").glob("step_*"))) == 2  # checkpoint.keep
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_end_of_its_log_and_does_not_forget_what_it_was(
+    pairs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "piped"
+    command = shlex.join(_command(pairs, out, "checkpoint.every_steps=0", "steps=100000"))
+    piped = subprocess.Popen(
+        ["bash", "-o", "pipefail", "-c", f"{command} 2>&1 | tee {tmp_path}/log"],
+        cwd=ROOT,
+        env=_environment(),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and piped.poll() is None:
+        if metrics.is_file() and metrics.read_text().count("\n") >= 3:
+            break
+        time.sleep(0.01)
+    os.killpg(
+        piped.pid, signal.SIGINT
+    )  # as Ctrl-C does: tee ends at once, and nobody reads our output any more
+    piped.wait(timeout=120)
+    with (out / ".lock").open() as lock:
+        fcntl.lockf(lock, fcntl.LOCK_SH)  # when the training has left
+    saved = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
+    history = metrics.read_text()
+    assert saved == history.count("\n") >= 3
+
+    (out / "checkpoints").rename(tmp_path / "another disk")
+    again = subprocess.run(
+        _command(pairs, out, "checkpoint.every_steps=0", "steps=100000"),
+        cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert again.returncode == 1
+    assert again.stderr.splitlines()[-1].startswith(f"error: {out} has been trained, but its checkpoints")
+    assert metrics.read_text() == history

@@ -220,7 +220,8 @@ def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
         until = time.monotonic() + 60
         while not (place.runs / "shared" / "config.toml").is_file() and time.monotonic() < until:
             time.sleep(0.05)
-        assert "another training is writing to" in error_of(place.train(*settings, run="shared"))
+        message = error_of(place.train(*settings, run="shared"))
+        assert f"another training (process {first.pid} on " in message and ") is writing to" in message
         while not (place.runs / "shared" / "metrics.jsonl").is_file() and time.monotonic() < until:
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)

@@ -59,6 +59,60 @@ def test_a_reader_that_leaves_early_is_no_error(letters: int) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("open('/nothing/at/all')", "/nothing/at/all: No such file or directory"),
+        ("import os; os.link('/nothing', '/else')", "/nothing: /else: No such file or directory"),
+        ("raise OSError(28, 'No space left on device')", "No space left on device"),
+        ("raise OSError('unreachable')", "unreachable"),
+        ("b'\\xff'.decode()", "text that cannot be read or written: 'utf-8' codec can't decode byte 0xff"),
+        ("print('x', file=open('/dev/full', 'w'), flush=True)", "No space left on device"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(body: str, message: str) -> None:
+    done = run(body)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_one_line_and_status_130() -> None:
+    done = run("raise KeyboardInterrupt('all is saved')")
+    assert (done.returncode, done.stderr) == (130, "stopped; all is saved\n")
+    done = run("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "stderr"),
+    [
+        (">&-", 0, "two\n"),
+        ("2>&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+        (">/dev/full", 1, "two\nerror: No space left on device\n"),
+        ("2>/dev/full", 0, ""),
+    ],
+)
+def test_closed_and_full_outputs_end_no_work(redirection: str, status: int, stderr: str) -> None:
+    body = "print('one – ö'); _to_stderr('two')"
+    command = ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, PROGRAM.format(body)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (status, stderr)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+    ],
+)
+def test_letters_that_a_terminal_lacks_are_written_as_escapes(environment: dict[str, str]) -> None:
+    done = run("print('1 \\u2013 \\xf6'); raise DataError('no \\xf6')", **environment)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "1 \\u2013 \\xf6\n", "error: no \\xf6\n")
+
+
 def test_all_of_them_can_be_caught_together() -> None:
     for kind in (CheckpointError, ConfigError, DataError):
         assert issubclass(kind, ClipkitError)

@@ -2,12 +2,16 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from clipkit.config import Config, LogConfig
+from clipkit.errors import DataError
 from clipkit.progress import MetricsLog, ProgressLine, _clock, drop_lines_after
 
 QUIET = replace(Config(), log=LogConfig(tensorboard=False))
@@ -92,3 +96,33 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
 )
 def test_time_left_in_minutes_and_seconds(seconds: float, text: str) -> None:
     assert _clock(seconds) == text
+
+
+@pytest.mark.parametrize("end", ["nobody reads", "a full disk"])
+def test_where_nothing_can_be_shown_the_training_goes_on_in_silence(end: str) -> None:
+    program = (
+        "from clipkit.progress import ProgressLine\nfrom clipkit.errors import run_command\n"
+        "def main():\n"
+        "    progress = ProgressLine(steps=9, done=0, shown=True)\n"
+        "    for _ in range(3): progress.say('a line – ö')\n"
+        "    progress.close()\n"
+        "    print('went on')\n"
+        "run_command(main)\n"
+    )
+    if end == "nobody reads":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+
+
+def test_figures_that_cannot_be_written_are_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path, QUIET, step=0)
+    with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written: No space left on device"):
+        log.write(1, {"loss": 1.0})
+    log.close()

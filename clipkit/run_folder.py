@@ -1,0 +1,131 @@
+"""A run's folder while it is trained: who may write to it, which configuration it belongs to, its bad samples.
+
+RUN/.lock                     held by the process that trains, whose name it holds
+RUN/config.toml               the configuration
+RUN/bad_samples.jsonl         samples that were replaced, a line each; of rank 3: bad_samples-3.jsonl
+"""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from clipkit.config import Config, changes, load_config, to_toml
+from clipkit.errors import ConfigError, DataError
+
+__all__ = ["append_bad_samples", "bad_samples_file", "check_bad_samples", "only_trainer_of"]
+
+_LOCK, _CONFIG = ".lock", "config.toml"
+_FIRST_SAMPLES = 1000
+_LONGEST_NAME = 200  # characters of a process's name
+
+
+@contextmanager
+def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]:
+    """Make or reopen the run folder, and hold it while training; another training there is refused.
+
+    Args:
+        run: the folder.
+        config: which it is to be of.
+        chief: whether this process is the one that writes; the others do nothing here.
+
+    Raises:
+        ConfigError: it cannot be made or written, another training holds it, or it is of something else.
+    """
+    if not chief:
+        yield
+        return
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = (run / _LOCK).open("a+", encoding="utf-8", errors="replace")  # "w" would take the name out
+    except OSError as error:
+        raise ConfigError(f"the run folder {run} cannot be made: {error.strerror}") from error
+    with lock:
+        _hold(lock, run)
+        try:
+            _claim(run, config)
+        except OSError as error:
+            raise ConfigError(f"the run folder {run} cannot be written: {error.strerror}") from error
+        yield
+
+
+def _hold(lock: TextIO, run: Path) -> None:
+    try:
+        # of the process, unlike flock's: a loader process that outlives a kill -9 for a moment does not hold it
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        lock.seek(0)
+        who = f" ({name})" if (name := lock.read(_LONGEST_NAME).strip()) else ""
+        raise ConfigError(
+            f"another training{who} is writing to {run}: wait for it, or set another out="
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the run folder {run} cannot be locked: {error.strerror}") from error
+    with suppress(OSError):  # the name is a help and no more: a full disk is told where it matters
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def _claim(run: Path, config: Config) -> None:
+    """Write the run's configuration, or compare it with the one that the folder was trained with."""
+    stored, aside = run / _CONFIG, run / f".{_CONFIG}.partial"
+    if stored.is_file() and (run / "metrics.jsonl").is_file():  # else it failed before its first step
+        differing = changes(load_config(stored), config)
+        if differing:
+            raise ConfigError(
+                f"{run} holds a run of another configuration ({'; '.join(differing)}): "
+                f"set out=… for a new run (model.weights={run} starts from this one's weights), "
+                "or remove that folder"
+            )
+    elif any(path.name not in (_LOCK, _CONFIG) and not _is_aside(path) for path in run.iterdir()):
+        raise ConfigError(f"{run} exists and is no run folder: set another out=")
+    try:
+        aside.write_text(to_toml(config), encoding="utf-8")
+        aside.replace(stored)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _is_aside(path: Path) -> bool:
+    """Whether a file was being written when its writer was killed, or the disk was full."""
+    return path.name.startswith(".") and path.name.endswith(".partial")
+
+
+def bad_samples_file(run: Path, rank: int) -> Path:
+    """Where a rank lists its bad samples."""
+    return run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
+
+
+def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *, rank: int) -> None:
+    """List the bad samples of a step, a line each.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    if not bad:
+        return
+    path = bad_samples_file(run, rank)
+    lines = "".join(json.dumps({"step": step, **one}) + "\n" for one in bad)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def check_bad_samples(bad: int, seen: int, share: float, run: Path) -> None:
+    """End a run in which more than a share of the samples is bad.
+
+    Raises:
+        DataError: there are more.
+    """
+    if bad > share * max(seen, _FIRST_SAMPLES):  # a few early ones are no measure of the whole
+        raise DataError(
+            f"{bad} of the first {seen} samples are bad, more than data.max_bad = {share:g} allows: "
+            f"see {run}/bad_samples.jsonl"
+        )

@@ -1,0 +1,65 @@
+"""A run folder is for one training of one configuration, and a full disk does not spoil it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clipkit.config import Config
+from clipkit.errors import ConfigError, DataError
+from clipkit.run_folder import append_bad_samples, only_trainer_of
+
+CONFIG = Config(out="runs/test")
+
+
+def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for left in (".lock", ".config.toml.partial", ".metrics.jsonl.partial"):
+        (run / left).write_text("half")
+    with only_trainer_of(run, CONFIG, chief=True):
+        assert (run / "config.toml").is_file() and not (run / ".config.toml.partial").exists()
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="is no run folder"), only_trainer_of(tmp_path, CONFIG, chief=True):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys\nfrom pathlib import Path\nfrom clipkit.config import Config\n"
+        "from clipkit.errors import run_command\nfrom clipkit.run_folder import only_trainer_of\n"
+        "def main():\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"  # as on a full disk
+        "    with only_trainer_of(Path(sys.argv[1]), Config(), chief=True): pass\n"
+        "run_command(main)\n"
+    )
+    run = tmp_path / "run"
+    done = subprocess.run([sys.executable, "-c", program, run], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"error: the run folder {run} cannot be written: File too large\n"
+    assert [path.name for path in run.iterdir()] == [".lock"]
+    with only_trainer_of(run, CONFIG, chief=True):  # there is space again
+        assert (run / "config.toml").is_file()
+
+
+def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
+    with only_trainer_of(tmp_path, CONFIG, chief=True):
+        (tmp_path / "metrics.jsonl").touch()
+    other = replace(CONFIG, seed=1)
+    with pytest.raises(ConfigError, match="seed: 0 → 1"), only_trainer_of(tmp_path, other, chief=True):
+        pass
+    with only_trainer_of(tmp_path, CONFIG, chief=True):
+        pass
+
+
+def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:
+    append_bad_samples(tmp_path, [], 1, rank=0)
+    assert not list(tmp_path.iterdir())
+    append_bad_samples(tmp_path, [{"key": "a"}, {"key": "b"}], 2, rank=3)
+    lines = (tmp_path / "bad_samples-3.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 2, "key": "a"}, {"step": 2, "key": "b"}]
+    with pytest.raises(DataError, match="cannot be written: No such file"):
+        append_bad_samples(tmp_path / "gone", [{"key": "a"}], 2, rank=0)
