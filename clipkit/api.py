@@ -5,16 +5,27 @@ Letters: N pictures or texts, C classes, O embedding dimension.
 
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
 from clipkit.preprocess import ImageLike, batch_of
-from clipkit.zero_shot import DEFAULT_TEMPLATES, encode_prompts, evaluating, zero_shot_classifier
+from clipkit.zero_shot import (
+    DEFAULT_TEMPLATES,
+    check_batch_size,
+    encode_prompts,
+    evaluating,
+    list_of_strings,
+    zero_shot_classifier,
+)
 
 __all__ = ["classify", "encode_image", "encode_text", "load"]
+
+_SHOWN = 200  # characters of a path in a message
 
 
 def load(
@@ -42,8 +53,26 @@ def load(
     """
     from clipkit.sources import open_source
 
+    _check_path(str(source))
     model = open_source(str(source), name=name, image_size=image_size, context_length=context_length)
     return model.to(device)
+
+
+def _check_path(source: str) -> None:
+    """See that a source can be asked for, whether or not something is there.
+
+    Raises:
+        CheckpointError: no file can have that name, or it may not be looked for.
+    """
+    shown = source if len(source) <= _SHOWN else source[:_SHOWN] + "…"
+    if "\0" in source:
+        raise CheckpointError(f"no model at {shown!r}: a path holds no NUL")
+    try:
+        Path(source).expanduser().exists()
+    except RuntimeError as error:  # of a user that there is not
+        raise CheckpointError(f"no model at {shown}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"no model at {shown}: {error.strerror}") from error
 
 
 @torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
@@ -58,7 +87,9 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
 
     Raises:
         DataError: a picture cannot be read or decoded.
+        ConfigError: ``batch_size`` is no positive whole number.
     """
+    check_batch_size(batch_size)
     many = _as_list(images)
     device = model.logit_scale.device
     parts = [torch.zeros(0, model.architecture.embed_dim)]
@@ -70,8 +101,13 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
 
 
 def encode_text(texts: str | Sequence[str], model: CLIP, *, batch_size: int = 256) -> Tensor:
-    """Texts → (N, O) float32 unit-norm features on the CPU."""
-    many = [texts] if isinstance(texts, str) else list(texts)
+    """Texts → (N, O) float32 unit-norm features on the CPU.
+
+    Raises:
+        DataError: a text is no string, or too long.
+        ConfigError: ``batch_size`` is no positive whole number.
+    """
+    many = [texts] if isinstance(texts, str) else list_of_strings(texts, "texts")
     return encode_prompts(model, many, batch_size=batch_size).cpu()
 
 

@@ -22,6 +22,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MOST = 2**40  # more than any count here can mean, and yet a number that an index can be computed with
+_SHOWN = 200  # characters of a value in a message
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model, and where its weights come from at the start."""
@@ -62,7 +66,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(bool(self.train) and all(self.sources), "data.train", self.train, "name at least one source")
         _require(0 <= self.workers <= 512, "data.workers", self.workers, "0 to 512")
-        _require(self.window >= 1, "data.window", self.window, "at least 1")
+        _require(1 <= self.window <= _MOST, "data.window", self.window, f"1 to {_MOST}")
         _require(0 < self.crop_scale <= 1, "data.crop_scale", self.crop_scale, "above 0, at most 1")
         _require(0 <= self.flip <= 1, "data.flip", self.flip, "0 to 1")
         _require(0 <= self.color_jitter <= 2, "data.color_jitter", self.color_jitter, "0 to 2")
@@ -123,7 +127,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         _require(self.every_steps >= 0, "eval.every_steps", self.every_steps, "at least 0")
-        _require(self.batch_size >= 1, "eval.batch_size", self.batch_size, "at least 1")
+        _require(1 <= self.batch_size <= _MOST, "eval.batch_size", self.batch_size, f"1 to {_MOST}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +162,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        _require("\0" not in self.out, "out", self.out, "a path holds no NUL")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63")
         _require(self.steps >= 1, "steps", self.steps, "at least 1")
         _require(
@@ -224,7 +229,16 @@ def changes(before: Config, after: Config) -> list[str]:
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
-        raise ConfigError(f"{name} = {value!r} does not fit: {wanted}")
+        raise ConfigError(f"{name} = {_shown(value)} does not fit: {wanted}")
+
+
+def _shown(value: object) -> str:
+    """A value in a message; Python writes no number of over 4,300 digits, which TOML may hold as 0xff…"""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
 def _items(config: Any) -> list[tuple[str, Any]]:
@@ -300,15 +314,18 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
     """A TOML value as the field's type wants it."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{key} = {value!r} does not fit: it is a section, set {key}.<name> instead")
+            raise ConfigError(
+                f"{key} = {_shown(value)} does not fit: it is a section, set {key}.<name> instead"
+            )
         return _build(typing.cast(type[Any], hint), value, key + ".")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and not abs(value) <= sys.float_info.max:  # infinite, not a number, or a giant whole one
-        raise ConfigError(f"{key} = {value!r} does not fit: a finite number")
+        raise ConfigError(f"{key} = {_shown(value)} does not fit: a finite number")
     if float in kinds and is_number:
         return float(value)
     if int in kinds and is_number and value == int(value):  # 1e4 is a whole number too
+        _require(abs(value) < 2**63, key, value, "less than 2^63")
         return int(value)
     for kind in (bool, str):
         if kind in kinds and isinstance(value, kind):
@@ -319,7 +336,7 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
             return tuple(_text(one, key) for one in many)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
     wanted = " or ".join(names.get(kind, "a list of strings") for kind in kinds)
-    raise ConfigError(f"{key} = {value!r} does not fit: {wanted}")
+    raise ConfigError(f"{key} = {_shown(value)} does not fit: {wanted}")
 
 
 def _text(value: str, key: str) -> str:

@@ -3,17 +3,21 @@
 Letters: C classes, T templates, O embedding dimension.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import SupportsIndex
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
 
-__all__ = ["DEFAULT_TEMPLATES", "encode_prompts", "fill_template", "zero_shot_classifier"]
+__all__ = [
+    "DEFAULT_TEMPLATES", "check_batch_size", "encode_prompts", "fill_template", "list_of_strings",
+    "zero_shot_classifier",
+]  # fmt: skip
 
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
 
@@ -37,17 +41,47 @@ def zero_shot_classifier(
         (O, C) float32 with unit columns, on the model's device.
 
     Raises:
-        DataError: there are no classes or templates, or a template has no place for the class.
+        DataError: there are no classes or templates, one is no string, or a template has no place for the class.
+        ConfigError: ``batch_size`` is no positive whole number.
     """
     for what, given in (("class_names", class_names), ("templates", templates)):
         if isinstance(given, str):
             raise DataError(f"{what} must be a list, not the one string {given!r}")
-    if not class_names or not templates:
+    names, places = list_of_strings(class_names, "class_names"), list_of_strings(templates, "templates")
+    if not names or not places:
         raise DataError("a zero-shot classifier needs at least one class name and one template")
-    prompts = [fill_template(template, name) for name in class_names for template in templates]
+    prompts = [fill_template(template, name) for name in names for template in places]
     features = encode_prompts(model, prompts, batch_size=batch_size)  # (C * T, O)
-    per_class = features.view(len(class_names), len(templates), -1).mean(dim=1)  # (C, O)
+    per_class = features.view(len(names), len(places), -1).mean(dim=1)  # (C, O)
     return F.normalize(per_class, dim=-1).T.contiguous()
+
+
+def list_of_strings(given: Iterable[str], what: str) -> list[str]:
+    """Strings of any kind, numpy's among them, as a list of Python's own.
+
+    Raises:
+        DataError: it is no list, or holds something else; ``what`` is its name in the message.
+    """
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise DataError(f"{what} must be a list of strings, not {type(given).__name__}")
+    try:
+        many = list(given)
+    except TypeError as error:  # an array of no dimension
+        raise DataError(f"{what} must be a list of strings: {error}") from error
+    for number, one in enumerate(many):
+        if not isinstance(one, str):
+            raise DataError(f"{what} must be strings, but number {number} is of type {type(one).__name__}")
+    return [str(one) for one in many]
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse what would encode nothing.
+
+    Raises:
+        ConfigError: it is no positive whole number.
+    """
+    if not isinstance(batch_size, SupportsIndex) or batch_size < 1:
+        raise ConfigError(f"batch_size = {batch_size!r} does not fit: a whole number, at least 1")
 
 
 def fill_template(template: str, name: str) -> str:
@@ -60,7 +94,14 @@ def fill_template(template: str, name: str) -> str:
 
 @torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
 def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256) -> Tensor:
-    """Texts → (N, O) float32 unit-norm features on the model's device; each distinct text is encoded once."""
+    """Texts → (N, O) float32 unit-norm features on the model's device; each distinct text is encoded once.
+
+    Raises:
+        DataError: a prompt is no string, or too long.
+        ConfigError: ``batch_size`` is no positive whole number.
+    """
+    check_batch_size(batch_size)
+    prompts = list_of_strings(prompts, "texts")
     device = model.logit_scale.device
     distinct = list(dict.fromkeys(prompts))
     # texts of one length together: a batch is computed to its longest

@@ -1,5 +1,6 @@
 """Pictures and texts in every form, one or many, and probabilities of classes."""
 
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,65 @@ def test_mistakes_of_classes_are_named(tiny: CLIP, pixels: Any) -> None:
         clipkit.classify(pixels, "cat", tiny)
     with pytest.raises(clipkit.DataError, match="at least one class name"):
         clipkit.classify(pixels, [], tiny)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 1.5, None, "8"])
+def test_a_batch_that_would_encode_nothing_is_refused(tiny: CLIP, pixels: Any, batch_size: Any) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: clipkit.encode_image(pixels, tiny, batch_size=batch_size),
+        lambda: clipkit.encode_text(["a"], tiny, batch_size=batch_size),
+        lambda: clipkit.zero_shot_classifier(tiny, ["a"], batch_size=batch_size),
+    ]
+    for encode in calls:
+        with pytest.raises(clipkit.ConfigError, match=f"batch_size = {batch_size!r} does not fit"):
+            encode()
+    assert len(clipkit.encode_text(["a", "b"], tiny, batch_size=np.int64(1))) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (None, "texts must be a list of strings, not NoneType"),
+        (b"a cat", "texts must be a list of strings, not bytes"),
+        (5, "texts must be a list of strings, not int"),
+        (np.array("a cat"), "texts must be a list of strings: iteration over a 0-d array"),
+        (["a", None], "texts must be strings, but number 1 is of type NoneType"),
+        ([b"a"], "texts must be strings, but number 0 is of type bytes"),
+        (np.array([1]), "texts must be strings, but number 0 is of type int64"),
+    ],
+)
+def test_texts_that_are_none_are_named(tiny: CLIP, texts: Any, message: str) -> None:
+    with pytest.raises(clipkit.DataError) as caught:
+        clipkit.encode_text(texts, tiny)
+    assert message in str(caught.value)
+    with pytest.raises(clipkit.DataError) as caught:
+        clipkit.zero_shot_classifier(tiny, texts)
+    assert message.replace("texts", "class_names") in str(caught.value)
+
+
+def test_numpys_strings_are_strings(tiny: CLIP) -> None:
+    names = ["cat", "dog"]
+    forms: list[Any] = [np.array(names), list(np.array(names)), tuple(names)]
+    for given in forms:
+        assert torch.equal(clipkit.encode_text(given, tiny), clipkit.encode_text(names, tiny))
+        assert torch.equal(
+            clipkit.zero_shot_classifier(tiny, given), clipkit.zero_shot_classifier(tiny, names)
+        )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("~nobody-of-that-name/x", "no model at ~nobody-of-that-name/x: Could not determine home"),
+        ("a" * 5000, "a…: File name too long"),
+        ("a\0b", "a path holds no NUL"),
+        ("", "no checkpoint in"),
+    ],
+)
+def test_a_path_that_cannot_be_is_one_clear_error(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(clipkit.CheckpointError) as caught:
+        clipkit.load(source)
+    assert message in str(caught.value) and len(str(caught.value)) < 400

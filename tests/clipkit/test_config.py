@@ -46,6 +46,7 @@ text = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     ]
 )
 some_text = text.filter(bool)
+path = some_text.filter(lambda value: "\0" not in value)
 whole = st.integers(0, 2**40)
 share = st.floats(0, 1)
 size = st.floats(0, 1e30)
@@ -56,7 +57,7 @@ def configs(draw: st.DrawFn) -> Config:
     lr, min_lr = sorted([draw(size.filter(bool)), draw(size)], reverse=True)
     accumulate = draw(st.integers(1, 8))
     return Config(
-        out=draw(some_text),
+        out=draw(path),
         seed=draw(st.integers(0, 2**63 - 1)),
         steps=draw(st.integers(1, 2**40)),
         batch_size=accumulate * draw(st.integers(2, 2**20)),
@@ -195,6 +196,14 @@ def test_an_override_is_read_as_its_field_wants_it(folder: Path, override: str, 
         ("accumulate=3", "accumulate = 3 does not fit: a divisor of batch_size = 256"),
         ("batch_size=1", "batch_size = 1 does not fit: at least 2"),
         ("seed=-1", "seed = -1 does not fit"),
+        ("seed=0x" + "f" * 5000, "seed = a number of thousands of digits does not fit: a finite number"),
+        ("data.train=[0x" + "f" * 5000 + "]", "data.train = a number of thousands of digits does not fit: "),
+        ("out=0x" + "f" * 5000, "out = a number of thousands of digits does not fit: a finite number"),
+        ("seed=1" + "0" * 5000, "00… does not fit: a whole number"),
+        ("steps=1e20", "steps = 1e+20 does not fit: less than 2^63"),
+        ("eval.batch_size=1e18", "eval.batch_size = 1000000000000000000 does not fit: 1 to 1099511627776"),
+        ("data.window=1e18", "data.window = 1000000000000000000 does not fit: 1 to 1099511627776"),
+        ("out=a\0b", "does not fit: a path holds no NUL"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_names_key_and_value(folder: Path, override: str, message: str) -> None:
