@@ -12,6 +12,7 @@ are made from the class, and retrieval among hundreds of equal captions measures
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def _distinct_names(places: Sequence[Path]) -> list[str]:
 
 
 def _open(source: str, place: Path, name: str) -> EvalDataset:
-    _check_utf8(name)
+    name = _utf8(name)
     try:
         if not place.is_absolute():
             return _open_published(built_in(name), name)
@@ -226,13 +227,11 @@ def _open_image_folder(folder: Path, name: str) -> EvalDataset:
     if not splits and visible_folders(folder / "train"):
         raise DataError(f"{folder} has the split 'train' only: name the folder of the pictures to score on")
     pictures = ImageFolder(splits[0] if splits else folder)
-    for one in pictures.folders:
-        _check_utf8(one.name)
     templates = tuple(line for line in _lines(folder / "zeroshot_classification_templates.txt") if line)
     return _checked(
         EvalDataset(
             name=name,
-            class_names=tuple(folder.name.replace("_", " ").strip() for folder in pictures.folders),
+            class_names=tuple(_utf8(folder.name).replace("_", " ").strip() for folder in pictures.folders),
             templates=templates or DEFAULT_TEMPLATES,
             shards=pictures,
             labels=torch.tensor([label for _, label in pictures.files]),
@@ -327,11 +326,11 @@ def _card(folder: Path) -> dict[str, Any]:
     return card
 
 
-def _check_utf8(name: str) -> None:
-    """Results and prompts are written in UTF-8, which a folder's name need not be."""
+def _utf8(name: str) -> str:
+    """A folder's name as UTF-8, in which results and prompts are written, whatever the locale takes it for."""
     try:
-        name.encode()
-    except UnicodeEncodeError as error:
+        return os.fsencode(name).decode()
+    except UnicodeError as error:
         raise DataError(f"the folder {name!r} has a name that is not UTF-8: rename it") from error
 
 
