@@ -51,7 +51,8 @@ class Order:
                 f"batch_size = {batch_size}, but the data hold {self.samples} samples: "
                 "set a smaller batch_size or give more data"
             )
-        self.seed, self.batch_size, self.window = seed, batch_size, window
+        self.seed, self.batch_size = seed, batch_size
+        self.window = min(window, len(self.counts))  # more is the same, but may be beyond an int64
         self.batches_per_epoch = self.samples // batch_size
         self._starts = np.concatenate([[0], np.cumsum(self.counts)])
         self._recent: dict[tuple[int, ...], Any] = {}

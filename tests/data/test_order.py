@@ -92,6 +92,11 @@ def test_a_window_holds_the_shards_together() -> None:
     assert of_windows != [set((order.batch(step) // 10).tolist()) for step in range(10, 20)]
 
 
+def test_a_window_of_more_than_all_shards_holds_all() -> None:
+    all_of_them, more = (Order([10] * 4, seed=5, batch_size=8, window=window) for window in (4, 10**20))
+    assert all(np.array_equal(all_of_them.batch(step), more.batch(step)) for step in range(12))
+
+
 def test_epochs_and_seeds_differ() -> None:
     orders = [Order([50, 50, 50], seed=seed, batch_size=150) for seed in (0, 1, 2**63 - 1)]
     epochs = [tuple(order.batch(step).tolist()) for order in orders for step in range(4)]
