@@ -7,8 +7,9 @@ A source is a dataset folder (with ``train/`` and ``test/``), a folder of tars, 
 import hashlib
 import json
 import os
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -26,6 +27,8 @@ __all__ = ["Sample", "Shards", "find_shards"]
 
 _MAX_MEMBER_BYTES = 256 << 20  # a single picture or caption file beyond this is an attack or an accident
 _MAX_OPEN_FILES = 64
+_MAX_SHARDS = 1_000_000  # that a brace pattern may stand for
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
 _FIELD = {"image": IMAGE, "caption": CAPTION, "label": LABEL}
 
 
@@ -33,7 +36,8 @@ _FIELD = {"image": IMAGE, "caption": CAPTION, "label": LABEL}
 class Sample:
     """One sample as it lies in its shard, nothing decoded.
 
-    ``id`` is its number in the list of shards it was read from.
+    ``id`` is its number in the list of shards it was read from. A caption, label or json that nobody asked for
+    (see ``Shards``) is left out.
     """
 
     id: int
@@ -53,7 +57,8 @@ class Shards:
     Args:
         paths: the tars. Their order numbers the samples.
         need: which of "image", "caption" and "label" a sample must have to count. A caption is a ``txt``
-            member, or the "caption" field of a ``json`` member.
+            member, or the "caption" field of a ``json`` member. Nothing else is read, so what is wrong with it
+            does no harm; but where only the picture is needed, all that a sample has is read along.
 
     Raises:
         DataError: a shard is missing, truncated or not a tar, or holds no sample with what is needed.
@@ -70,6 +75,8 @@ class Shards:
         self._keys: list[npt.NDArray[np.str_]] = []
         self._spans: list[npt.NDArray[np.int64]] = []
         self.skipped = 0
+        self._read_all = set(need) <= {"image"}
+        self._needed = {"image", "caption", "label"} if self._read_all else set(need)
         for path in self.paths:
             index = index_shard(path)
             usable = _usable(index, need)
@@ -124,20 +131,19 @@ class Shards:
         """
         shard, row = self._position(number)
         span = self._spans[shard][row]
-        meta = self._json(shard, span[META])
-        caption = self._text(shard, span[CAPTION])
+        caption = self._text(shard, span[CAPTION]) if "caption" in self._needed else None
+        meta: dict[str, Any] = {}
+        if self._read_all or ("caption" in self._needed and caption is None):
+            meta = self._json(shard, span[META])
         if caption is None and isinstance(meta.get("caption"), str):
             caption = meta["caption"]
-        label = self._text(shard, span[LABEL])
-        if label is not None and not (label.strip().isdecimal() and len(label.strip()) < 19):  # of int64
-            raise DataError(f"label {label.strip()[:40]!r} is not a whole number")
         return Sample(
             id=number,
             shard=str(self.paths[shard]),
             key=str(self._keys[shard][row]),
             image=self._bytes(shard, span[IMAGE]),
             caption=caption,
-            label=None if label is None else int(label),
+            label=self._label(shard, span[LABEL]) if "label" in self._needed else None,
             meta=meta,
         )
 
@@ -149,6 +155,14 @@ class Shards:
 
     def _text(self, shard: int, span: npt.NDArray[np.int64]) -> str | None:
         return None if span[0] < 0 else self._bytes(shard, span).decode("utf-8", "replace")
+
+    def _label(self, shard: int, span: npt.NDArray[np.int64]) -> int | None:
+        text = self._text(shard, span)
+        if text is None:
+            return None
+        if not (text.strip().isdecimal() and len(text.strip()) < 19):  # of int64
+            raise DataError(f"label {text.strip()[:40]!r} is not a whole number")
+        return int(text)
 
     def _json(self, shard: int, span: npt.NDArray[np.int64]) -> dict[str, Any]:
         text = self._text(shard, span)
@@ -225,19 +239,19 @@ def find_shards(source: str, *, split: str = "train") -> list[Path]:
         raise DataError("no data: the source is empty")
     if source in BUILTIN and not Path(source).exists():
         return _shards_of_folder(built_in(source), split)
+    shown = source if len(source) <= 200 else source[:200] + "…"
     try:
         return _shards_at(source, split)
     except OSError as error:  # a name too long, a folder that may not be read
-        raise DataError(f"cannot look for data at {source[:200]!r}: {error.strerror}") from error
+        raise DataError(f"cannot look for data at {shown!r}: {error.strerror}") from error
+    except (ValueError, RuntimeError) as error:  # a null character; ~ of a user that there is not
+        raise DataError(f"cannot look for data at {shown!r}: {error}") from error
 
 
 def _shards_at(source: str, split: str) -> list[Path]:
     if "{" not in source and (path := Path(source).expanduser()).is_dir():
         return _shards_of_folder(path, split)
-    try:
-        paths = [Path(name).expanduser() for name in braceexpand.braceexpand(source)]
-    except ValueError as error:
-        raise DataError(f"the braces of {source!r} do not balance") from error
+    paths = [Path(name).expanduser() for name in _expanded(source)]
     missing = [one for one in paths if not one.is_file()]
     if len(paths) == 1 and missing:
         built_ins = ", ".join(sorted(BUILTIN))
@@ -245,6 +259,50 @@ def _shards_at(source: str, split: str) -> list[Path]:
     if missing:
         raise DataError(f"{len(missing)} of {len(paths)} shards are missing, the first is {missing[0]}")
     return paths
+
+
+def _expanded(source: str) -> Iterator[str]:
+    """The names that a brace pattern stands for, counted before any is made."""
+    if _count_names(source) > _MAX_SHARDS:
+        raise DataError(
+            f"the braces of {source[:200]!r} stand for more than {_MAX_SHARDS} shards: see their numbers"
+        )
+    try:
+        return braceexpand.braceexpand(source)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the braces of {source[:200]!r} do not balance") from error
+
+
+def _count_names(pattern: str) -> int:
+    """How many names a brace pattern stands for; where that is over the limit, some number over it."""
+    opened: list[tuple[int, int, int]] = []  # where, and the two counts as they stood there
+    before, here, position = (
+        0,
+        1,
+        0,
+    )  # names of the items of this list that a comma ended, and of the item here
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "\\":
+            position += 1  # what follows is no brace
+        elif character == "{":
+            opened.append((position, before, here))
+            before, here = 0, 1
+        elif character == "," and opened:
+            before, here = before + here, 1
+        elif character == "}" and opened:
+            start, outer_before, outer = opened.pop()
+            count = before + here
+            if (numbers := _RANGE.fullmatch(pattern, start + 1, position)) is not None:
+                if max(map(len, numbers.groups("1"))) > 18:
+                    return _MAX_SHARDS + 1
+                first, last, step = map(int, numbers.groups("1"))
+                count = abs(last - first) // (step or 1) + 1
+            before, here = outer_before, outer * count
+        if here > _MAX_SHARDS:
+            return here
+        position += 1
+    return here
 
 
 def _shards_of_folder(folder: Path, split: str) -> list[Path]:
@@ -258,7 +316,8 @@ def _shards_of_folder(folder: Path, split: str) -> list[Path]:
         raise DataError(f"no tar of split {split!r} in {folder}{found}")
     stated = here / "nshards.txt"
     if stated.is_file():
-        text = stated.read_text(errors="replace").strip()
+        with stated.open(errors="replace") as file:
+            text = file.read(100).strip()
         if not text.isdecimal() or int(text) != len(paths):
             raise DataError(f"{here} has {len(paths)} shards, but nshards.txt says {text[:20]!r}")
     return paths

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import braceexpand
 import pytest
 import webdataset
 
@@ -55,7 +56,7 @@ def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
 def test_it_reads_what_was_written(folder: Path) -> None:
     paths = find_shards(str(folder))
     assert [path.name for path in paths] == [f"{number}.tar" for number in range(12)]  # 10 after 9
-    shards = Shards(paths)
+    shards = Shards(paths, need=("image",))
     assert len(shards) == 23 and shards.skipped == 0
     assert shards.counts.tolist() == [2] * 11 + [1]
     for number in range(23):
@@ -110,12 +111,28 @@ def test_what_is_needed_decides_what_counts(tmp_path: Path) -> None:
 def test_a_bad_sample_is_a_data_error(members: dict[str, bytes], cause: str, tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
     with pytest.raises(DataError, match=cause):
+        Shards([path], need=("image",)).read(0)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [{"cls": b"tench"}, {"cls": b"-1"}, {"json": b"{"}, {"json": b"[" * 200_000}, {"json": b"1" * 5000}],
+)
+def test_what_is_not_needed_may_be_wrong(members: dict[str, bytes], tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
+    sample = Shards([path]).read(0)
+    assert (sample.image, sample.caption, sample.label, sample.meta) == (b"A", "text", None, {})
+
+
+def test_a_caption_from_json_that_is_wrong_is_a_data_error(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "json": b"{"})
+    with pytest.raises(DataError, match="its json does not parse"):
         Shards([path]).read(0)
 
 
 def test_text_that_is_no_utf8_and_json_that_is_no_object_are_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"caf\xe9", "json": b"[1]"})
-    sample = Shards([path]).read(0)
+    sample = Shards([path], need=("image",)).read(0)
     assert (sample.caption, sample.meta) == ("caf\N{REPLACEMENT CHARACTER}", {})
 
 
@@ -280,12 +297,41 @@ def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("glyph", "no data at 'glyph': not a folder, a tar, or a built-in corpus (digits, glyphs, icons)"),
         ("", "no data: the source is empty"),
         ("x" * 300, "cannot look for data at 'xxx"),
+        ("x/" * 2500, "cannot look for data at 'x/x/"),
+        ("{{1,2}}" + "x" * 300, "cannot look for data at '{{1,2}}xxx"),
+        ("~there-is-no-such-user/x", "cannot look for data at '~there-is-no-such-user/x': "),
+        ("x{{0..300000000}}.tar", "the braces of 'x{{0..300000000}}.tar' stand for more than 1000000 shards"),
+        (
+            "{{0..9999}}{{0..9999}}",
+            "the braces of '{{0..9999}}{{0..9999}}' stand for more than 1000000 shards",
+        ),
+        ("{{0,{{0..9}}{{0..999999..-5}}}}", "the braces of '{{0,{{0..9}}{{0..999999..-5}}}}' stand for more"),
+        ("{{0.." + "9" * 5000 + "}}", "the braces of '{{0..999"),
+        ("{{" * 5000 + "1,2" + "}}" * 5000, "the braces of '{{{{{{"),
     ],
 )
 def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> None:
     with pytest.raises(DataError) as caught:
         find_shards(source.format(folder=folder))
     assert str(caught.value).startswith(message.format(folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("a", 1), ("{a}", 1), ("{a,b}", 2), ("{0..9}", 10), ("{9..0..3}", 4), ("{-3..-1}{a,b}", 6),
+        ("{0..9..0}", 10), ("{a,{1..3},c{1,2}}x{3,4}", 12), (r"\{1..9\}", 1), (r"{a\,b,c}", 2), ("{{1..4},{5..6}}", 6), ("a,b", 1),
+    ],
+)  # fmt: skip
+def test_names_are_counted_before_they_are_made(pattern: str, count: int) -> None:
+    assert shards_module._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
+
+
+def test_a_folder_whose_name_is_no_utf8(folder: Path) -> None:
+    moved = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
+    shards = Shards(find_shards(str(moved)))
+    assert len(shards) == 23 and shards.read(3).caption == "caption 3 ü"
+    assert len(shards.fingerprint()) == 16
 
 
 def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
@@ -295,6 +341,9 @@ def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
     with pytest.raises(DataError, match=r"has 11 shards, but nshards.txt says '12'"):
         find_shards(str(folder))
     (folder / "train" / "nshards.txt").write_bytes(b"\xff\n")
+    with pytest.raises(DataError, match=r"nshards.txt says"):
+        find_shards(str(folder))
+    (folder / "train" / "nshards.txt").write_text("9" * 5000)
     with pytest.raises(DataError, match=r"nshards.txt says"):
         find_shards(str(folder))
     (folder / "train" / "nshards.txt").unlink()
@@ -313,4 +362,4 @@ def nothing_stays_open() -> Iterator[None]:
 def test_meta_survives_as_json(tmp_path: Path) -> None:
     meta = {"nested": {"list": [1, 2.5, None, "ü"]}}
     sample = {"__key__": "a", "jpg": b"A", "txt": b"t", "json": json.dumps(meta).encode()}
-    assert Shards([write_tar(tmp_path / "0.tar", sample)]).read(0).meta == meta
+    assert Shards([write_tar(tmp_path / "0.tar", sample)], need=("image",)).read(0).meta == meta
