@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,3 +166,17 @@ def test_a_run_outlives_the_end_of_its_log_and_does_not_forget_what_it_was(
     assert again.returncode == 1
     assert again.stderr.splitlines()[-1].startswith(f"error: {out} has been trained, but its checkpoints")
     assert metrics.read_text() == history
+
+
+@pytest.mark.slow
+def test_where_the_newest_checkpoint_is_damaged_an_older_one_is_taken_and_named(
+    pairs: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "damaged"
+    shutil.copytree(uninterrupted, out)
+    os.truncate(out / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors", 1000)
+    said = _train(pairs, out)
+    assert f"resuming {out} at step 20" in said
+    assert f"note: step_{STEPS:08d} is damaged or missing; step_00000020 was taken instead" in said
+    assert _weights(out) == _weights(uninterrupted)
+    assert _losses(out) == _losses(uninterrupted)

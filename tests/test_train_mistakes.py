@@ -20,6 +20,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import train
+from clipkit.config import Config
+from clipkit.model import create
+from clipkit.progress import ProgressLine
 from data.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[1]
@@ -230,3 +234,23 @@ def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
         first.kill()
         first.communicate()
     assert first.returncode == 0 and "stopped and saved at step" in stderr
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(place: Place) -> None:
+    with place.start("data.train={root}/good", "steps=1000000", run="early") as early:
+        until = time.monotonic() + 60
+        while not (place.runs / "early" / "config.toml").is_file() and time.monotonic() < until:
+            time.sleep(0.002)
+        early.send_signal(signal.SIGINT)
+        _, stderr = early.communicate(timeout=60)
+    assert early.returncode == 130
+    assert stderr.splitlines()[-1] == "stopped; before the first step; the same command begins again"
+    assert "Traceback" not in stderr
+
+
+def test_a_line_of_results_without_a_dataset_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"step": 3}\n{"step": 3, "dataset": []}\n')
+    silent = ProgressLine(steps=9, done=3, shown=False)
+    model = create("ViT-Ti-4-16", seed=0)
+    train.Scorer(model, [], tmp_path, Config(), None, silent, bf16=False).score_if_owed(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
