@@ -44,7 +44,7 @@ from data.augment import Augmentation
 from data.loader import Batch, Loader
 from data.order import Order
 from data.shards import Shards, find_shards
-from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_dataset, read_results
+from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_datasets, read_results
 from eval.report import build_report
 from eval.snapshot import take_snapshot, write_snapshot
 
@@ -75,7 +75,7 @@ def main() -> int:
         if chief:
             print(to_toml(config), file=sys.stderr)
         shards = Shards([path for source in config.data.sources for path in find_shards(source)])
-        datasets = [open_dataset(name) for name in config.eval.data]
+        datasets = open_datasets(config.eval.data)
         for dataset in datasets:
             check_tasks(dataset)
         order = Order(

@@ -139,7 +139,8 @@ def _is_colour(values: tuple[float, ...]) -> bool:
 def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
     """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or the like to (H, W, 3) uint8 RGB.
 
-    Sixteen bits of grey are scaled to eight. ``eval_pixels`` is for evaluation.
+    Sixteen bits of grey are scaled to eight; 32 bits and floats, of which nothing says the range, are refused.
+    ``eval_pixels`` is for evaluation.
 
     Raises:
         DataError: it does not decode, is cut short, or has more than ``MAX_PIXELS`` pixels.
@@ -188,9 +189,12 @@ def _opened(content: Union[bytes, npt.NDArray[np.uint8], "Image"]) -> "Image":
 
 
 def _to_array(image: "Image") -> npt.NDArray[np.uint8]:
-    if image.mode.startswith("I;16"):  # Pillow would cut all above 255 off
+    # Pillow would cut all above 255 off, and floats in 0-1 to black
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         grey = (np.asarray(image) >> 8).astype(np.uint8)
         return np.repeat(grey[..., None], 3, axis=2)
+    if image.mode in ("I", "F"):
+        raise DataError("32-bit grey has no known range: store it with 8 or 16 bits")
     return np.asarray(image.convert("RGB"))
 
 

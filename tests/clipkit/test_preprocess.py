@@ -249,7 +249,8 @@ def test_what_the_fast_way_cannot_do_is_done_exactly() -> None:
 
 
 def test_training_reads_what_pillow_makes_rgb() -> None:
-    for name in PICTURES.keys() - {"16-bit grey png", "16-bit grey tiff"}:
+    deep = {"16-bit grey png", "16-bit grey tiff", "32-bit grey tiff", "float tiff"}
+    for name in PICTURES.keys() - deep:
         data = picture(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -463,3 +464,16 @@ def test_preprocessing_is_checked_when_it_is_made() -> None:
     for nothing in ("{}", "null"):
         with pytest.raises(CheckpointError, match="not one this version knows"):
             Preprocess.from_dict(json.loads(nothing))
+
+
+def test_deep_grey_is_scaled_where_its_range_is_known_and_refused_elsewhere() -> None:
+    deep = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
+    for kind in ("PNG", "PPM", "TIFF"):
+        file = BytesIO()
+        Image.fromarray(deep).save(file, kind)
+        assert np.array_equal(decode_image(file.getvalue())[..., 0], deep >> 8), kind
+    for values in (deep.astype(np.int32), deep.astype(np.float32) / 65535):
+        file = BytesIO()
+        Image.fromarray(values).save(file, "TIFF")
+        with pytest.raises(DataError, match="no known range"):
+            decode_image(file.getvalue())
