@@ -1,0 +1,195 @@
+"""A model as ONNX runtimes read it: ``visual.onnx``, ``textual.onnx``, and ``onnx_config.json`` about the two.
+
+    visual.onnx     pixel_values  float32 (B, 3, S, S), normalized    →  image_embeds  float32 (B, O), unit norm
+    textual.onnx    input_ids     int64 (B, L)                        →  text_embeds   float32 (B, O), unit norm
+
+The batch has any size. So has L, up to the context length; where the text tower is one of open_clip's, L is the
+context length. Rows may be padded by 0 or by more ends of text. ``onnx_config.json`` holds what else is needed: how
+pictures are resized and normalized, where the tokens come from, and exp(t), by which similarities are multiplied.
+
+Weights of more than 1.5 GiB lie in a file of their own beside the graph: in one file ONNX cannot have over 2 GiB.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipkit.architectures import OpenClipText
+from clipkit.errors import ConfigError
+from clipkit.export_open_clip import store_tokenizer
+from clipkit.export_samples import Samples, difference
+from clipkit.export_transformers import write_clip_tokenizer
+from clipkit.model import CLIP
+
+__all__ = ["OPSET", "check", "obstacle", "write"]
+
+OPSET = 18
+CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
+_INSIDE = 3 * 2**29  # bytes of weights that are stored in the graph's own file
+_BATCHES = (1, 3, 8)  # that the check runs
+
+
+def obstacle(model: CLIP) -> str:
+    """Why there can be no ONNX graph of this model, or ""; some library's towers show it only when tried."""
+    return ""
+
+
+class _ImageEncoder(nn.Module):
+    def __init__(self, model: CLIP) -> None:
+        super().__init__()
+        self.visual = model.visual
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(B, 3, S, S) → (B, O)."""
+        return F.normalize(self.visual(pixel_values), dim=-1)
+
+
+class _TextEncoder(nn.Module):
+    def __init__(self, model: CLIP) -> None:
+        super().__init__()
+        assert model.text is not None
+        self.text = model.text
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(B, L) → (B, O)."""
+        return F.normalize(self.text(input_ids), dim=-1)
+
+
+class _OwnTextEncoder(nn.Module):
+    """The transformer that lies at the top of a CLIP, without the grouping by length that a graph cannot have."""
+
+    def __init__(self, model: CLIP) -> None:
+        super().__init__()
+        self.token_embedding, self.positional_embedding = model.token_embedding, model.positional_embedding
+        self.transformer, self.ln_final = model.transformer, model.ln_final
+        self.text_projection = model.text_projection
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(B, L) → (B, O)."""
+        x = self.token_embedding(input_ids) + self.positional_embedding[: input_ids.shape[1]]  # (B, L, D)
+        read = self.ln_final(self.transformer(x, input_ids.argmax(dim=-1)))  # (B, D)
+        return F.normalize(read @ self.text_projection, dim=-1)
+
+
+def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the graphs and what belongs to them; returns the files' names.
+
+    Args:
+        model: what to export, float32 on the CPU, in evaluation mode.
+        tensors: its weights; the graphs take them from the model.
+        folder: where to.
+
+    Raises:
+        ConfigError: the libraries are missing, or the exporter cannot do this tower.
+    """
+    try:
+        import onnx  # noqa: F401 (the exporter would find out later, with a long message)
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"ONNX needs {error.name}: pip install 'clipkit[export]'") from error
+    size = model.preprocess.image_size
+    pixels = torch.zeros(2, 3, size, size)
+    tokens = model.tokenizer(["a cat", "a dog on a mat"])
+    text = _OwnTextEncoder(model) if model.text is None else _TextEncoder(model)
+    any_length = not isinstance(model.architecture.text, OpenClipText)
+    lengths = {0: "batch", 1: "tokens"} if any_length else {0: "batch"}
+    names = _graph(
+        _ImageEncoder(model), pixels, {0: "batch"}, ("pixel_values", "image_embeds"), folder / VISUAL
+    )
+    names += _graph(text, tokens, lengths, ("input_ids", "text_embeds"), folder / TEXTUAL)
+    tokenizer = store_tokenizer(model, folder) or write_clip_tokenizer(folder)
+    (folder / CONFIG).write_text(json.dumps(_config(model, any_length), indent=2) + "\n", encoding="utf-8")
+    return [*names, CONFIG, *tokenizer]
+
+
+def _config(model: CLIP, any_length: bool) -> dict[str, Any]:
+    size, length = model.preprocess.image_size, model.architecture.text.context_length
+    shape = ["batch", "tokens" if any_length else length]
+    return {
+        "opset": OPSET,
+        "image": {
+            "file": VISUAL,
+            "input": {"name": "pixel_values", "dtype": "float32", "shape": ["batch", 3, size, size]},
+            "output": {"name": "image_embeds", "dtype": "float32"},
+        },
+        "text": {
+            "file": TEXTUAL,
+            "input": {"name": "input_ids", "dtype": "int64", "shape": shape},
+            "output": {"name": "text_embeds", "dtype": "float32"},
+        },
+        "embed_dim": model.architecture.embed_dim,
+        "preprocess": model.preprocess.to_dict(),
+        "tokenizer": "tokenizer.json",
+        "context_length": length,
+        "logit_scale": float(model.logit_scale.detach().exp()),
+        "logit_bias": None if model.logit_bias is None else float(model.logit_bias.detach()),
+    }
+
+
+def _graph(
+    encoder: nn.Module, example: Tensor, dynamic: dict[int, str], names: tuple[str, str], path: Path
+) -> list[str]:
+    """One encoder as a graph; returns the files written."""
+    with _quietly(), torch.no_grad():
+        try:
+            program = torch.onnx.export(
+                encoder.eval(),
+                (example,),
+                input_names=names[:1],
+                output_names=names[1:],
+                opset_version=OPSET,
+                dynamic_shapes=(dynamic,),
+                dynamo=True,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise ConfigError(
+                f"torch cannot make an ONNX graph of this {path.stem} tower: {first}"
+            ) from error
+        assert program is not None
+        for graph in (program.model.graph, *program.model.functions.values()):
+            for node in graph:
+                node.metadata_props.clear()  # where in whose folder each line of code lies
+        outside = sum(t.numel() * t.element_size() for t in encoder.state_dict().values()) > _INSIDE
+        program.save(path, external_data=outside)
+    return [path.name, *([f"{path.name}.data"] if outside else [])]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """The exporter's remarks about what it did not optimize are of no use to who exports."""
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def check(model: CLIP, folder: Path, samples: Samples) -> float:
+    """Run the graphs by onnxruntime at several batch sizes; the largest difference of unit-norm embeddings."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    largest = 0.0
+    visual, textual = (
+        onnxruntime.InferenceSession(folder / file, options, providers=["CPUExecutionProvider"])
+        for file in (VISUAL, TEXTUAL)
+    )
+    for batch in _BATCHES:
+        tokens = model.tokenizer(samples.texts[:batch])  # as long as the longest, where any length will do
+        images = visual.run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
+        texts = textual.run(None, {"input_ids": tokens.numpy()})[0]
+        largest = max(largest, difference(images, samples.image_embeddings[:batch]))
+        largest = max(largest, difference(texts, samples.text_embeddings[:batch]))
+    return largest

@@ -1,0 +1,90 @@
+"""A model as open_clip reads it: ``open_clip_config.json`` and ``open_clip_model.safetensors``.
+
+    open_clip.create_model_and_transforms("local-dir:OUT"), open_clip.get_tokenizer("local-dir:OUT")
+
+Parameter names are open_clip's own already. A tokenizer of the transformers library goes along; CLIP's own comes
+with open_clip.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clipkit.architectures import OpenClipText
+from clipkit.errors import ConfigError
+from clipkit.export_samples import Samples, difference
+from clipkit.family import to_open_clip
+from clipkit.model import CLIP
+from clipkit.text_input import LibraryTokenizer
+
+__all__ = ["check", "obstacle", "store_tokenizer", "write"]
+
+CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
+
+
+def obstacle(model: CLIP) -> str:
+    """Why open_clip cannot have this model, or ""."""
+    try:
+        to_open_clip(model.architecture)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the model's files; returns their names.
+
+    Args:
+        model: what to export.
+        tensors: its weights, float32 on the CPU.
+        folder: where to.
+    """
+    config = to_open_clip(model.architecture)
+    names = store_tokenizer(model, folder)
+    text = model.architecture.text
+    if isinstance(text, OpenClipText) and names:
+        # from a local folder open_clip reads what lies beside the config, whatever name is given here
+        given = str(text.config["hf_tokenizer_name"])
+        name = folder.name if Path(given).exists() else given
+        config["text_cfg"] = {**config["text_cfg"], "hf_tokenizer_name": name}
+    preprocess = model.preprocess.to_dict()
+    preprocess["size"] = preprocess.pop("image_size")
+    content = {"model_cfg": config, "preprocess_cfg": preprocess}
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    return [CONFIG, WEIGHTS, *names]
+
+
+def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
+    """The files of a tokenizer of the transformers library; none for CLIP's own. Returns their names."""
+    if not isinstance(model.tokenizer, LibraryTokenizer):
+        return []
+    inner = folder / ".tokenizer"
+    model.tokenizer.store(inner)
+    names = []
+    for path in sorted(path for path in inner.rglob("*") if path.is_file()):
+        path.replace(folder / path.name)
+        names.append(path.name)
+    for path in sorted([inner, *inner.rglob("*")], reverse=True):
+        path.rmdir()
+    return names
+
+
+@torch.no_grad()
+def check(model: CLIP, folder: Path, samples: Samples) -> float:
+    """Load the folder by open_clip, as a user would; the largest difference of unit-norm embeddings."""
+    import open_clip
+
+    source = f"local-dir:{folder}"
+    with torch.random.fork_rng(devices=[]):  # it draws weights before it reads them
+        theirs, _, transform = open_clip.create_model_and_transforms(source)
+    theirs.eval()
+    pixels = torch.stack([transform(picture) for picture in samples.pictures])
+    tokens = open_clip.get_tokenizer(source)(list(samples.texts))
+    images = difference(theirs.encode_image(pixels, normalize=True), samples.image_embeddings)
+    texts = difference(theirs.encode_text(tokens, normalize=True), samples.text_embeddings)
+    return max(images, texts)

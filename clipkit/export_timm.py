@@ -1,0 +1,214 @@
+"""A model's image tower as timm reads it: ``config.json`` and ``model.safetensors``.
+
+    timm.create_model("local-dir:OUT", pretrained=True)
+
+Its output, (B, O), is what ``CLIP.encode_image`` gives with ``normalize=False``: the projection to the embedding
+space is timm's classifier, with a bias of 0. Our own ViTs become timm's ``vit_*_clip_*``, a backbone of timm keeps
+its name. Letters: B batch, D width of the tower, O embedding dimension, P patches.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from clipkit.architectures import Architecture, OpenClipVision, TimmVision, VisionTower
+from clipkit.export_samples import Samples, difference
+from clipkit.model import CLIP
+
+__all__ = ["check", "obstacle", "timm_name", "write"]
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_SIZES = {(384, 12, 6): "small", (768, 12, 12): "base", (1024, 24, 16): "large", (1280, 32, 16): "huge"}
+_NAMES = (  # ours, timm's
+    ("ln_pre.", "norm_pre."),
+    ("ln_post.", "norm."),
+    ("transformer.resblocks.", "blocks."),
+    (".ln_1.", ".norm1."),
+    (".ln_2.", ".norm2."),
+    (".attn.in_proj_", ".attn.qkv."),
+    (".attn.out_proj.", ".attn.proj."),
+    (".mlp.c_fc.", ".mlp.fc1."),
+    (".mlp.c_proj.", ".mlp.fc2."),
+    ("conv1.", "patch_embed.proj."),
+)
+_CROP_MODES = {"shortest": "center", "squash": "squash", "longest": "border"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Backbone:
+    """What timm builds: a name, arguments beside it, the width of the classifier, and the state dict."""
+
+    name: str
+    arguments: dict[str, Any]
+    classes: int
+    tensors: dict[str, Tensor]
+
+
+def obstacle(model: CLIP) -> str:
+    """Why timm cannot have this model's image tower, or ""."""
+    vision = model.architecture.vision
+    if isinstance(vision, VisionTower):
+        return ""
+    if isinstance(vision, OpenClipVision) and not vision.config.get("timm_model_name"):
+        return "timm has no image tower like this one of open_clip's own"
+    head = model.visual.get_submodule("head")
+    own = [name for name, layer in head.named_children() if not isinstance(layer, nn.Dropout)]
+    if own not in ([], ["proj"]) or not all(isinstance(head.get_submodule(name), nn.Linear) for name in own):
+        return "timm cannot have an image tower with another head than one linear projection"
+    backbone = _library_tower(model, model.visual.state_dict())
+    built = _build(backbone).state_dict()
+    if {name: t.shape for name, t in built.items()} != {
+        name: t.shape for name, t in backbone.tensors.items()
+    }:
+        return f"timm builds {backbone.name} with other parameters than this image tower has"
+    return ""
+
+
+def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the image tower's files; returns their names.
+
+    Args:
+        model: what to export.
+        tensors: its weights, float32 on the CPU.
+        folder: where to.
+    """
+    import timm
+
+    visual = {name.removeprefix("visual."): t for name, t in tensors.items() if name.startswith("visual.")}
+    own = isinstance(model.architecture.vision, VisionTower)
+    backbone = _own_tower(model, visual) if own else _library_tower(model, visual)
+    known, preprocess = timm.get_pretrained_cfg(backbone.name), model.preprocess
+    size = preprocess.image_size
+    config = {
+        "architecture": backbone.name,
+        "num_classes": backbone.classes,
+        "model_args": backbone.arguments,
+        "pretrained_cfg": {
+            "input_size": [3, size, size],
+            "fixed_input_size": bool(known and known.fixed_input_size),
+            "interpolation": preprocess.interpolation,
+            "crop_pct": 1.0,
+            "crop_mode": _CROP_MODES[preprocess.resize_mode],
+            "mean": list(preprocess.mean),
+            "std": list(preprocess.std),
+            "first_conv": known.first_conv if known else None,
+            "classifier": known.classifier if known else None,
+        },
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(backbone.tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return [CONFIG, WEIGHTS]
+
+
+def timm_name(shape: Architecture) -> tuple[str, dict[str, Any]]:
+    """The name in timm of an architecture's plain ViT, and what else it must be given to have that shape."""
+    import timm
+
+    vision = shape.vision
+    assert isinstance(vision, VisionTower)
+    kind = "clip_quickgelu" if shape.quick_gelu else "clip"
+    size = _SIZES.get((vision.width, vision.layers, vision.heads), "")
+    name = f"vit_{size}_patch{vision.patch_size}_{kind}_{vision.image_size}"
+    if vision.mlp_ratio == 4.0 and timm.is_model(name):
+        return name, {}
+    return f"vit_base_patch32_{kind}_224", {
+        "img_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "embed_dim": vision.width,
+        "depth": vision.layers,
+        "num_heads": vision.heads,
+        "mlp_ratio": vision.mlp_ratio,
+    }
+
+
+def _own_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
+    name, arguments = timm_name(model.architecture)
+    tensors = {
+        "cls_token": visual["class_embedding"].view(1, 1, -1),  # (1, 1, D)
+        "pos_embed": visual["positional_embedding"].unsqueeze(0),  # (1, P + 1, D)
+        "head.weight": visual["proj"].T.contiguous(),  # (O, D)
+        "head.bias": torch.zeros(model.architecture.embed_dim),
+    }
+    for own, value in visual.items():
+        if own not in ("class_embedding", "positional_embedding", "proj"):
+            theirs = own
+            for ours, timms in _NAMES:
+                theirs = theirs.replace(ours, timms)
+            tensors[theirs] = value
+    return _Backbone(name=name, arguments=arguments, classes=model.architecture.embed_dim, tensors=tensors)
+
+
+def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
+    name, arguments = _origin(model)
+    tensors = {key.removeprefix("trunk."): t for key, t in visual.items() if key.startswith("trunk.")}
+    if (
+        arguments.get("global_pool") == "token"
+    ):  # then open_clip has the same norm before pooling or behind it
+        tensors = {key.replace("fc_norm.", "norm."): t for key, t in tensors.items()}
+    if "head.proj.weight" not in visual:
+        classes: int = model.visual.get_submodule("trunk").num_classes  # type: ignore[assignment]
+        return _Backbone(name=name, arguments=arguments, classes=classes, tensors=tensors)
+    backbone = _Backbone(
+        name=name, arguments=arguments, classes=model.architecture.embed_dim, tensors=tensors
+    )
+    bias = visual.get("head.proj.bias", torch.zeros(backbone.classes))
+    for place in _classifiers(_build(backbone)):
+        # copies, as two classifiers must not lie in one memory when they are stored
+        tensors |= {f"{place}.weight": visual["head.proj.weight"].clone(), f"{place}.bias": bias.clone()}
+    return backbone
+
+
+def _origin(model: CLIP) -> tuple[str, dict[str, Any]]:
+    """The name by which timm built the image tower, and what it was given beside."""
+    import timm
+
+    vision = model.architecture.vision
+    if isinstance(vision, TimmVision):
+        known = timm.get_pretrained_cfg(vision.name)
+        size = {"img_size": vision.image_size} if known is not None and known.fixed_input_size else {}
+        return vision.name, {**vision.options, **size}
+    assert isinstance(vision, OpenClipVision)
+    pool = vision.config.get("timm_pool", "avg")
+    return str(vision.config["timm_model_name"]), {"global_pool": pool} if pool else {}
+
+
+def _build(backbone: _Backbone) -> nn.Module:
+    import timm
+
+    with torch.random.fork_rng(devices=[]):  # it draws weights
+        made: nn.Module = timm.create_model(
+            backbone.name, pretrained=False, num_classes=backbone.classes, **backbone.arguments
+        )
+    return made
+
+
+def _classifiers(trunk: nn.Module) -> list[str]:
+    """The names of the linear layers that are its classifier; a distilled model takes the mean of two."""
+    found: Any = trunk.get_classifier()  # type: ignore[operator]
+    layers = list(found) if isinstance(found, tuple | list) else [found]
+    if not all(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers):
+        return []
+    return [name for name, module in trunk.named_modules() if any(module is layer for layer in layers)]
+
+
+@torch.no_grad()
+def check(model: CLIP, folder: Path, samples: Samples) -> float:
+    """Load the folder by timm, as a user would; the largest difference of features, by the longest one's norm."""
+    import timm
+    from timm.data.config import resolve_model_data_config
+    from timm.data.transforms_factory import create_transform
+
+    with torch.random.fork_rng(devices=[]):  # it draws weights before it reads them
+        theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    theirs.eval()
+    config: dict[str, Any] = resolve_model_data_config(theirs)  # type: ignore[no-untyped-call]
+    transform = create_transform(**config, is_training=False)
+    features = theirs(torch.stack([transform(picture) for picture in samples.pictures]))
+    scale = samples.image_features.norm(dim=-1).max()
+    return difference(features / scale, samples.image_features / scale)

@@ -1,0 +1,219 @@
+"""A model as transformers and sentence-transformers read it: ``config.json``, ``model.safetensors`` and their like.
+
+    transformers.CLIPModel.from_pretrained("OUT"), transformers.AutoProcessor.from_pretrained("OUT")
+    sentence_transformers.SentenceTransformer("OUT")
+
+Plain ViT CLIPs only. The second library reads the files of the first and three small ones of its own.
+
+Embeddings of the same pixels are clipkit's. Their image processor resizes by another library: on 60 drawn pictures
+at 224 pixels its values were 0.005 of 255 off in the mean and 20 at most, and 12 of the pictures, with their middle
+between two pixels, were cut one beside. It makes palette and transparent pictures RGB before resizing, not after.
+
+Token ids are clipkit's, with two differences. Padding is end of text (49407) there and 0 here, and neither
+reaches the features. And their tokenizer does not repair texts: one with HTML entities, typographic quotes,
+ligatures, full-width letters or a wrong encoding should go through ``ftfy.fix_text`` and ``html.unescape`` first.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clipkit.architectures import TextTower, VisionTower
+from clipkit.export_samples import Samples, difference
+from clipkit.huggingface import to_transformers, transformers_configs
+from clipkit.model import CLIP
+from clipkit.text_input import ClipTokenizer
+from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT, _byte_symbols, _merges
+
+__all__ = [
+    "check", "check_sentence_transformers", "obstacle", "write", "write_clip_tokenizer",
+    "write_sentence_transformers",
+]  # fmt: skip
+
+WEIGHTS = "model.safetensors"
+START, END = "<|startoftext|>", "<|endoftext|>"
+# CLIP's splitting rule with transformers' names of the special tokens
+_WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+_MODULES = "sentence_transformers.base.modules"
+
+
+def obstacle(model: CLIP) -> str:
+    """Why transformers' ``CLIPModel`` cannot have this model, or ""."""
+    shape = model.architecture
+    for tower, plain in ((shape.vision, VisionTower), (shape.text, TextTower)):
+        if not isinstance(tower, plain):
+            return f"transformers' CLIPModel has no tower of the kind {type(tower).__name__}"
+    if shape.logit_bias:
+        return "transformers' CLIPModel has no logit_bias"
+    if model.preprocess.resize_mode == "longest":
+        return "transformers' CLIPImageProcessor cannot resize the longer side and add a border"
+    assert isinstance(shape.text, TextTower)
+    if not isinstance(model.tokenizer, ClipTokenizer) or shape.text.vocab_size <= END_OF_TEXT:
+        return "transformers' CLIPTokenizer needs CLIP's 49,408 tokens"
+    return ""
+
+
+def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the model's files; returns their names.
+
+    Args:
+        model: what to export.
+        tensors: its weights, float32 on the CPU.
+        folder: where to.
+    """
+    configs = transformers_configs(model.architecture, model.preprocess)
+    _fit_processor(configs["preprocessor_config.json"], model)
+    for name, content in configs.items():
+        _write_json(folder / name, content)
+    if not (folder / WEIGHTS).exists():  # the other library's target may have written it
+        save_file(to_transformers(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    _, text = model.architecture.own_towers()
+    special = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
+    _write_json(folder / "special_tokens_map.json", special)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "CLIPTokenizer",
+            "processor_class": "CLIPProcessor",
+            "model_max_length": text.context_length,
+            **special,
+        },
+    )
+    tokenizer = write_clip_tokenizer(folder)
+    return [*configs, WEIGHTS, "special_tokens_map.json", "tokenizer_config.json", *tokenizer]
+
+
+def _fit_processor(config: dict[str, Any], model: CLIP) -> None:
+    """What differs from CLIP's own preprocessing."""
+    preprocess = model.preprocess
+    config["processor_class"] = "CLIPProcessor"
+    config["resample"] = {"bilinear": 2, "bicubic": 3}[preprocess.interpolation]
+    if preprocess.resize_mode == "squash":
+        config["size"] = {"height": preprocess.image_size, "width": preprocess.image_size}
+        config["do_center_crop"] = False
+
+
+def write_clip_tokenizer(folder: Path) -> list[str]:
+    """CLIP's vocabulary, as ``Tokenizer.from_file`` and as older libraries read it; returns the files' names."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
+
+    symbols, merges = _byte_symbols(), _merges()
+    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *("".join(pair) for pair in merges)]
+    vocabulary = {token: number for number, token in enumerate([*tokens, START, END])}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>"))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORD), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    made.post_processor = processors.RobertaProcessing(
+        (END, END_OF_TEXT), (START, START_OF_TEXT), trim_offsets=False, add_prefix_space=False
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (START, END)])
+    made.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "vocab.json", vocabulary)
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return ["tokenizer.json", "vocab.json", "merges.txt"]
+
+
+def write_sentence_transformers(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """As ``write``, and what says that its features are made unit norm."""
+    names = write(model, tensors, folder)
+    modules = [("", "transformer.Transformer"), ("1_Normalize", "normalize.Normalize")]
+    features = {"text": "get_text_features", "image": "get_image_features"}
+    own: dict[str, Any] = {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": f"{_MODULES}.{kind}"}
+            for i, (path, kind) in enumerate(modules)
+        ],
+        "sentence_bert_config.json": {
+            "transformer_task": "feature-extraction",
+            "modality_config": {
+                kind: {"method": method, "method_output_name": "pooler_output"}
+                for kind, method in features.items()
+            },
+            "module_output_name": "sentence_embedding",
+        },
+        "config_sentence_transformers.json": {
+            "model_type": "SentenceTransformer",
+            "similarity_fn_name": "cosine",
+        },
+        "1_Normalize/config.json": {
+            "module_input_name": "sentence_embedding",
+            "module_output_name": "sentence_embedding",
+        },
+    }
+    for name, content in own.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        _write_json(folder / name, content)
+    return [*names, *own]
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def check(model: CLIP, folder: Path, samples: Samples) -> float:
+    """Load the folder by transformers, as a user would; the largest difference of unit-norm embeddings."""
+    from transformers import AutoProcessor, CLIPModel
+
+    with _without_bars():
+        theirs, found = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    assert not any(found.values()), found  # missing or unexpected names are only a warning there
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    inputs = processor(
+        text=list(samples.texts),
+        images=list(samples.pictures),
+        return_tensors="pt",
+        padding=True,
+        truncation=True,
+    )
+    out = theirs.eval()(**inputs)
+    images = difference(out.image_embeds, samples.image_embeddings)
+    return max(images, difference(out.text_embeds, samples.text_embeddings))
+
+
+def check_sentence_transformers(model: CLIP, folder: Path, samples: Samples) -> float:
+    """The same by sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    with _without_bars():
+        theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    images = theirs.encode(list(samples.pictures), show_progress_bar=False)
+    texts = theirs.encode(list(samples.texts), show_progress_bar=False)
+    return max(difference(images, samples.image_embeddings), difference(texts, samples.text_embeddings))
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

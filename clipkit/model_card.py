@@ -1,0 +1,235 @@
+"""The README.md of an exported model: what it is, how each library loads it, and what is known about it."""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from clipkit import __version__
+from clipkit.architectures import (
+    BagOfWords,
+    OpenClipText,
+    OpenClipVision,
+    Text,
+    TextTower,
+    TimmVision,
+    TransformersText,
+    Vision,
+    VisionTower,
+)
+from clipkit.model import CLIP
+from clipkit.model_card_usage import usage
+from clipkit.text_input import ClipTokenizer
+
+__all__ = ["KnownScore", "Source", "model_card", "source_of"]
+
+_CHECKPOINT = "clipkit checkpoint "  # how the origin of such a model begins
+_LARGEST = 64 * 2**20  # bytes of a results file or a configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownScore:
+    """One score of the exported weights; values are 0–1, ``low`` and ``high`` the ends of the 95% interval."""
+
+    dataset: str
+    task: str
+    metric: str
+    value: float
+    n: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is known of where weights come from.
+
+    Attributes:
+        run: the name of the clipkit run, or "".
+        step: its step, or None.
+        scores: of that step.
+        config: the run's configuration in TOML, or "".
+    """
+
+    run: str = ""
+    step: int | None = None
+    scores: tuple[KnownScore, ...] = ()
+    config: str = ""
+
+
+def source_of(model: CLIP) -> Source:
+    """What lies beside the checkpoint that a model was loaded from; for any other model, nothing."""
+    if not model.origin.startswith(_CHECKPOINT):
+        return Source()
+    folder = Path(model.origin.removeprefix(_CHECKPOINT)).resolve()
+    in_run = folder.parent.name == "checkpoints"
+    run = folder.parent.parent if in_run else folder
+    step = _object(_text(folder / "state.json")).get("step")
+    step = step if type(step) is int else None
+    config = _text(folder / "config.toml")
+    try:
+        tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        config = ""
+    scores = _scores(_text(run / "results.jsonl"), step) if step is not None else ()
+    return Source(run=run.name, step=step, scores=scores, config=config.strip())
+
+
+def _scores(results: str, step: int) -> tuple[KnownScore, ...]:
+    """The last line of each dataset, task and metric at one step; unfinished lines are passed over."""
+    latest: dict[tuple[str, str, str], KnownScore] = {}
+    for text in results.splitlines():
+        line = _object(text)
+        wanted = {one.name: line.get(one.name) for one in fields(KnownScore)}
+        kinds = {"dataset": str, "task": str, "metric": str, "n": int}
+        right = all(
+            isinstance(value, kinds.get(name, int | float)) and not isinstance(value, bool)
+            for name, value in wanted.items()
+        )
+        if line.get("step") == step and right:
+            score = KnownScore(**wanted)  # type: ignore[arg-type]
+            latest[score.dataset, score.task, score.metric] = score
+    return tuple(latest.values())
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _LARGEST:
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name: str) -> str:
+    """The README.md of an export.
+
+    Args:
+        model: what was exported.
+        targets: for which libraries, with the record of each (see ``clipkit.export``).
+        source: what is known of it.
+        name: of the folder it is exported to, by which the examples call it.
+    """
+    parts = [
+        _front_matter(list(targets)),
+        f"# {name}",
+        _what_it_is(model, source),
+        "## Architecture\n\n" + _architecture(model),
+        "## Preprocessing\n\n" + _preprocessing(model),
+        "## How to use it\n\n" + usage(model, targets, folder=name),
+    ]
+    if source.scores:
+        parts.append(f"## Scores\n\n{_score_table(source)}")
+    if source.config:
+        parts.append(f"## Training\n\nThe run's whole configuration:\n\n```toml\n{source.config}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(targets: Sequence[str]) -> str:
+    tags = ["clip", "clipkit", *targets]
+    lines = [
+        "---",
+        f"library_name: {targets[0]}",
+        *([] if "timm" in targets[:1] else ["pipeline_tag: zero-shot-image-classification"]),
+        "tags:",
+        *(f"- {tag}" for tag in dict.fromkeys(tags)),
+        "# license: for the owner of the weights to fill in, such as mit or apache-2.0",
+        "---",
+    ]
+    return "\n".join(lines)
+
+
+def _what_it_is(model: CLIP, source: Source) -> str:
+    text = (
+        "A CLIP model ([Radford et al. 2021](https://arxiv.org/abs/2103.00020)): an image encoder and a text "
+        "encoder into one space, in which a picture lies near the texts that fit it."
+    )
+    known = f" It is of the architecture `{model.name}`." if model.name else ""
+    if source.run:
+        step = f" at step {source.step:,}" if source.step is not None else ""
+        known += f" The weights are those of the clipkit run `{source.run}`{step}."
+    return f"{text}{known} Exported by clipkit {__version__}."
+
+
+def _architecture(model: CLIP) -> str:
+    shape = model.architecture
+    visual = sum(parameter.numel() for parameter in model.visual.parameters())
+    every = sum(parameter.numel() for parameter in model.parameters())
+    rows = [
+        ("image tower", f"{_tower(shape.vision)}, {shape.vision.image_size} pixels, {visual:,} parameters"),
+        (
+            "text tower",
+            f"{_tower(shape.text)}, up to {shape.text.context_length} tokens, {every - visual:,} parameters",
+        ),
+        ("activation", "QuickGELU" if shape.quick_gelu else "GELU"),
+        ("embedding", f"{shape.embed_dim} numbers, unit norm"),
+        ("exp(t), by which similarities are multiplied", f"{float(model.logit_scale.detach().exp()):.4f}"),
+    ]
+    if not shape.is_own:
+        del rows[2]  # a library's tower has its own
+    if model.logit_bias is not None:
+        rows.append(("added to similarities", f"{float(model.logit_bias.detach()):.4f}"))
+    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
+
+
+def _tower(tower: Vision | Text) -> str:
+    match tower:
+        case VisionTower():
+            return (
+                f"ViT with patches of {tower.patch_size} pixels, {tower.layers} layers, width {tower.width}, "
+                f"{tower.heads} heads"
+            )
+        case TextTower():
+            return f"causal transformer, {tower.layers} layers, width {tower.width}, {tower.heads} heads"
+        case BagOfWords():
+            return f"mean of token embeddings, width {tower.width}"
+        case TimmVision():
+            return f"timm's `{tower.name}`"
+        case OpenClipVision():
+            backbone = tower.config.get("timm_model_name")
+            return f"timm's `{backbone}`" if backbone else "a tower of open_clip"
+        case OpenClipText():
+            return "a tower of open_clip"
+        case TransformersText():
+            return f"transformers' `{tower.config.get('model_type', 'encoder')}`"
+
+
+def _preprocessing(model: CLIP) -> str:
+    preprocess = model.preprocess
+    size = preprocess.image_size
+    how = {
+        "shortest": f"the shorter side is resized to {size} pixels and the centre of {size} x {size} is cut out",
+        "longest": f"the longer side is resized to {size} pixels and a border makes it {size} x {size}",
+        "squash": f"both sides are resized to {size} pixels",
+    }[preprocess.resize_mode]
+    mean, std = (", ".join(f"{one:g}" for one in values) for values in (preprocess.mean, preprocess.std))
+    own = isinstance(model.tokenizer, ClipTokenizer)
+    tokens = "CLIP's byte-pair encoding, lower case" if own else "the tokenizer that lies beside the weights"
+    return (
+        f"Pictures: {how} ({preprocess.interpolation}); values in 0–1 have mean ({mean}) taken off and are "
+        f"divided by ({std}).\n\nTexts: {tokens}, cut to {model.architecture.text.context_length} tokens."
+    )
+
+
+def _score_table(source: Source) -> str:
+    lines = ["| dataset | task | metric | value | 95% interval | n |", "|---|---|---|---|---|---|"]
+    for score in source.scores:
+        names = " | ".join(_cell(text) for text in (score.dataset, score.task, score.metric))
+        low, high = 100 * score.low, 100 * score.high
+        lines.append(f"| {names} | {100 * score.value:.1f}% | {low:.1f}–{high:.1f}% | {score.n:,} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"[|\s\\`<>]+", " ", text)
