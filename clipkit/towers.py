@@ -163,7 +163,7 @@ class VisionTransformer(nn.Module):
         patches = images.unflatten(3, (grid, side)).unflatten(2, (grid, side))  # (B, 3, g, p, g, p)
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, P, 3pp)
         x = F.linear(patches, self.conv1.weight.flatten(1))  # (B, P, D)
-        first = self.class_embedding.to(x.dtype).expand(len(x), 1, -1)
+        first = self.class_embedding.to(x.dtype).expand(x.shape[0], 1, -1)
         x = torch.cat([first, x], dim=1) + self.positional_embedding.to(x.dtype)  # (B, P + 1, D)
         read = self.ln_post(self.transformer(self.ln_pre(x)))  # (B, D)
         out: Tensor = read @ self.proj

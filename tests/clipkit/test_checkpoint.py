@@ -35,6 +35,7 @@ from clipkit.optim import adamw
 from clipkit.preprocess import Preprocess
 
 CONFIG = Config(out="runs/test")
+NO_COUNTS: tuple[Any, ...] = ("4", -3, None, True, [], math.nan, math.inf, 10**400)
 FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml", "COMPLETE"}
 
 
@@ -379,9 +380,12 @@ def test_a_card_that_does_not_fit_is_refused(
         *(
             lambda s, name=name, value=value: s.update({name: value})
             for name in ("step", "bad_samples", "seconds")
-            for value in ("4", -3, None, True, [], math.nan, math.inf, 10**400)
+            for value in NO_COUNTS
         ),
-        *(lambda s, value=value: s.update(step=value) for value in (4.5, 1e3, 1.0, 2)),
+        lambda s: s.update(step=4.5),
+        lambda s: s.update(step=1e3),
+        lambda s: s.update(step=1.0),
+        lambda s: s.update(step=2),
         lambda s: s.update(data=5),
     ],
 )

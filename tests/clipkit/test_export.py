@@ -10,8 +10,8 @@ import clipkit
 from clipkit.architectures import ARCHITECTURES
 from clipkit.errors import ConfigError
 from clipkit.export import export
-from clipkit.export_samples import normalized
-from clipkit.export_timm import timm_name
+from clipkit.export.samples import normalized
+from clipkit.export.timm import timm_name
 from clipkit.family import from_open_clip
 from clipkit.model import create
 from clipkit.preprocess import batch_of

@@ -17,8 +17,8 @@ from clipkit.checkpoint import LoopState, save_checkpoint
 from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import TARGETS, ExportOptions, add_arguments, export, run
+from clipkit.export.model_card import KnownScore, Source, source_of
 from clipkit.model import CLIP, create
-from clipkit.model_card import KnownScore, Source, source_of
 from clipkit.optim import adamw
 
 SHAPE = Architecture(

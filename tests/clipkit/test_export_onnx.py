@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 import clipkit
-from clipkit import export_onnx
-from clipkit.export_samples import normalized
+from clipkit.export import onnx as export_onnx
+from clipkit.export.samples import normalized
 from clipkit.model import CLIP
 from clipkit.preprocess import batch_of
 from clipkit.tokenizer import END_OF_TEXT

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import clipkit
 from clipkit.export import export
-from clipkit.export_samples import normalized
-from clipkit.export_transformers import write_clip_tokenizer
+from clipkit.export.samples import normalized
+from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model import CLIP
 from clipkit.preprocess import batch_of
 from clipkit.tokenizer import END_OF_TEXT

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipkit import inert_pickle
 from clipkit.errors import CheckpointError
-from clipkit.inert_pickle import InertPickle, Opaque, ScriptObject
+from clipkit.weights import inert_pickle
+from clipkit.weights.inert_pickle import InertPickle, Opaque, ScriptObject
 
 
 def load(content: bytes, *, script: bool = False) -> object:

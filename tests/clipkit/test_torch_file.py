@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipkit import torch_file
+from clipkit.weights import torch_file
 from clipkit.errors import CheckpointError
-from clipkit.torch_file import map_file, open_archive
 from clipkit.weights import read_weights
+from clipkit.weights.torch_file import map_file, open_archive
 
 DAMAGED = "cut off or damaged"
 

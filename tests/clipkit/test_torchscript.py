@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipkit import torch_file
 from clipkit.errors import CheckpointError
-from clipkit.weights import StoredWeights, read_weights
+from clipkit.weights import StoredWeights, read_weights, torch_file
 
 jit = torch.jit
 DTYPES = [

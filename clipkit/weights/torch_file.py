@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError
-from clipkit.inert_pickle import MAX_BYTES, InertPickle, StoredStorage, StoredTensor
+from clipkit.weights.inert_pickle import MAX_BYTES, InertPickle, StoredStorage, StoredTensor
 
 __all__ = ["Archive", "Entry", "Storages", "map_file", "open_archive", "read_old_form"]
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from clipkit.architectures import OpenClipText
 from clipkit.errors import ConfigError
-from clipkit.export_open_clip import store_tokenizer
-from clipkit.export_samples import Samples, difference
-from clipkit.export_transformers import write_clip_tokenizer
+from clipkit.export.open_clip import store_tokenizer
+from clipkit.export.samples import Samples, difference
+from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model import CLIP
 
 __all__ = ["OPSET", "check", "obstacle", "write"]

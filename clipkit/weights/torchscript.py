@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from clipkit.errors import CheckpointError
-from clipkit.inert_pickle import ScriptObject, StoredTensor
-from clipkit.torch_file import Archive
+from clipkit.weights.inert_pickle import ScriptObject, StoredTensor
+from clipkit.weights.torch_file import Archive
 
 __all__ = ["is_torchscript", "read_torchscript"]
 

@@ -5,7 +5,7 @@
     of torch.save                       a state dict, or a training checkpoint that holds one among other things
     of torch.jit.save                   TorchScript, as OpenAI published CLIP
 
-What a file is follows from its content, not from its name. Pickles are read by ``clipkit.inert_pickle``, which
+What a file is follows from its content, not from its name. Pickles are read by ``inert_pickle``, which
 imports and calls nothing. ``torch.load`` is not used, not even with ``weights_only``: mapping a file, it takes a
 storage to be as long as the pickle claims, and reads on into what lies behind it.
 """
@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from clipkit.errors import CheckpointError
-from clipkit.inert_pickle import Opaque, StoredTensor
-from clipkit.torch_file import Storages, map_file, open_archive, read_old_form
-from clipkit.torchscript import is_torchscript, read_torchscript
+from clipkit.weights.inert_pickle import Opaque, StoredTensor
+from clipkit.weights.torch_file import Storages, map_file, open_archive, read_old_form
+from clipkit.weights.torchscript import is_torchscript, read_torchscript
 
 __all__ = ["StoredWeights", "read_weights"]
 

@@ -20,8 +20,8 @@ from clipkit.architectures import (
     Vision,
     VisionTower,
 )
+from clipkit.export.usage import usage
 from clipkit.model import CLIP
-from clipkit.model_card_usage import usage
 from clipkit.text_input import ClipTokenizer
 
 __all__ = ["KnownScore", "Source", "model_card", "source_of"]

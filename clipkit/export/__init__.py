@@ -27,14 +27,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from clipkit import export_onnx, export_open_clip, export_timm, export_transformers
 from clipkit.api import load
 from clipkit.encode import model_hash
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.export_folder import CARD, NEW_CARD, complete, earlier_export, place, recover
-from clipkit.export_samples import Samples, draw_samples
+from clipkit.export import onnx, open_clip, timm, transformers
+from clipkit.export.folder import CARD, NEW_CARD, complete, earlier_export, place, recover
+from clipkit.export.model_card import Source, model_card, source_of
+from clipkit.export.samples import Samples, draw_samples
 from clipkit.model import CLIP
-from clipkit.model_card import Source, model_card, source_of
 from clipkit.zero_shot import evaluating
 
 __all__ = ["TARGETS", "ExportOptions", "Exported", "add_arguments", "export", "run"]
@@ -70,40 +70,40 @@ TARGETS: dict[str, Target] = {
     "open_clip": Target(
         package="open_clip",
         distribution="open_clip_torch",
-        obstacle=export_open_clip.obstacle,
-        write=export_open_clip.write,
-        check=export_open_clip.check,
+        obstacle=open_clip.obstacle,
+        write=open_clip.write,
+        check=open_clip.check,
     ),
     "transformers": Target(
         package="transformers",
         distribution="transformers",
-        obstacle=export_transformers.obstacle,
-        write=export_transformers.write,
-        check=export_transformers.check,
+        obstacle=transformers.obstacle,
+        write=transformers.write,
+        check=transformers.check,
         apart=frozenset({"timm"}),
     ),
     "sentence-transformers": Target(
         package="sentence_transformers",
         distribution="sentence-transformers",
-        obstacle=export_transformers.obstacle,
-        write=export_transformers.write_sentence_transformers,
-        check=export_transformers.check_sentence_transformers,
+        obstacle=transformers.obstacle,
+        write=transformers.write_sentence_transformers,
+        check=transformers.check_sentence_transformers,
         apart=frozenset({"timm"}),
     ),
     "timm": Target(
         package="timm",
         distribution="timm",
-        obstacle=export_timm.obstacle,
-        write=export_timm.write,
-        check=export_timm.check,
+        obstacle=timm.obstacle,
+        write=timm.write,
+        check=timm.check,
         apart=frozenset({"transformers", "sentence-transformers"}),
     ),
     "onnx": Target(
         package="onnxruntime",
         distribution="onnxruntime",
-        obstacle=export_onnx.obstacle,
-        write=export_onnx.write,
-        check=export_onnx.check,
+        obstacle=onnx.obstacle,
+        write=onnx.write,
+        check=onnx.check,
     ),
 }
 

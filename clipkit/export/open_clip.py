@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipkit.architectures import OpenClipText
 from clipkit.errors import ConfigError
-from clipkit.export_samples import Samples, difference
+from clipkit.export.samples import Samples, difference
 from clipkit.family import to_open_clip
 from clipkit.model import CLIP
 from clipkit.text_input import LibraryTokenizer

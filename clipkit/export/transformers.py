@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipkit.architectures import TextTower, VisionTower
-from clipkit.export_samples import Samples, difference
+from clipkit.export.samples import Samples, difference
 from clipkit.huggingface import to_transformers, transformers_configs
 from clipkit.model import CLIP
 from clipkit.text_input import ClipTokenizer

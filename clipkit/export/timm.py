@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from clipkit.architectures import Architecture, OpenClipVision, TimmVision, VisionTower
-from clipkit.export_samples import Samples, difference
+from clipkit.export.samples import Samples, difference
 from clipkit.model import CLIP
 
 __all__ = ["check", "obstacle", "timm_name", "write"]
