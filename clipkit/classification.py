@@ -47,7 +47,7 @@ class ClassifyOptions:
     templates: Sequence[str] | None
     top: int
     out: Path | None
-    batch_size: int
+    batch_size: int | None
     workers: int | None
     device: str | None
     precision: str

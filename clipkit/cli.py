@@ -118,6 +118,32 @@ def _classify(parsed: argparse.Namespace) -> int:
     return run(ClassifyOptions(**_options(parsed)))
 
 
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="a new folder, or an earlier export to add a library to"
+    )
+    parser.add_argument(
+        "--to",
+        action="append",
+        choices=("open_clip", "transformers", "onnx", "sentence-transformers", "timm"),
+        default=[],
+        help="a library that is to load it; may be repeated (default: open_clip and transformers)",
+    )
+    parser.add_argument(
+        "--name",
+        metavar="NAME",
+        default="",
+        help="its architecture, where that is not stored with the weights",
+    )
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from clipkit.export import ExportOptions, run
+
+    return run(ExportOptions(**_options(parsed)))
+
+
 def _shared_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command has that runs pictures through a model."""
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="what to read; see below")
@@ -128,7 +154,7 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="its architecture, where that is not stored with the weights",
     )
-    parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--batch-size", metavar="N", type=int, help="(default: 32 on a CPU, else 256)")
     parser.add_argument(
         "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
     )
@@ -170,6 +196,17 @@ The same command goes on where it was stopped. Over several processes:
     "a {c}" --model runs/pets --out labels.csv""",
         arguments=_classify_arguments,
         run=_classify,
+        stopped="no file was written",
+    ),
+    "export": _Command(
+        summary="store a model as other libraries load it",
+        epilog="""\
+Each is loaded back and its embeddings are compared before it is done.
+
+  clipkit export runs/pets pets-clip
+  clipkit export runs/pets pets-onnx --to onnx""",
+        arguments=_export_arguments,
+        run=_export,
         stopped="no file was written",
     ),
 }

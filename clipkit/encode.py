@@ -8,6 +8,7 @@ no bit of its file.
 import hashlib
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class EncodeOptions:
     model: str
     out: Path
     text: bool
-    batch_size: int
+    batch_size: int | None
     rows_per_file: int
     workers: int | None
     device: str | None
@@ -215,12 +216,15 @@ def _look_through(stream: Stream, show: Callable[[int], None]) -> _Survey:
 
 
 def model_hash(model: CLIP) -> str:
-    """32 hexadecimal digits that change with the weights, the architecture and the preprocessing."""
+    """32 hexadecimal digits that change with the weights, the architecture and the preprocessing.
+
+    It tells models apart that are not made to be mistaken for each other: tensors count by their CRC, which takes
+    a tenth of the time of a cryptographic hash.
+    """
     digest = hashlib.sha256(f"{model.architecture!r}\n{model.preprocess!r}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())
     return digest.hexdigest()[:32]
 
 

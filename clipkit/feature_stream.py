@@ -1,14 +1,18 @@
 """From a stream of items to a stream of features, in batches, with reading and decoding ahead of the model.
 
 Every item comes out once: in a batch of features, or as a failure with its cause. What a batch holds follows from
-the items alone, so that the same items give the same bits however many threads read them.
+the items alone, and on a CPU each batch is computed by one core, several batches at a time: the same items give the
+same bits, whatever the number of cores, threads and processes. (A product of matrices that cores share is rounded
+differently by another number of them, and waits for the slowest: while some cores decode, that is all the time.)
 
 Letters: B batch, O embedding dimension, S image side in pixels.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -23,14 +27,15 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
 from clipkit.pictures import Item, Kind, read_caption, read_image
 from clipkit.preprocess import Preprocess, batch_of
-from clipkit.read_ahead import default_workers, read_ahead
+from clipkit.read_ahead import default_workers, one_core_each, read_ahead
 from clipkit.tokenizer import MAX_CHARACTERS
 from clipkit.zero_shot import evaluating
 
 __all__ = ["PRECISIONS", "Failure", "FeatureStream", "Features", "pick_device"]
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BATCHES_AHEAD = 3
+_CPU_BATCH, _GPU_BATCH = 32, 256
+_GPU_LANES = 2  # one batch is put together and copied while the other is computed
 
 Content = TypeVar("Content")
 
@@ -76,7 +81,7 @@ class FeatureStream:
 
     Args:
         model: used in evaluation mode, on the device where it is.
-        batch_size: B, items that the model takes at a time.
+        batch_size: B, items that the model takes at a time; None is 32 on a CPU and 256 elsewhere.
         precision: a key of ``PRECISIONS``, in which the towers run; features are float32 in any case.
         workers: threads that read and decode; None is one a core.
 
@@ -85,16 +90,24 @@ class FeatureStream:
     """
 
     def __init__(
-        self, model: CLIP, *, batch_size: int, precision: str = "fp32", workers: int | None = None
+        self,
+        model: CLIP,
+        *,
+        batch_size: int | None = None,
+        precision: str = "fp32",
+        workers: int | None = None,
     ) -> None:
-        if batch_size < 1:
+        if batch_size is not None and batch_size < 1:
             raise ConfigError(f"batch_size = {batch_size}: it must be 1 or more")
         if workers is not None and workers < 0:
             raise ConfigError(f"workers = {workers}: it must be 0 or more")
         if precision not in PRECISIONS:
             raise ConfigError(f"precision = {precision!r}: known are {', '.join(PRECISIONS)}")
-        self.model, self.batch_size, self.precision = model, batch_size, precision
+        self.model, self.precision = model, precision
         self.device = next(model.parameters()).device
+        on_cpu = self.device.type == "cpu"
+        self.batch_size = batch_size or (_CPU_BATCH if on_cpu else _GPU_BATCH)
+        self._lanes = torch.get_num_threads() if on_cpu else _GPU_LANES
         self._workers = default_workers() if workers is None else workers
 
     def run(
@@ -108,6 +121,9 @@ class FeatureStream:
             captions: whether to give the pictures' captions too.
         """
         if kind == "caption":
+            self.nothing(
+                kind
+            )  # some tokenizers set themselves up at the first text: not in two threads at once
             return self._run(_ready_text, items, self._encode_texts)
         ready = partial(_ready_image, preprocess=self.model.preprocess, captions=captions)
         return self._run(ready, items, self._encode_images)
@@ -115,12 +131,10 @@ class FeatureStream:
     def nothing(self, kind: Kind) -> npt.NDArray[np.float32]:
         """Features of no item: (0, O). The model is asked, who alone knows O."""
         size = self.model.preprocess.image_size
-        with self._computing():
-            if kind == "image":
-                one = self._encode_images([torch.zeros(1, 3, size, size, dtype=torch.uint8)])
-            else:
-                one = self._encode_texts([""])
-        return one.float().cpu().numpy()[:0]
+        with evaluating(self.model):
+            if kind == "caption":
+                return self._rows(self._encode_texts, [""])[:0]
+            return self._rows(self._encode_images, [torch.zeros(1, 3, size, size, dtype=torch.uint8)])[:0]
 
     def _run(
         self,
@@ -128,43 +142,45 @@ class FeatureStream:
         items: Iterable[tuple[int, Item]],
         encode: Callable[[list[Content]], Tensor],
     ) -> Iterator[Features | Failure]:
-        ahead = self.batch_size * _BATCHES_AHEAD
+        ahead = self.batch_size * (self._lanes + 1)
         outcomes = (made for _, made in read_ahead(ready, items, workers=self._workers, ahead=ahead))
-        # one batch is always on its way: a GPU computes it while the next one is put together
-        on_its_way: tuple[list[_Ready[Content]], Tensor] | None = None
-        for outcome in _batches(outcomes, self.batch_size):
-            if isinstance(outcome, Failure):
-                yield outcome
-                continue
-            try:
-                with self._computing():
-                    features = encode([one.content for one in outcome])
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"out of memory with --batch-size {self.batch_size}: take a smaller one"
-                ) from error
-            if on_its_way:
-                yield _arrived(*on_its_way)
-            on_its_way = outcome, features
-        if on_its_way:
-            yield _arrived(*on_its_way)
+        computing: deque[tuple[list[_Ready[Content]], Future[npt.NDArray[np.float32]]]] = deque()
+        with evaluating(self.model), one_core_each(self._lanes) as pool:
+            for outcome in _batches(outcomes, self.batch_size):
+                if isinstance(outcome, Failure):
+                    yield outcome
+                    continue
+                content = [one.content for one in outcome]
+                computing.append((outcome, pool.submit(self._rows, encode, content)))
+                if len(computing) > self._lanes:
+                    yield _arrived(*computing.popleft())
+            while computing:
+                yield _arrived(*computing.popleft())
+
+    def _rows(
+        self, encode: Callable[[list[Content]], Tensor], content: list[Content]
+    ) -> npt.NDArray[np.float32]:
+        """One batch: B contents → (B, O)."""
+        dtype = PRECISIONS[self.precision]
+        autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+        try:
+            with torch.inference_mode(), autocast:
+                rows: npt.NDArray[np.float32] = encode(content).float().cpu().numpy()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"out of memory with --batch-size {self.batch_size}: take a smaller one"
+            ) from error
+        return rows
 
     def _encode_images(self, pixels: list[Tensor]) -> Tensor:
-        """(1, 3, S, S) uint8 each → (B, O) on the device, which may still be computing it."""
+        """(1, 3, S, S) uint8 each → (B, O)."""
         batch = torch.cat(pixels)
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         return self.model.encode_image(batch.to(self.device))
 
     def _encode_texts(self, texts: list[str]) -> Tensor:
-        return encode_text(texts, self.model, batch_size=self.batch_size)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        dtype = PRECISIONS[self.precision]
-        autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
-        with torch.inference_mode(), evaluating(self.model), autocast:
-            yield
+        return encode_text(texts, self.model, batch_size=len(texts))
 
 
 def _batches(
@@ -187,12 +203,12 @@ def _batches(
         yield batch
 
 
-def _arrived(batch: list[_Ready[Content]], features: Tensor) -> Features:
+def _arrived(batch: list[_Ready[Content]], rows: Future[npt.NDArray[np.float32]]) -> Features:
     return Features(
         part=batch[0].part,
         items=[one.item for one in batch],
         captions=[one.caption for one in batch],
-        rows=features.float().cpu().numpy(),
+        rows=rows.result(),
     )
 
 

@@ -4,11 +4,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
-__all__ = ["default_workers", "read_ahead"]
+__all__ = ["default_workers", "one_core_each", "read_ahead"]
 
 _MAX_WORKERS = 16
 
@@ -38,10 +39,8 @@ def read_ahead(
         for item in items:
             yield item, work(item)
         return
-    threads = torch.get_num_threads()
     waiting: deque[tuple[Given, Future[Made]]] = deque()
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="read-ahead", initializer=_one_core)
-    try:
+    with one_core_each(workers) as pool:
         for item in items:
             waiting.append((item, pool.submit(work, item)))
             if len(waiting) >= ahead:
@@ -50,11 +49,19 @@ def read_ahead(
         while waiting:
             first, made = waiting.popleft()
             yield first, made.result()
+
+
+@contextmanager
+def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that use one core each; torch would start as many more as there are cores for every one of them.
+
+    What is waiting to be done is dropped in the end.
+    """
+    threads = torch.get_num_threads()
+    # torch takes the number for the calling thread, and for all that start later
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # for threads that start later; see _one_core
-
-
-def _one_core() -> None:
-    """A thread that decodes uses one core; torch would start as many more as there are cores for each of them."""
-    torch.set_num_threads(1)  # of this thread, and of those that start later
+        torch.set_num_threads(threads)

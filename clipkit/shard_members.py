@@ -21,7 +21,10 @@ _ABOUT_NEXT = (b"L", b"K", b"x", b"X", b"g")  # members that say something of th
 _PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
 _PAX_SIZE = re.compile(r"[0-9]{1,19}")
 _MAX_EXTRA_BYTES = 1 << 20  # of a member that holds another one's long name; far beyond what any writer makes
-_MAX_NAME = 4096  # characters
+_CHUNK = 1 << 20  # bytes looked through at a time
+_RECORD = 20 * _BLOCK  # what writers fill the end up to, unless they were told otherwise
+_MAX_RECORD = 1 << 20  # of those told otherwise
+_MAX_NAME = 4096  # characters; whoever keeps keys may keep all at the length of the longest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +77,7 @@ def members(shard: Path) -> Iterator[tuple[str, Member]]:
 def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
     """Name, data offset and size of every regular file of a tar, in its order; GNU and PAX long names are followed.
 
-    Only the 512-byte headers are read.
+    Only the 512-byte headers are read, and what lies behind the last file.
 
     Raises:
         DataError: the file is compressed, not a tar, or not whole; what lies before the fault was given.
@@ -95,7 +98,8 @@ def _walk(path: Path, tar: mmap.mmap, end: int) -> Iterator[tuple[str, int, int]
     while position + _BLOCK <= end:
         header = tar[position : position + _BLOCK]
         if header[0] == 0 and not any(header):
-            return  # a block of zeros ends the archive
+            _check_end(path, tar, position, end)
+            return
         size = _check_header(path, header, position)
         kind = header[156:157]
         if kind in _WITHOUT_DATA:
@@ -131,14 +135,43 @@ def _walk(path: Path, tar: mmap.mmap, end: int) -> Iterator[tuple[str, int, int]
     raise _truncated(path, f"it has no end mark; it stops at byte {end}")
 
 
+def _check_end(path: Path, tar: mmap.mmap, position: int, end: int) -> None:
+    """Blocks of zeros end an archive, but so they do where a download has left a hole.
+
+    Behind an archive's end come only zeros, up to a whole number of records. A record has 20 blocks, or a power
+    of two of up to a MiB (the others that ``tar -b`` would take are not in use).
+    """
+    other = _first_nonzero(tar, position, end)
+    zeros, block = other - position, other - other % _BLOCK
+    if other == end:
+        if zeros <= 2 * _BLOCK + max(_RECORD, min(end & -end, _MAX_RECORD)):  # & gives the power of two in it
+            return
+    elif zeros <= 3 * _BLOCK + _MAX_RECORD and _has_checksum(tar[block : block + _BLOCK]):
+        raise DataError(
+            f"shard {path} holds more than one archive, the second begins at byte {block}: give each its own file"
+        )
+    raise DataError(
+        f"shard {path} looks half-downloaded: zeros from byte {position} to {other} of {end}; "
+        "fetch or write it again"
+    )
+
+
+def _first_nonzero(tar: mmap.mmap, start: int, end: int) -> int:
+    """Where the first byte other than zero lies, ``end`` if there is none."""
+    for position in range(start, end, _CHUNK):
+        chunk = tar[position : position + _CHUNK]
+        if rest := chunk.lstrip(b"\0"):
+            return position + len(chunk) - len(rest)
+    return end
+
+
 def _truncated(path: Path, what: str) -> DataError:
     return DataError(f"shard {path} is truncated: {what}; fetch or write it again")
 
 
 def _check_header(path: Path, header: bytes, position: int) -> int:
     """The size that a header states, after its checksum was found right."""
-    # the checksum is taken with its own eight bytes read as spaces
-    if _octal(header[148:156]) != sum(header) - sum(header[148:156]) + 8 * 32:
+    if not _has_checksum(header):
         if position == 0 and header[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
             raise DataError(f"shard {path} is compressed: random access needs a plain tar, unpack it first")
         what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
@@ -149,6 +182,11 @@ def _check_header(path: Path, header: bytes, position: int) -> int:
     if size is None:
         raise DataError(f"shard {path} has a broken size at byte {position}; fetch or write it again")
     return size
+
+
+def _has_checksum(header: bytes) -> bool:
+    # taken with its own eight bytes read as spaces
+    return _octal(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
 
 
 def _octal(field: bytes) -> int | None:

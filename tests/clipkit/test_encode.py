@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -158,6 +159,29 @@ def test_the_threads_that_read_change_no_bit(
     for workers in (0, 5):
         encode_folder(photos, tmp_path / str(workers), model, workers=workers)
         assert tree(tmp_path / str(workers)) == whole
+
+
+def test_the_number_of_cores_changes_no_bit_because_a_batch_takes_one(
+    photos: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, int]] = set()
+    encode_image = CLIP.encode_image
+
+    def watched(self: CLIP, images: torch.Tensor) -> torch.Tensor:
+        seen.add((threading.get_ident(), torch.get_num_threads()))
+        return encode_image(self, images)
+
+    monkeypatch.setattr(CLIP, "encode_image", watched)
+    torch.set_num_threads(4)
+    try:
+        encode_folder(photos, tmp_path / "out", model)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(1)
+    assert tree(tmp_path / "out") == whole
+    computing = {cores for thread, cores in seen if thread != threading.get_ident()}
+    assert computing == {1}
+    assert len(seen) > 2
 
 
 def test_processes_share_the_parts_and_write_the_same_files(
