@@ -23,7 +23,7 @@ __all__ = ["OPENAI_MARKS", "check_claims", "fitting_names", "inferred", "mlp_rat
 
 # of OpenAI's state dicts; nobody else writes these beside the weights
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
-_MOST_LAYERS = 1000
+_MOST_LAYERS = 256
 _MOST_POSITIONS = (
     2**26
 )  # numbers in a table of positions, which some towers compute before they hold anything
@@ -196,11 +196,11 @@ def _check_depth(value: object, name: str = "") -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_depth(inner, str(key))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            _check_depth(inner, name)
-    elif isinstance(value, int) and "layers" in name and value > _MOST_LAYERS:
-        raise ConfigError(f"{name} = {value} is more than {_MOST_LAYERS}")
+    elif "layers" in name:
+        counts = value if isinstance(value, list | tuple) else [value]
+        count = sum(count for count in counts if isinstance(count, int))
+        if count > _MOST_LAYERS:
+            raise ConfigError(f"{name} = {value} is more than {_MOST_LAYERS}")
 
 
 def _check_positions(shape: Architecture) -> None:

@@ -31,6 +31,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "image_size": 160,
         },
     },
+    "timm's ViT of one size": {
+        "embed_dim": 32, "text_cfg": TEXT,
+        "vision_cfg": {
+            "timm_model_name": "test_vit3", "timm_model_pretrained": False, "timm_pool": "", "timm_proj": "linear",
+            "image_size": 160,
+        },
+    },
     "ConvNeXt": {
         "embed_dim": 32, "text_cfg": TEXT,
         "vision_cfg": {

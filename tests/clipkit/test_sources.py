@@ -293,6 +293,39 @@ def test_without_a_network(source: str) -> None:
     assert source in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_missing_network_is_seen_at_the_first_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing says that there is none; open_clip's downloader asks for a minute."""
+    import open_clip
+
+    def refuse(entry: Any) -> None:
+        raise AssertionError("the downloader was called")
+
+    monkeypatch.setattr(open_clip, "download_pretrained", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    for source in ("open_clip:ViT-B-32/openai", "hf-hub:nobody/nothing"):
+        with pytest.raises(ConfigError, match="is there a network"):
+            clipkit.load(source)
+
+
+def test_a_repository_that_was_fetched_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the hub's cache the files are links into a folder of contents."""
+    repository = tmp_path / "models--somebody--something"
+    write_hub_folder(repository / "made", "ViT")
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "blobs").mkdir()
+    for number, file in enumerate((repository / "made").iterdir()):
+        blob = file.rename(repository / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(blob)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    ours = clipkit.load("hf-hub:somebody/something")
+    assert ours.origin == f"hf-hub:somebody/something: open_clip folder {snapshot}"
+    same(ours, their_model("ViT"))
+
+
 def test_texts_are_told_where_a_tokenizer_is_missing(tmp_path: Path) -> None:
     write_hub_folder(tmp_path, "SigLIP")
     for path in tmp_path.glob("tokenizer*"):
