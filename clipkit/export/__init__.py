@@ -13,7 +13,6 @@ A folder is written aside, loaded back by each library, compared, and only then 
 of the same weights to other libraries stays in it, and so does what a user has added.
 """
 
-import argparse
 import importlib.util
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ from clipkit.export.samples import Samples, draw_samples
 from clipkit.model import CLIP
 from clipkit.zero_shot import evaluating
 
-__all__ = ["TARGETS", "ExportOptions", "Exported", "add_arguments", "export", "run"]
+__all__ = ["TARGETS", "ExportOptions", "Exported", "export", "run"]
 
 TOLERANCE = 1e-5  # of embeddings
 # what a library of another version than clipkit was tested with may raise
@@ -244,7 +243,7 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What the command line says; see ``add_arguments``."""
+    """What the command line says; see ``clipkit export --help``."""
 
     model: str
     out: Path
@@ -252,27 +251,7 @@ class ExportOptions:
     name: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``clipkit export``, named as the fields of ``ExportOptions``."""
-    parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint, or whatever clipkit.load takes")
-    parser.add_argument(
-        "out", metavar="OUT", type=Path, help="a new folder, or an earlier export to add a library to"
-    )
-    parser.add_argument(
-        "--to",
-        action="append",
-        choices=list(TARGETS),
-        default=[],
-        help="a library that is to load it; may be repeated (default: open_clip and transformers)",
-    )
-    parser.add_argument(
-        "--name",
-        default="",
-        help="the architecture, for weights that are stored without it, such as ViT-B-32",
-    )
-
-
-def run(options: ExportOptions | argparse.Namespace) -> int:
+def run(options: ExportOptions) -> int:
     """The command; returns the exit status.
 
     Raises:

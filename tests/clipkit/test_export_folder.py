@@ -1,6 +1,5 @@
 """What an export does to its folder: nothing half done, nothing of the user's lost, never two models in one."""
 
-import argparse
 import json
 import os
 from dataclasses import replace
@@ -14,9 +13,10 @@ import clipkit
 from clipkit import export as exporting
 from clipkit.architectures import Architecture, BagOfWords, TextTower, VisionTower
 from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.cli import dispatch
 from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.export import TARGETS, ExportOptions, add_arguments, export, run
+from clipkit.export import TARGETS, ExportOptions, export, run
 from clipkit.export.model_card import KnownScore, Source, source_of
 from clipkit.model import CLIP, create
 from clipkit.optim import adamw
@@ -223,10 +223,8 @@ def test_damage_beside_the_weights_costs_only_what_it_told(
 
 
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     out = tmp_path / "my-export"
-    assert run(parser.parse_args([str(tmp_path / "my-run"), str(out)])) == 0
+    assert dispatch(["export", str(tmp_path / "my-run"), str(out)]) == 0
     printed = capsys.readouterr().out
     assert f"clipkit checkpoint {checkpoint}\n" in printed
     assert "open_clip: 2 files; loaded back by open_clip_torch " in printed
@@ -242,10 +240,11 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "| a b # c | zero-shot | acc5 | 100.0% |" in card and "broken" not in card
     assert f"```toml\n{to_toml(Config()).strip()}\n```" in card
     assert str(tmp_path) not in card
-    options = parser.parse_args(["M", str(out), "--to", "timm", "--to", "onnx", "--name", "ViT-B-32"])
-    assert vars(options) == vars(ExportOptions(model="M", out=out, to=["timm", "onnx"], name="ViT-B-32"))
+    for target in TARGETS:  # each is a choice, and the first refusal is of the model
+        with pytest.raises(CheckpointError):
+            dispatch(["export", str(tmp_path / "nothing"), str(out), "--to", target])
     with pytest.raises(SystemExit):
-        parser.parse_args(["M", str(out), "--to", "tensorflow"])
+        dispatch(["export", "M", str(out), "--to", "tensorflow"])
 
 
 def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
