@@ -128,7 +128,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=("open_clip", "transformers", "onnx", "sentence-transformers", "timm"),
         default=[],
-        help="a library that is to load it; may be repeated (default: open_clip and transformers)",
+        metavar="LIBRARY",
+        help="what is to load it: open_clip, transformers, onnx, sentence-transformers or timm; "
+        "may be repeated (default: open_clip and transformers)",
     )
     parser.add_argument(
         "--name",

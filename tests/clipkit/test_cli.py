@@ -17,12 +17,14 @@ from PIL import Image
 
 import clipkit
 from clipkit.checkpoint import LoopState, save_checkpoint
-from clipkit.classification import labels_of, templates_of
+from clipkit.classification import Guess, guesses, labels_of, templates_of
 from clipkit.cli import COMMANDS, dispatch
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import DataError, run_command
+from clipkit.feature_stream import FeatureStream
 from clipkit.model import CLIP
 from clipkit.optim import adamw
+from clipkit.pictures import Item, Stream
 
 LABELS = ["cat", "dog", "a very long label that does not fit into thirty columns", "鳥の写真"]
 
@@ -164,6 +166,28 @@ def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLI
         assert [label["label"] for label in one["labels"]] == labels
         assert [label["probability"] for label in one["labels"]] == [float(value) for value in row[2::2]]
     assert not list(Path().glob(".*partial"))
+
+
+def test_classify_keeps_nothing_of_what_streams_through(photos: Path, model: CLIP) -> None:
+    """Pictures without end: guesses come all the same, and no more are taken than a few batches."""
+    taken = 0
+
+    class Endless(Stream):
+        def __iter__(self) -> Iterator[Item]:
+            nonlocal taken
+            while True:
+                taken += 1
+                yield Item(source="", key=str(taken), image=photos / "a.png")
+
+    features = FeatureStream(model, batch_size=4, workers=2)
+    weights = clipkit.zero_shot_classifier(model, ["cat", "dog"])
+    endless = guesses(Endless(["photos"]), features, ["cat", "dog"], weights, top=1)
+    for number in range(1, 100):
+        guess = next(endless)
+        assert isinstance(guess, Guess)
+        assert guess.picture == str(number)
+        assert taken < number + 4 * 5
+    endless.close()  # type: ignore[attr-defined]
 
 
 def test_classify_by_files_of_labels_and_templates(
