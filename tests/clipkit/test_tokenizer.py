@@ -5,14 +5,17 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+import ftfy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clipkit import tokenizer
 from clipkit.errors import ConfigError, DataError
 from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT, tokenize
 
@@ -152,3 +155,150 @@ def test_a_forked_process_says_nothing() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Below: the parts of a text are worked out alone, and remembered. It has to come to the same as the whole text.
+
+# texts whose parts depend on each other, and some that only look so
+ENTANGLED = [
+    "schÃ¶n und gut", "voilÃ  le travail", "Ã la mode", "a Ã b", "x Â y", "Â Â", "na Â ", "â€œnewâ€� car",
+    "5 â‚¬ in", "ГўВЂВ A", "вЂ™ s", "cafÃ© naïve", "café, naïve", "œ x", "cœur œuvre", "Œ. a", " Å£ x", "Ð Ñ",
+    "à² b", "«é» ©", "½ é®", "&amp;amp;amp; b", "&amp;amp;amp; <b>", "<b> &amp;amp;amp;", "&EACUTE; a",
+    "&EACUTE; <a", "a\n<b\n&EACUTE;", "&EACUTE;\n<b", "&EACUTE; x\n<b &EACUTE;", "&Dagger; &dagger; A",
+    "AT&T &AMP; Q&A", "&Atilde;&copy; a", "&#195; b", "&#xC2; c", "＆amp; ＜b", "a\x0bb c", "a\x1cb", "é\x85 b",
+    "\x1b[1;31mÉ\x1b[0m e", "ŉ ʼn ﬁ", "“a” ‘b’ é”", "e\u0301 \u0301e", "한 \u1112\u1161\u11ab", "Σ Σ ΑΣ\nΣ",
+    "\ud83d \ude00", "a\u2028b\u2029c \r\n d", "\u3000 ｱ ﾊﾞ", "&" + "amp;" * 300, "é&amp;" * 200,
+]  # fmt: skip
+SIGNS = "".join(c for c in ftfy.badness.BADNESS_RE.pattern if not c.isascii())
+PIECES = st.sampled_from(
+    [
+        *SIGNS,
+        *"aZ9 .,?'& \n\t",
+        *AWKWARD,
+        *ENTANGLED,
+        "&amp;",
+        "&lt;",
+        "&Atilde;",
+        "&#160;",
+        "<",
+        " ",
+        " Ã ",
+        "Â ",
+    ]
+)
+MIXED = st.lists(PIECES, max_size=10).map("".join)
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Nothing is remembered before and after."""
+    memories = (tokenizer._parts, tokenizer._words)
+    for memory in memories:
+        memory.clear()
+    tokenizer._rules.cache_clear()
+    yield
+    for memory in memories:
+        memory.clear()
+    tokenizer._rules.cache_clear()
+
+
+def of_the_whole_text(texts: list[str]) -> list[bytes]:
+    """The ids of each text without cutting it into parts."""
+    clean = [tokenizer._cleaned(ftfy.fix_text(text)) for text in texts]
+    return [
+        b"".join(map(tokenizer._words.__getitem__, tokenizer._word_pattern().findall(one))) for one in clean
+    ]
+
+
+def test_texts_with_signs_of_a_wrong_encoding_have_open_clips_ids() -> None:
+    texts = [*ENTANGLED, *(f"{a} {b}" for a in ENTANGLED[:24] for b in ENTANGLED[:24])]
+    assert torch.equal(tokenize(texts), open_clips_tokenizer()(texts))
+
+
+@settings(deadline=None, max_examples=400)
+@given(texts=st.lists(MIXED, max_size=4))
+def test_parts_alone_have_the_ids_of_the_whole_text(texts: list[str]) -> None:
+    assert tokenizer._rows(texts, 10**6) == of_the_whole_text(texts)
+
+
+@settings(deadline=None, max_examples=400)
+@given(text=st.text(st.characters(max_codepoint=127)))
+def test_ascii_has_the_ids_of_the_general_way(text: str) -> None:
+    assert tokenizer._rows([text], 10**6) == of_the_whole_text([text])
+
+
+def test_short_ascii_is_split_as_any_text() -> None:
+    pairs = [chr(a) + chr(b) for a in range(128) for b in range(128)]
+    texts = [*pairs, *("'" + pair for pair in pairs), *("a'" + pair for pair in pairs)]
+    texts = [tokenizer._cleaned(text) for text in texts]
+    pattern = tokenizer._word_pattern()
+    assert all(tokenizer._ASCII_WORD.findall(text) == pattern.findall(text) for text in texts)
+
+
+def test_a_sign_of_a_wrong_encoding_is_never_overlooked() -> None:
+    """Neighbours that ``mixed_up`` lets pass are no sign to ftfy, with anything of ASCII around them."""
+    rules = tokenizer._rules()
+    characters = sorted({*SIGNS, *map(chr, range(0x80, 0x180)), *map(chr, range(0x386, 0x460))})
+    pairs = [a + b for a in characters for b in characters]
+    passing = [pair for pair in pairs if not rules.mixed_up.search(pair)]
+    assert 10_000 < len(passing) < len(pairs) / 2
+    assert not [pair for pair in passing if ftfy.badness.is_bad(pair)]
+    draw = random.Random(0)
+    ascii_ones = list("aZ0 .,") * (len(characters) // 6)
+    for choices in ([*characters, *ascii_ones], [*passing, *ascii_ones * 40]):
+        for _ in range(10_000):
+            text = "".join(draw.choices(choices, k=6))
+            assert rules.mixed_up.search(text) or not ftfy.badness.is_bad(text), ascii(text)
+
+
+def test_words_known_from_the_start_are_one_token() -> None:
+    model = tokenizer._model()
+    assert len(model.words) > len(model.plain_words) > 25_000
+    specials = {"<start_of_text>", "<end_of_text>"}
+    wrong = [
+        word for word in model.words.keys() - specials if tokenizer._ids_of_word(word) != model.words[word]
+    ]
+    assert not wrong
+    assert all(tokenizer._ASCII_WORD.findall(word) == [word] for word in model.plain_words)
+
+
+def test_another_version_of_ftfy_sees_whole_texts(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*AWKWARD, *ENTANGLED, "a plain text"]
+    expected = tokenize(texts)
+    for memory in (tokenizer._parts, tokenizer._words):
+        memory.clear()
+    tokenizer._rules.cache_clear()
+    monkeypatch.setattr(ftfy, "__version__", "0")
+    assert torch.equal(tokenize(texts), expected)
+    assert all(tokenizer._PLAIN.fullmatch(part) for part in tokenizer._parts)
+
+
+def test_memory_is_bounded(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenize("a é")
+    start = len(tokenizer._parts), len(tokenizer._words)
+    monkeypatch.setattr(tokenizer._Memory, "LIMIT", max(start) + 50)
+    texts = [f"{i} é{i} x{i}y, &{i}; “{i}” ж{i}ж" for i in range(500)]
+    for begin in range(0, 500, 20):
+        batch = texts[begin : begin + 20]
+        assert torch.equal(tokenize(batch), open_clips_tokenizer()(batch))
+        for memory in (tokenizer._parts, tokenizer._words):
+            assert len(memory) <= tokenizer._Memory.LIMIT
+
+
+def test_long_parts_are_not_remembered(forgetful: None) -> None:
+    tokenize("a é")
+    before = len(tokenizer._parts) + len(tokenizer._words)
+    tokenize(["a" * 50_000, "é" * 50_000, "é." * 20, "&amp;" * 50, "１" * 33, "😀" * 32, "Ã©" * 100])
+    kept = [*tokenizer._parts.items(), *tokenizer._words.items()]
+    assert max(len(string) for string, _ in kept) <= tokenizer._Memory.LONGEST
+    assert max(len(ids) for _, ids in kept) <= 2 * tokenizer._Memory.LONGEST
+    assert len(kept) <= before + 5  # single characters
+
+
+def test_threads_share_the_memory(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"{word} {i}, “{word}{i}” é{i % 40}ж" for i, word in enumerate(WORDS * 40)]
+    expected = tokenize(texts)
+    monkeypatch.setattr(tokenizer._Memory, "LIMIT", len(tokenizer._model().words) + 200)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(tokenize, [texts] * 32))
+    assert all(torch.equal(result, expected) for result in results)
