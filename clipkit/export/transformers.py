@@ -112,7 +112,7 @@ def write_clip_tokenizer(folder: Path) -> list[str]:
         processors,
     )
 
-    symbols, merges = _byte_symbols(), _merges()
+    symbols, merges = list(_byte_symbols().values()), _merges()
     tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *("".join(pair) for pair in merges)]
     vocabulary = {token: number for number, token in enumerate([*tokens, START, END])}
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>"))

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipkit.weights import torch_file
 from clipkit.errors import CheckpointError
-from clipkit.weights import read_weights
+from clipkit.weights import read_weights, torch_file
 from clipkit.weights.torch_file import map_file, open_archive
 
 DAMAGED = "cut off or damaged"
