@@ -51,7 +51,8 @@ class EncodeProgress:
             return
         now = time.monotonic()
         rate = done / max(1e-9, now - self._began)
-        note = f"{rate:,.1f}/s" + (f" {failed:,} failed" if failed else "")
+        comma = " " if self._live else ", "
+        note = f"{rate:,.1f}/s" + (f"{comma}{failed:,} failed" if failed else "")
         if self._live:
             self._bar.update(self._task, completed=done, note=note)
         elif now - self._last_line >= _PLAIN_EVERY_SECONDS:

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import clipkit
+from clipkit import encode_progress
 from clipkit.checkpoint import LoopState, save_checkpoint
 from clipkit.classification import Guess, guesses, labels_of, templates_of
 from clipkit.cli import COMMANDS, dispatch
@@ -121,6 +122,20 @@ def test_encode_where_nothing_works_is_exit_1(
     pytest.importorskip("pyarrow")
     assert dispatch(["encode", "photos/x.png", "--out", "out", "--model", str(checkpoint)]) == 1
     assert "0 embeddings of 128 numbers" in capsys.readouterr().out
+
+
+def test_progress_is_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_progress, "_PLAIN_EVERY_SECONDS", 0.0)
+    for total in (2000, None):
+        with encode_progress.EncodeProgress("encoding", total=total, shown=True) as bar:
+            bar.show(1500, 2)
+    with encode_progress.EncodeProgress("encoding", total=2000, shown=False) as bar:
+        bar.show(1500, 2)
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"encoding 1,500 of 2,000, [\d,.]+/s, 2 failed, left 0m00s", first)
+    assert second == "encoding 1,500"
 
 
 def test_classify_prints_a_table_of_80_columns(

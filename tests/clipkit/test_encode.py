@@ -27,7 +27,7 @@ from clipkit.checkpoint import LoopState, save_checkpoint
 from clipkit.config import Config, OptimConfig
 from clipkit.encode import Encoded, encode, model_hash
 from clipkit.errors import ConfigError, DataError
-from clipkit.feature_stream import FeatureStream, pick_device
+from clipkit.feature_stream import FeatureStream
 from clipkit.model import CLIP
 from clipkit.optim import adamw
 from clipkit.pictures import Item, Stream
@@ -406,50 +406,6 @@ def test_settings_are_checked(
     with pytest.raises(ConfigError, match=message):
         encode_folder(photos, tmp_path / "out", model, **setting)
     assert not (tmp_path / "out").exists()
-
-
-def test_devices_and_precisions(model: CLIP) -> None:
-    assert pick_device("cpu") == torch.device("cpu")
-    for name in ("nonsense", "cuda:99"):
-        with pytest.raises(ConfigError, match=f"device '{name}' cannot be used"):
-            pick_device(name)
-    with pytest.raises(ConfigError, match="known are fp32, bf16, fp16"):
-        FeatureStream(model, batch_size=1, precision="int4")
-
-
-def test_bf16_is_near_and_float32_at_the_end(photos: Path, model: CLIP) -> None:
-    rows = {}
-    for precision in ("fp32", "bf16"):
-        features = FeatureStream(model, batch_size=8, precision=precision)
-        items = ((0, item) for item in Stream([str(photos)]))
-        outcomes = list(features.run(items, kind="image"))
-        rows[precision] = np.concatenate([one.rows for one in outcomes if hasattr(one, "rows")])
-        assert rows[precision].dtype == np.float32
-        assert np.abs(np.linalg.norm(rows[precision], axis=1) - 1).max() < 1e-5
-    cosine = (rows["fp32"] * rows["bf16"]).sum(axis=1)
-    assert 0.99 < cosine.min() < cosine.max() <= 1.00001
-    assert not np.array_equal(rows["fp32"], rows["bf16"])
-
-
-def test_no_more_is_taken_from_a_stream_than_a_few_batches(model: CLIP, tmp_path: Path) -> None:
-    """A generator without end: what is asked of it is bounded, and so is what is kept of it."""
-    (tmp_path / "a.png").write_bytes(png(0))
-    taken = 0
-
-    def endless() -> Iterator[tuple[int, Item]]:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield 0, Item(source="", key=str(taken), image=tmp_path / "a.png")
-
-    outcomes = FeatureStream(model, batch_size=4, workers=2).run(endless(), kind="image")
-    for number in range(30):
-        one = next(outcomes)
-        assert hasattr(one, "items")
-        assert one.items[0].key == str(4 * number + 1)
-        assert taken <= 4 * (number + 1) + 4 + 3 * 4  # one batch on its way, three ahead
-    outcomes.close()  # type: ignore[attr-defined]
-    assert torch.get_num_threads() == 1
 
 
 def test_sources_that_shrink_while_they_are_read_are_an_error(
