@@ -1,0 +1,189 @@
+"""Does ``clipkit encode`` hide decoding behind the forward passes?
+
+    python bench/encode.py [--model ViT-B-32] [--pictures 512] [--size 512] [--batch-size 32] [--rounds 5]
+
+Each round times three things on the same pictures, in alternating order, so that a machine that slows down slows
+all of them:
+
+    forward    the forward passes alone, over batches that lie ready in memory, one after the other on all cores
+    one_core   the same, but each batch on one core and as many at a time as there are cores, as encode has it
+    encode     the whole of it: lists the folder, reads, decodes and preprocesses JPEG files, computes the same
+               batches, writes and syncs embeddings and metadata
+
+The model is loaded before. Ratios are medians of the rounds' ratios of encode to each of the others.
+
+What bounds it on a CPU: decoding takes cores from the forward pass, so that where all cores are busy the ratio to
+``one_core`` cannot be below 1 + (CPU time of decoding) / (CPU time of the forward passes). Both are in the result.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads; cores that spin cannot decode
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+
+import clipkit
+from clipkit.encode import encode
+from clipkit.feature_stream import FeatureStream
+from clipkit.pictures import Stream
+from clipkit.preprocess import batch_of
+from clipkit.read_ahead import one_core_each
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def make_pictures(folder: Path, count: int, size: int) -> list[Path]:
+    """JPEGs of quality 90: random squares of two photographs."""
+    random = np.random.default_rng(0)
+    photos = [Image.fromarray(array) for array in load_sample_images().images]
+    paths = []
+    for number in range(count):
+        photo = photos[number % len(photos)]
+        side = int(random.integers(200, min(photo.size)))
+        left, top = (int(random.integers(0, length - side + 1)) for length in photo.size)
+        square = photo.crop((left, top, left + side, top + side)).resize(
+            (size, size), Image.Resampling.BICUBIC
+        )
+        path = folder / f"{number:05d}.jpg"
+        square.save(path, quality=90)
+        paths.append(path)
+    return paths
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and seconds of CPU time of the process."""
+    began, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--model", default="ViT-B-32")
+    parser.add_argument("--pictures", type=int, default=512)
+    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int)
+    options = parser.parse_args()
+    model = clipkit.create(options.model, seed=0).eval()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "pictures"
+        folder.mkdir()
+        paths = make_pictures(folder, options.pictures, options.size)
+        measure(options, model, paths, Path(scratch))
+
+
+def measure(options: argparse.Namespace, model: clipkit.CLIP, paths: list[Path], scratch: Path) -> None:
+    """Run the rounds and report."""
+    size = options.batch_size
+    batches: list[Tensor] = []
+
+    def decode() -> None:
+        starts = range(0, len(paths), size)
+        batches.extend(
+            batch_of([str(path) for path in paths[i : i + size]], model.preprocess) for i in starts
+        )
+
+    def forward() -> None:
+        with torch.inference_mode():
+            for batch in batches:
+                model.encode_image(batch)
+
+    def one_core() -> None:
+        def rows(batch: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return model.encode_image(batch)
+
+        with one_core_each(torch.get_num_threads()) as pool:
+            list(pool.map(rows, batches))
+
+    number = 0
+
+    def whole() -> None:
+        nonlocal number
+        number += 1
+        features = FeatureStream(model, batch_size=size, workers=options.workers)
+        stream = Stream([str(paths[0].parent)])
+        encode(stream, scratch / f"out-{number}", features, rows_per_file=10_000, progress=False)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    decoding = timed(decode)[1]
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        model.encode_image(batches[0])  # what is done once
+    work = {"forward": forward, "encode": whole, "one_core": one_core}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
+    loads = [os.getloadavg()[0]]  # what else the machine did
+    for turn in range(options.rounds):
+        for name in sorted(work, reverse=bool(turn % 2)):
+            seconds[name].append(timed(work[name]))
+        took = ", ".join(
+            "{} {:.1f} s ({:.1f} CPU)".format(name, *times[-1]) for name, times in seconds.items()
+        )
+        loads.append(os.getloadavg()[0])
+        print(f"round {turn + 1}: {took}, load {loads[-1]:.1f}", flush=True)
+    report(options, seconds, decoding, loads)
+
+
+def report(
+    options: argparse.Namespace,
+    seconds: dict[str, list[tuple[float, float]]],
+    decoding: float,
+    loads: list[float],
+) -> None:
+    """Print the outcome and keep it as JSON."""
+    ratios = {
+        name: [whole[0] / alone[0] for whole, alone in zip(seconds["encode"], seconds[name], strict=True)]
+        for name in ("forward", "one_core")
+    }
+    cpu = {name: statistics.median(used for _, used in times) for name, times in seconds.items()}
+    rates = {
+        name: options.pictures / statistics.median(wall for wall, _ in times)
+        for name, times in seconds.items()
+    }
+    result = {
+        "model": options.model,
+        "pictures": options.pictures,
+        "pixels": options.size,
+        "batch_size": options.batch_size,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "load_before_and_after_rounds": loads,
+        "seconds": {name: [wall for wall, _ in times] for name, times in seconds.items()},
+        "pictures_per_second": rates,
+        "cpu_ms_per_picture": {
+            **{name: 1e3 * value / options.pictures for name, value in cpu.items()},
+            "decode": 1e3 * decoding / options.pictures,
+        },
+        "ratio_by_round": ratios,
+        "lowest_ratio_on_busy_cores": 1 + decoding / cpu["one_core"],
+        "ratio": {f"encode to {name}": statistics.median(values) for name, values in ratios.items()},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"encode_{options.model}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k != "seconds"}, indent=2))
+    print(
+        f"encode {rates['encode']:.2f} pictures/s, forward passes alone {rates['forward']:.2f} pictures/s, "
+        f"time {statistics.median(ratios['forward']):.3f} x; "
+        f"to forward passes on one core each {statistics.median(ratios['one_core']):.3f} x"
+    )
+
+
+if __name__ == "__main__":
+    main()
