@@ -136,4 +136,4 @@ def _as_list(images: ImageLike | Sequence[ImageLike]) -> Sequence[ImageLike]:
         return list(images) if images.ndim == 4 else [images]
     if isinstance(images, Sequence) and not isinstance(images, str | bytes):
         return images
-    return [images]  # what it is not, load_image says
+    return [images]  # what it is not, eval_pixels says

@@ -1,24 +1,19 @@
-"""From a picture in any form to the model's input: decode, resize, crop.
+"""From a picture in any form to the model's input, for evaluation: resize and crop.
 
 ``eval_pixels`` does what open_clip's evaluation does, to the last bit: Pillow resizes and crops a picture in its
 own mode (palettes by nearest neighbour, colours weighed by their alpha, 16-bit grey as such) and only then makes it
-RGB. For training, ``decode_image`` makes it RGB first, and decodes a JPEG by simplejpeg, which is faster. As in
-CLIP, an EXIF orientation is not applied and an alpha channel is dropped.
+RGB, where training makes it RGB first (``clipkit.decode``). As in CLIP, an EXIF orientation is not applied and an
+alpha channel is dropped.
 
 Pictures stay uint8 until the model normalizes them. Letters: H, W sides of a picture, S of the input, N pictures.
 """
 
-import io
 import math
-import struct
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from os import PathLike
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
@@ -26,6 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from clipkit.decode import decode_image as decode_image  # where importers still look for it
+from clipkit.decode import decode_jpeg, open_image, pillow_errors
 from clipkit.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -37,27 +34,15 @@ __all__ = [
     "ImageLike",
     "Preprocess",
     "batch_of",
-    "decode_image",
     "eval_pixels",
-    "load_image",
 ]
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
-MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 MAX_IMAGE_SIZE = 4096  # of a model's input
 _INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = ("shortest", "longest", "squash")
 _WHOLE = 2**24  # pixels after resizing above which only what the crop keeps is resized
-# what pictures come in; Pillow reads more, among them EPS, which it hands to another program to run
-_FORMATS = (
-    "PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "DIB", "ICO", "JPEG2000", "PCX", "PPM", "QOI", "TGA",
-)  # fmt: skip
-# what Pillow's readers were seen or are documented to raise on broken files
-_BROKEN = (
-    OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
-    struct.error,
-)  # fmt: skip
 
 ImageLike: TypeAlias = Union[str, PathLike[str], bytes, "Image", npt.NDArray[Any], Tensor]
 
@@ -136,128 +121,6 @@ def _is_colour(values: tuple[float, ...]) -> bool:
     return len(values) == 3 and all(map(math.isfinite, values))
 
 
-def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
-    """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or the like to (H, W, 3) uint8 RGB.
-
-    Sixteen bits of grey are scaled to eight; 32 bits and floats, of which nothing says the range, are refused.
-    ``eval_pixels`` is for evaluation.
-
-    Raises:
-        DataError: it does not decode, is cut short, or has more than ``MAX_PIXELS`` pixels.
-    """
-    if (decoded := _decode_jpeg(data)) is not None:
-        return decoded
-    with _pillow(), _opened(data) as image:
-        return _to_array(image)
-
-
-def _decode_jpeg(data: bytes) -> npt.NDArray[np.uint8] | None:
-    """A JPEG as (H, W, 3), or None where Pillow has to do it."""
-    if not data.startswith(b"\xff\xd8\xff"):
-        return None
-    import simplejpeg
-
-    try:
-        height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
-        if color_space in ("CMYK", "YCCK"):
-            return None
-        if height * width > MAX_PIXELS:
-            raise DataError(f"picture has more than {MAX_PIXELS} pixels")
-        decoded: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB")
-    except ValueError:
-        return None  # Pillow has the clearer message, and reads some files that simplejpeg refuses
-    return decoded
-
-
-@cache
-def _formats() -> tuple[str, ...]:
-    from PIL import Image
-
-    Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)  # AVIF and QOI came with later versions
-
-
-def _opened(content: Union[bytes, npt.NDArray[np.uint8], "Image"]) -> "Image":
-    from PIL import Image
-
-    if isinstance(content, np.ndarray):
-        return Image.fromarray(content)
-    image = Image.open(io.BytesIO(content), formats=_formats()) if isinstance(content, bytes) else content
-    if image.width * image.height > MAX_PIXELS:
-        raise DataError(f"picture has more than {MAX_PIXELS} pixels")
-    return image
-
-
-def _to_array(image: "Image") -> npt.NDArray[np.uint8]:
-    # Pillow would cut all above 255 off, and floats in 0-1 to black
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        grey = (np.asarray(image) >> 8).astype(np.uint8)
-        return np.repeat(grey[..., None], 3, axis=2)
-    if image.mode in ("I", "F"):
-        raise DataError("32-bit grey has no known range: store it with 8 or 16 bits")
-    return np.asarray(image.convert("RGB"))
-
-
-@contextmanager
-def _pillow() -> Iterator[None]:
-    """Around calls of Pillow: what it raises becomes a DataError, its remarks are dropped."""
-    from PIL import Image, UnidentifiedImageError
-
-    with _silence:
-        try:
-            yield
-        except UnidentifiedImageError as error:
-            raise DataError("not a picture in a known format") from error
-        except Image.DecompressionBombError as error:
-            raise DataError(f"picture has more than {MAX_PIXELS} pixels") from error
-        except _BROKEN as error:
-            raise DataError(f"picture does not decode: {error}") from error
-
-
-class _Silence:
-    """Ignores Pillow's warnings; threads that decode at the same time share one change of Python's filters."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside = Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._filters = warnings.catch_warnings()
-                self._filters.__enter__()
-                warnings.filterwarnings("ignore", module="PIL")
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._filters.__exit__(None, None, None)
-
-
-_silence = _Silence()
-
-
-def load_image(source: ImageLike) -> npt.NDArray[np.uint8]:
-    """One picture as (H, W, 3) uint8 RGB, for training and for showing.
-
-    Args:
-        source: a path, the bytes of an encoded picture, a PIL image, an array (H, W, 3) or (H, W) uint8, or a
-            tensor (3, H, W), (H, W, 3) or (H, W) uint8.
-
-    Raises:
-        DataError: the file cannot be read or decoded, or the array has another shape or dtype.
-    """
-    with _naming(source):
-        content = _content(source)
-        if isinstance(content, bytes):
-            return decode_image(content)
-        if isinstance(content, np.ndarray):
-            return content
-        with _pillow():
-            return _to_array(_opened(content))
-
-
 def eval_pixels(source: ImageLike, preprocess: Preprocess, *, fast: bool = False) -> Tensor:
     """One picture as a model sees it: (3, S, S) uint8, bit for bit what open_clip's evaluation makes of it.
 
@@ -265,19 +128,20 @@ def eval_pixels(source: ImageLike, preprocess: Preprocess, *, fast: bool = False
     in a ratio above 334): to save memory only what the crop keeps is resized, and values may differ by rounding.
 
     Args:
-        source: as for ``load_image``.
+        source: a path, the bytes of an encoded picture, a PIL image, an array (H, W, 3) or (H, W) uint8, or a
+            tensor (3, H, W), (H, W, 3) or (H, W) uint8.
         preprocess: the model's.
         fast: decode and resize a JPEG by simplejpeg and torchvision, in about half the time. Of the values then
             one in some hundreds differs by 1 (of 255) and one in a million by 2.
 
     Raises:
-        DataError: as for ``load_image``.
+        DataError: the file cannot be read or decoded, or the array has another shape or dtype.
     """
     with _naming(source):
         content = _content(source)
         if fast and isinstance(content, bytes) and (pixels := _fast_pixels(content, preprocess)) is not None:
             return pixels
-        with _pillow():
+        with pillow_errors():
             rgb = np.array(_fitted(_opened(content), preprocess).convert("RGB"))  # (S, S, 3)
     return torch.from_numpy(rgb).permute(2, 0, 1).contiguous()
 
@@ -326,6 +190,15 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
     return source
 
 
+def _opened(content: Union[bytes, npt.NDArray[np.uint8], "Image"]) -> "Image":
+    """The same as a PIL image, not yet decoded."""
+    if not isinstance(content, np.ndarray):
+        return open_image(content)
+    from PIL import Image
+
+    return Image.fromarray(content)
+
+
 def _resized_to(width: int, height: int, preprocess: Preprocess) -> tuple[int, int]:
     """Width and height before cutting or adding a border, rounded as in open_clip."""
     size = preprocess.image_size
@@ -354,7 +227,7 @@ def _fitted(image: "Image", preprocess: Preprocess) -> "Image":
 
 def _fast_pixels(data: bytes, preprocess: Preprocess) -> Tensor | None:
     """A JPEG as (3, S, S) by simplejpeg and torchvision, or None for what these would do in another way."""
-    if preprocess.resize_mode == "longest" or (decoded := _decode_jpeg(data)) is None:
+    if preprocess.resize_mode == "longest" or (decoded := decode_jpeg(data)) is None:
         return None
     height, width, _ = decoded.shape
     wide, high = _resized_to(width, height, preprocess)

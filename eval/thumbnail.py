@@ -14,7 +14,7 @@ def thumbnail(data: bytes) -> str:
     """A base64 PNG of at most 96 pixels a side; "" if the picture does not decode (it is then shown as missing)."""
     from PIL import Image
 
-    from clipkit.preprocess import decode_image
+    from clipkit.decode import decode_image
 
     try:
         image = Image.fromarray(decode_image(data))
