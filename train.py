@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
 # times as long. Read when torch loads, so it is set before.
@@ -31,6 +32,7 @@ from clipkit.api import load
 from clipkit.architectures import Architecture
 from clipkit.checkpoint import LoopState, latest_checkpoint, load_training, passed_over, save_checkpoint
 from clipkit.config import Config, load_config, to_toml
+from clipkit.count_progress import CountProgress
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, run_command
 from clipkit.family import architecture
 from clipkit.loss import clip_loss
@@ -41,12 +43,21 @@ from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
 from clipkit.run_folder import append_bad_samples, bad_samples_file, check_bad_samples, only_trainer_of
 from clipkit.text_input import tokenizer_of
 from data.augment import Augmentation
+from data.cache import cache_folder
+from data.captions import CaptionRule
 from data.loader import Batch, Loader
+from data.manifest import Manifest, make_manifest
 from data.order import Order
-from data.shards import Shards, find_shards
+from data.selection import Filter, Selection
+from data.shard_file import is_remote
+from data.shards import Shards
+from data.sources import find_shards
 from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_datasets, read_results
 from eval.report import build_report
 from eval.snapshot import take_snapshot, write_snapshot
+
+if TYPE_CHECKING:
+    from data.shard_cache import ShardCache
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 
@@ -74,12 +85,21 @@ def main() -> int:
         # 4. The data, training and evaluation, checked before anything is computed.
         if chief:
             print(to_toml(config), file=sys.stderr)
-        shards = Shards([path for source in config.data.sources for path in find_shards(source)])
+        selection = selection_of(config)
+        cache = cache_of(config)
+        shards = Shards(manifest_of(config, selection, cache, run, chief=chief), selection, cache=cache)
         datasets = open_datasets(config.eval.data)
         for dataset in datasets:
             check_tasks(dataset)
         order = Order(
-            shards.counts.tolist(), seed=config.seed, batch_size=config.batch_size, window=config.data.window
+            shards.counts,
+            seed=config.seed,
+            batch_size=config.batch_size,
+            window=config.data.window,
+            wrap=config.data.last == "wrap",
+            sources=shards.manifest.sources,
+            weights=config.data.weights,
+            resample=config.data.resample,
         )
         shape = architecture(
             config.model.name,
@@ -115,10 +135,7 @@ def main() -> int:
         if checkpoint is not None:
             found = load_training(checkpoint, model, optimizer)
             if found.data != state.data:
-                raise CheckpointError(
-                    f"{checkpoint} was trained on other data (fingerprint {found.data}, now {state.data}): "
-                    "bring the data back, or set out=… for a new run"
-                )
+                raise other_data(run, f"fingerprint {state.data}, it was {found.data}")
             state = found
         # What a run that was killed had written after its last checkpoint will be written again.
         drop_lines_after(bad_samples_file(run, rank), state.step)
@@ -271,6 +288,57 @@ def check_split(config: Config, world: int) -> None:
         )
 
 
+def selection_of(config: Config) -> Selection:
+    """Which samples count, and where their captions are."""
+    data = config.data
+    return Selection(
+        filters=tuple(map(Filter.of, data.filters)),
+        captions=CaptionRule(
+            fields=data.captions,
+            choice=data.caption_choice,
+            weights=data.caption_weights,
+            templates=data.caption_templates,
+            prefix=data.caption_prefix,
+        ),
+    )
+
+
+def cache_of(config: Config) -> "ShardCache | None":
+    """Where this machine keeps copies of remote shards, if there are any."""
+    if not config.data.cache_gb or not any(map(is_remote, config.data.sources)):
+        return None
+    from data.shard_cache import ShardCache
+
+    return ShardCache(cache_folder() / "shards", int(config.data.cache_gb * 1e9))
+
+
+def manifest_of(
+    config: Config, selection: Selection, cache: "ShardCache | None", run: Path, *, chief: bool
+) -> Manifest:
+    """What is trained on: counted by the chief and the same for all ranks, and as it was when the run began."""
+    content = b""
+    if chief:
+        sources = [find_shards(source) for source in config.data.sources]
+        with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
+            manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
+        earlier = Manifest.load(run / "data.manifest")
+        if earlier is not None and latest_checkpoint(run) is not None:
+            if changes := manifest.changes_since(earlier):
+                raise other_data(run, "; ".join(changes))
+            manifest = manifest.with_counts_of(earlier)
+        manifest.save(run / "data.manifest")
+        content = manifest.to_bytes()
+    shared = Manifest.from_bytes(distributed.bytes_of_chief(content))
+    assert shared is not None
+    return shared
+
+
+def other_data(run: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{run} was trained on other data: {what}; bring the data back, or set out=… for a new run"
+    )
+
+
 def first_model(config: Config, shape: Architecture) -> CLIP:
     """The model before its first step here: fresh weights, or those of ``model.weights``."""
     if not config.model.weights:
@@ -310,13 +378,12 @@ def describe(
     model: CLIP, order: Order, shards: Shards, world: int, device: torch.device, *, bf16: bool, steps: int
 ) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    left_out = order.samples - order.batches_per_epoch * order.batch_size
     precision = "bf16" if bf16 else "fp32"
+    skipped = ", ".join(f"{count} {reason}" for reason, count in shards.manifest.dropped.items())
     return (
         f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}; "
-        f"{order.samples} samples in {len(shards.paths)} shards ({shards.skipped} without a pair skipped), "
-        f"{order.batches_per_epoch} batches of {order.batch_size} an epoch, {left_out} samples left out of each, "
-        f"{steps / order.batches_per_epoch:.3g} epochs in all"
+        f"{order.samples} samples in {len(shards.manifest)} shards (skipped: {skipped or 'none'}), "
+        f"{order.describe(steps)}"
     )
 
 

@@ -24,6 +24,7 @@ __all__ = [
 
 _MOST = 2**40  # more than any count here can mean, and yet a number that an index can be computed with
 _SHOWN = 200  # characters of a value in a message
+_CAPTION_CHOICES = ("first", "random", "weighted", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,19 @@ class ModelConfig:
 class DataConfig:
     """What is trained on, and how it is read."""
 
-    train: str | tuple[str, ...] = "glyphs"  # built-in corpus, folder, tar or brace pattern; one or several
+    train: str | tuple[str, ...] = (
+        "glyphs"  # built-in corpus, folder, tar, brace pattern, URL; one or several
+    )
+    weights: tuple[float, ...] = ()  # of each source, its share of every batch; empty: all sources are one
+    captions: tuple[str, ...] = ("txt",)  # where captions are: the caption file, or fields of the json
+    caption_choice: str = "first"  # first, random, weighted, or all: each a sample of its own
+    caption_weights: tuple[float, ...] = ()  # of each of ``captions``, for weighted
+    caption_templates: tuple[str, ...] = ()  # what a caption is written into, such as "a photo of {}"
+    caption_prefix: str = ""  # what is written before each caption
+    filters: tuple[str, ...] = ()  # conditions on fields of the json that all must hold: "width >= 256"
+    last: str = "drop"  # an epoch's last samples that fill no batch: drop, or wrap into the next epoch
+    resample: bool = False  # draw with replacement, as some recipes do, instead of each sample once an epoch
+    cache_gb: float = 100.0  # how much of remote shards each machine keeps; 0 reads samples over the network
     workers: int = 2  # loader processes of each rank; 0 reads in the training process
     window: int = 64  # how many shards are mixed at a time
     crop_scale: float = 0.9  # smallest share of the area that a random crop keeps; 1 cuts the centre
@@ -65,6 +78,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.train) and all(self.sources), "data.train", self.train, "name at least one source")
+        self._check_captions()
+        _require(self.last in ("drop", "wrap"), "data.last", self.last, "drop or wrap")
+        _require(0 <= self.cache_gb <= _MOST, "data.cache_gb", self.cache_gb, f"0 to {_MOST}")
         _require(0 <= self.workers <= 512, "data.workers", self.workers, "0 to 512")
         _require(1 <= self.window <= _MOST, "data.window", self.window, f"1 to {_MOST}")
         _require(0 < self.crop_scale <= 1, "data.crop_scale", self.crop_scale, "above 0, at most 1")
@@ -72,6 +88,26 @@ class DataConfig:
         _require(0 <= self.color_jitter <= 2, "data.color_jitter", self.color_jitter, "0 to 2")
         _require(0 <= self.grayscale <= 1, "data.grayscale", self.grayscale, "0 to 1")
         _require(0 <= self.max_bad <= 1, "data.max_bad", self.max_bad, "0 to 1")
+
+    def _check_captions(self) -> None:
+        sources, places = len(self.sources), len(self.captions)
+        for name, weights, of, count in (
+            ("data.weights", self.weights, "data.train", sources),
+            ("data.caption_weights", self.caption_weights, "data.captions", places),
+        ):
+            _require(len(weights) in (0, count), name, weights, f"one for each of {of}: {count}")
+            _require(all(weight > 0 for weight in weights), name, weights, "each above 0")
+        _require(bool(self.captions) and all(self.captions), "data.captions", self.captions, "name some")
+        choice = self.caption_choice
+        _require(choice in _CAPTION_CHOICES, "data.caption_choice", choice, ", ".join(_CAPTION_CHOICES))
+        _require(
+            (choice == "weighted") == bool(self.caption_weights),
+            "data.caption_weights",
+            self.caption_weights,
+            "there if and only if data.caption_choice is weighted",
+        )
+        for template in self.caption_templates:
+            _require("{}" in template, "data.caption_templates", template, "{} stands for the caption")
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -183,7 +219,16 @@ class Config:
 
 _PRECISIONS = ("auto", "fp32", "bf16")
 # what may differ when a run is resumed: it changes neither the data's order nor the maths
-RESUMABLE = ("out", "accumulate", "data.workers", "data.max_bad", "checkpoint", "eval", "log")
+RESUMABLE = (
+    "out",
+    "accumulate",
+    "data.workers",
+    "data.max_bad",
+    "data.cache_gb",
+    "checkpoint",
+    "eval",
+    "log",
+)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -331,11 +376,15 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
         if kind in kinds and isinstance(value, kind):
             return _text(value, key) if isinstance(value, str) else value
     if any(typing.get_origin(kind) is tuple for kind in kinds):
-        many = [value] if isinstance(value, str) else value
-        if isinstance(many, list | tuple) and all(isinstance(one, str) for one in many):
+        of = float if any(typing.get_args(kind)[:1] == (float,) for kind in kinds) else str
+        many = value if isinstance(value, list | tuple) else [value]
+        if all(isinstance(one, str) for one in many) and of is str:
             return tuple(_text(one, key) for one in many)
+        if of is float and not any(isinstance(one, str | Mapping | list | tuple) for one in many):
+            return tuple(_fit(float, one, key) for one in many)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-    wanted = " or ".join(names.get(kind, "a list of strings") for kind in kinds)
+    lists = {tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers"}
+    wanted = " or ".join((names | lists)[kind] for kind in kinds)
     raise ConfigError(f"{key} = {_shown(value)} does not fit: {wanted}")
 
 

@@ -22,7 +22,7 @@ from clipkit.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_PIXELS", "decode_image", "decode_jpeg", "open_image", "pillow_errors"]
+__all__ = ["MAX_PIXELS", "decode_image", "decode_jpeg", "jpeg_size", "open_image", "pillow_errors"]
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 # what pictures come in; Pillow reads more, among them EPS, which it hands to another program to run
@@ -36,23 +36,49 @@ _BROKEN = (
 )  # fmt: skip
 
 
-def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
+def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
     """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or the like to (H, W, 3) uint8 RGB.
 
     Sixteen bits of grey are scaled to eight; 32 bits and floats, of which nothing says the range, are refused.
     ``clipkit.preprocess.eval_pixels`` is for evaluation.
 
+    Args:
+        data: the file's bytes.
+        reduce: 2, 4 or 8 decode a JPEG that has a ``jpeg_size`` at a half, a quarter or an eighth of its sides,
+            rounded up, in less time; other pictures keep their size.
+
     Raises:
         DataError: it does not decode, is cut short, or has more than ``MAX_PIXELS`` pixels.
     """
-    if (decoded := decode_jpeg(data)) is not None:
+    if (decoded := decode_jpeg(data, reduce=reduce)) is not None:
         return decoded
     with pillow_errors(), open_image(data) as image:
         return _to_rgb(image)
 
 
-def decode_jpeg(data: bytes) -> npt.NDArray[np.uint8] | None:
+def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
     """A JPEG as (H, W, 3) uint8 RGB, or None where Pillow has to do it.
+
+    Raises:
+        DataError: it has more than ``MAX_PIXELS`` pixels.
+    """
+    if (size := jpeg_size(data)) is None:
+        return None
+    height, width = size
+    import simplejpeg
+
+    least = {}
+    if reduce > 1:
+        least = {"min_height": -(-height // reduce), "min_width": -(-width // reduce), "min_factor": reduce}
+    try:
+        decoded: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB", **least)
+    except ValueError:
+        return None  # Pillow has the clearer message, and reads some files that simplejpeg refuses
+    return decoded
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a JPEG that simplejpeg decodes, from its header; None for any other picture.
 
     Raises:
         DataError: it has more than ``MAX_PIXELS`` pixels.
@@ -63,14 +89,13 @@ def decode_jpeg(data: bytes) -> npt.NDArray[np.uint8] | None:
 
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
-        if color_space in ("CMYK", "YCCK"):
-            return None
-        if height * width > MAX_PIXELS:
-            raise DataError(f"picture has more than {MAX_PIXELS} pixels")
-        decoded: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB")
     except ValueError:
-        return None  # Pillow has the clearer message, and reads some files that simplejpeg refuses
-    return decoded
+        return None
+    if color_space in ("CMYK", "YCCK"):
+        return None
+    if height * width > MAX_PIXELS:
+        raise DataError(f"picture has more than {MAX_PIXELS} pixels")
+    return height, width
 
 
 @cache

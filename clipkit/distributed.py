@@ -14,8 +14,8 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 
 __all__ = [
-    "all_gather_rows", "any_rank", "barrier", "gather_objects", "mean_over_ranks", "rank", "start", "stop",
-    "sum_over_ranks", "world_size",
+    "all_gather_rows", "any_rank", "barrier", "bytes_of_chief", "gather_objects", "mean_over_ranks", "rank",
+    "start", "stop", "sum_over_ranks", "world_size",
 ]  # fmt: skip
 
 
@@ -81,6 +81,18 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def bytes_of_chief(content: bytes) -> bytes:
+    """Rank 0's bytes, on each rank; what the others give is ignored."""
+    if world_size() == 1:
+        return content
+    size = torch.tensor(len(content))
+    dist.broadcast(size, src=0)
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if rank() == 0 else None
+    data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
+    dist.broadcast(data, src=0)
+    return data.numpy().tobytes()
 
 
 def all_gather_rows(rows: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from clipkit.api import load
+from clipkit.count_progress import CountProgress
 from clipkit.embedding_folder import EmbeddingFolder, Manifest, Part, Totals
-from clipkit.encode_progress import EncodeProgress
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, FeatureStream, pick_device
 from clipkit.model import CLIP
@@ -117,7 +117,7 @@ def encode(
         raise ConfigError(
             "metadata are Parquet files, which need pyarrow: pip install 'pyarrow>=18'"
         ) from error
-    with EncodeProgress("counting", total=None, shown=progress) as bar:
+    with CountProgress("counting", total=None, shown=progress) as bar:
         survey = _look_through(stream, bar.show)
     manifest = Manifest(
         kind=stream.kind,
@@ -145,7 +145,7 @@ def _encode_parts(
     done = failed = written = 0
     began = time.monotonic()
     parts: dict[int, Part] = {}  # that are begun: at most two
-    with EncodeProgress("encoding", total=own.count(), shown=progress) as bar:
+    with CountProgress("encoding", total=own.count(), shown=progress) as bar:
         for outcome in features.run(own.items(stream), kind=stream.kind, captions=manifest.captions):
             part = parts.setdefault(outcome.part, Part(outcome.part))
             part.add(outcome)

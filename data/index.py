@@ -1,267 +1,175 @@
 """The index of a shard: where each sample's members lie inside a plain tar.
 
-A scan reads the 512-byte headers only, so that a sample can later be read by one ``pread``. Members belong
-to one sample while their key (the path up to the first dot of the file name) stays the same, which is the
-WebDataset rule.
+A scan reads the headers only, so that a sample can later be read by one ``pread``. Members belong to one sample
+while their key (the path up to the first dot of the file name) stays the same, which is the WebDataset rule. An
+index is kept in the cache folder, never beside the data, under the shard's full name, size and version.
 """
 
 import hashlib
-import mmap
 import os
-import re
-import stat
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
+from clipkit.tar import sample_name, tar_files
+from data.array_file import read_arrays, write_arrays
 from data.cache import cache_folder
+from data.shard_file import ShardFile
 
-__all__ = ["CAPTION", "IMAGE", "IMAGE_EXTENSIONS", "LABEL", "META", "ShardIndex", "index_shard"]
+__all__ = [
+    "CAPTION",
+    "IMAGE",
+    "IMAGE_EXTENSIONS",
+    "LABEL",
+    "META",
+    "ShardIndex",
+    "index_of_members",
+    "index_place",
+    "index_shard",
+    "keep_index",
+    "stored_index",
+]
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif")
 IMAGE, CAPTION, LABEL, META = range(4)  # columns of ShardIndex.spans
 _COLUMN = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}
-_BLOCK = 512
-_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
-_ABOUT_NEXT = (b"L", b"K", b"x", b"X", b"g")  # members that say something of those after them
-_PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
-_PAX_SIZE = re.compile(r"[0-9]{1,19}")
-_MAX_EXTRA_BYTES = 1 << 20  # of a member that holds another one's long name; far beyond what any writer makes
-_CHUNK = 1 << 20  # bytes looked through at a time
-_RECORD = 20 * _BLOCK  # what writers fill the end up to, unless they were told otherwise
-_MAX_RECORD = 1 << 20  # of those told otherwise
-_MAX_NAME = 4096  # characters; all keys of a shard are stored at the length of the longest
-_VERSION = 3  # of the stored form; raise it when the scan or the arrays change
-
-# what reading a damaged stored index may raise; then it is made again
-_UNUSABLE = (
-    OSError, ValueError, KeyError, EOFError, MemoryError, NotImplementedError, RuntimeError, zipfile.BadZipFile,
-    zlib.error,
-)  # fmt: skip
+_BLOCK = 512  # bytes; all data of a tar begin at a multiple of it
+_MOST = 2**32 - 1
+_VERSION = 4  # of the stored form; raise it when the scan or the arrays change
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ShardIndex:
     """The samples of one shard in file order.
 
     Attributes:
-        keys: (N,) unicode, the WebDataset keys.
-        spans: (N, 4, 2) int64, byte offset and size of each sample's picture, caption, label and json;
-            offset -1 where a sample has none.
-        extensions: (E,) unicode, every extension seen.
-        extension_counts: (E,) int64, how many members had it.
+        blocks: (N, 4) uint32, where the data of each sample's picture, caption, label and json begin, in blocks of
+            512 bytes; 0 where a sample has none.
+        sizes: (N, 4) uint32, their bytes.
+        key_ends: (N,) uint32, where each key ends in ``key_bytes``.
+        key_bytes: uint8, the WebDataset keys in UTF-8, one after the other.
+        extensions: how many members had which extension.
+        digest: 16 hexadecimal digits that change with any of these.
     """
 
-    keys: npt.NDArray[np.str_]
-    spans: npt.NDArray[np.int64]
-    extensions: npt.NDArray[np.str_]
-    extension_counts: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.uint32]
+    sizes: npt.NDArray[np.uint32]
+    key_ends: npt.NDArray[np.uint32]
+    key_bytes: npt.NDArray[np.uint8]
+    extensions: dict[str, int]
+    digest: str
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.key_ends)
+
+    def key(self, row: int) -> str:
+        """The key of a sample."""
+        start = int(self.key_ends[row - 1]) if row else 0
+        return bytes(self.key_bytes[start : int(self.key_ends[row])]).decode("utf-8", "replace")
+
+    def has(self) -> npt.NDArray[np.bool_]:
+        """(N, 4) which of the members each sample has."""
+        has: npt.NDArray[np.bool_] = self.blocks > 0
+        return has
+
+    def span(self, row: int, column: int) -> tuple[int, int] | None:
+        """Byte offset and size of a member, None where there is none."""
+        block = int(self.blocks[row, column])
+        return (block * _BLOCK, int(self.sizes[row, column])) if block else None
 
 
-def index_shard(path: Path) -> ShardIndex:
-    """The index of one tar, from the cache folder where the same file was scanned before.
+def stored_index(shard: ShardFile) -> ShardIndex | None:
+    """The index of a shard if an earlier scan has left it in the cache folder."""
+    stored = read_arrays(index_place(shard))
+    if stored is None:
+        return None
+    about, arrays = stored
+    with suppress(KeyError, TypeError):
+        return ShardIndex(**arrays, extensions=about["extensions"], digest=about["digest"])
+    return None
+
+
+def index_shard(shard: ShardFile, path: Path | None = None) -> ShardIndex:
+    """The index of a shard, from the cache folder where the same file was scanned before.
+
+    Args:
+        shard: what to index.
+        path: where its bytes lie on this machine, if not at its own name.
 
     Raises:
         DataError: the file is missing, compressed, not a tar, or not whole.
     """
+    index = stored_index(shard)
+    if index is not None:
+        return index
     try:
-        status = path.stat()
+        index = index_of_members(shard.url, tar_files(path or Path(shard.url)))
     except OSError as error:
-        raise DataError(f"shard {path}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"shard {path} is not a regular file")
-    identity = f"{_VERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-    stored = cache_folder() / "index" / f"{hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]}.npz"
-    with suppress(*_UNUSABLE), stored.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        return ShardIndex(**{name: arrays[name] for name in ShardIndex.__dataclass_fields__})
-    try:
-        index = _scan(path)
-    except OSError as error:
-        raise DataError(f"shard {path}: {error.strerror}") from error
-    with suppress(OSError):
-        _store(index, stored)
+        raise DataError(f"shard {shard.url}: {error.strerror}") from error
+    keep_index(shard, index)
     return index
 
 
-def _store(index: ShardIndex, stored: Path) -> None:
-    stored.parent.mkdir(parents=True, exist_ok=True)
-    aside = stored.with_name(f".{stored.name}.{os.getpid()}")
-    with aside.open("wb") as file:
-        np.savez(file, **vars(index))
-    aside.replace(stored)
+def keep_index(shard: ShardFile, index: ShardIndex) -> None:
+    """Store an index for the next time; where that is not possible it will be made again."""
+    arrays = {name: getattr(index, name) for name in ("blocks", "sizes", "key_ends", "key_bytes")}
+    with suppress(OSError):
+        write_arrays(index_place(shard), {"extensions": index.extensions, "digest": index.digest}, arrays)
 
 
-def _scan(path: Path) -> ShardIndex:
+def index_place(shard: ShardFile) -> Path:
+    """Where the index of a shard is kept."""
+    identity = f"{_VERSION}\n{shard.url}\n{shard.size}\n{shard.version}"
+    digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
+    return cache_folder() / "index" / digest[:2] / f"{digest}.index"
+
+
+def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> ShardIndex:
+    """The index of a tar's members: name, byte offset of the data, size.
+
+    Raises:
+        DataError: a member lies beyond 2 TiB.
+    """
     keys: list[str] = []
-    spans: list[list[tuple[int, int]]] = []
+    blocks: list[list[int]] = []
+    sizes: list[list[int]] = []
     seen: Counter[str] = Counter()
-    for name, offset, size in _members(path):
-        folder, _, file_name = name.rpartition("/")
-        stem, dot, extension = file_name.partition(".")
-        if not dot or not stem:  # hidden files and names without an extension belong to no sample
+    for name, offset, size in members:
+        found = sample_name(name)
+        if found is None:
             continue
-        key, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
+        key, extension = found
         seen[extension] += 1
         if not keys or keys[-1] != key:
             keys.append(key)
-            spans.append([(-1, 0)] * 4)
+            blocks.append([0] * 4)
+            sizes.append([0] * 4)
         column = _COLUMN.get(extension)
-        if column is not None and spans[-1][column][0] < 0:
-            spans[-1][column] = (offset, size)
-    return ShardIndex(
-        keys=np.array(keys, dtype=np.str_),
-        spans=np.array(spans, dtype=np.int64).reshape(len(keys), 4, 2),
-        extensions=np.array(list(seen), dtype=np.str_),
-        extension_counts=np.array(list(seen.values()), dtype=np.int64),
-    )
+        if column is not None and not blocks[-1][column]:
+            if offset // _BLOCK > _MOST:
+                raise DataError(f"shard {shard} is larger than 2 TiB: write smaller ones")
+            blocks[-1][column], sizes[-1][column] = offset // _BLOCK, min(size, _MOST)
+    return _packed(keys, blocks, sizes, dict(seen.most_common()))
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, data offset and size of every regular file of a tar; GNU and PAX long names are followed."""
-    with path.open("rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        if end == 0:
-            raise DataError(f"shard {path} is empty (0 bytes)")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as tar:
-            yield from _walk(path, tar, end)
-
-
-def _walk(path: Path, tar: mmap.mmap, end: int) -> Iterator[tuple[str, int, int]]:
-    position = 0
-    long_name: str | None = None
-    long_size: int | None = None
-    while position + _BLOCK <= end:
-        header = tar[position : position + _BLOCK]
-        if header[0] == 0 and not any(header):
-            _check_end(path, tar, position, end)
-            return
-        size = _check_header(path, header, position)
-        kind = header[156:157]
-        if kind in _WITHOUT_DATA:
-            size = 0  # whatever the header says: hard links may state the size of what they link to
-        elif kind not in _ABOUT_NEXT and long_size is not None:
-            size = long_size
-        data = position + _BLOCK
-        if data + size > end:
-            raise _truncated(
-                path, f"a member at byte {position} needs {data + size} bytes, the file has {end}"
-            )
-        if kind in _ABOUT_NEXT and size > _MAX_EXTRA_BYTES:
-            raise DataError(f"shard {path} states a name of {size} bytes at byte {position}; write it again")
-        if kind == b"L":
-            long_name = _text(tar[data : data + size])
-        elif kind in (b"x", b"X"):
-            records = _pax_records(tar[data : data + size])
-            long_name = records.get("path", long_name)
-            stated = records.get("size", "")
-            long_size = int(stated) if _PAX_SIZE.fullmatch(stated) else long_size
-            if any(key.startswith("GNU.sparse.") for key in records):
-                kind = b"S"
-        elif kind in (b"0", b"\0", b"7"):
-            name = long_name if long_name is not None else _name(header)
-            if len(name) > _MAX_NAME:
-                raise DataError(f"shard {path} has a name of {len(name)} characters at byte {position}")
-            yield name, data, size
-        if kind == b"S":
-            raise DataError(f"shard {path} holds a sparse file at byte {position}: write it without --sparse")
-        if kind not in _ABOUT_NEXT:
-            long_name = long_size = None
-        position = data + -(-size // _BLOCK) * _BLOCK
-    raise _truncated(path, f"it has no end mark; it stops at byte {end}")
-
-
-def _check_end(path: Path, tar: mmap.mmap, position: int, end: int) -> None:
-    """Blocks of zeros end an archive, but so they do where a download has left a hole.
-
-    Behind an archive's end come only zeros, up to a whole number of records. A record has 20 blocks, or a power
-    of two of up to a MiB (the others that ``tar -b`` would take are not in use).
-    """
-    other = _first_nonzero(tar, position, end)
-    zeros, block = other - position, other - other % _BLOCK
-    if other == end:
-        if zeros <= 2 * _BLOCK + max(_RECORD, min(end & -end, _MAX_RECORD)):  # & gives the power of two in it
-            return
-    elif zeros <= 3 * _BLOCK + _MAX_RECORD and _has_checksum(tar[block : block + _BLOCK]):
-        raise DataError(
-            f"shard {path} holds more than one archive, the second begins at byte {block}: give each its own file"
-        )
-    raise DataError(
-        f"shard {path} looks half-downloaded: zeros from byte {position} to {other} of {end}; "
-        "fetch or write it again"
-    )
-
-
-def _first_nonzero(tar: mmap.mmap, start: int, end: int) -> int:
-    """Where the first byte other than zero lies, ``end`` if there is none."""
-    for position in range(start, end, _CHUNK):
-        chunk = tar[position : position + _CHUNK]
-        if rest := chunk.lstrip(b"\0"):
-            return position + len(chunk) - len(rest)
-    return end
-
-
-def _truncated(path: Path, what: str) -> DataError:
-    return DataError(f"shard {path} is truncated: {what}; fetch or write it again")
-
-
-def _check_header(path: Path, header: bytes, position: int) -> int:
-    """The size that a header states, after its checksum was found right."""
-    if not _has_checksum(header):
-        if position == 0 and header[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
-            raise DataError(f"shard {path} is compressed: random access needs a plain tar, unpack it first")
-        what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
-        raise DataError(f"shard {path} {what}; fetch or write it again")
-    field = header[124:136]
-    # base 256 where the first bit is set, for 8 GiB and more; with the second one set the number is negative
-    size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
-    if size is None:
-        raise DataError(f"shard {path} has a broken size at byte {position}; fetch or write it again")
-    return size
-
-
-def _has_checksum(header: bytes) -> bool:
-    # taken with its own eight bytes read as spaces
-    return _octal(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
-
-
-def _octal(field: bytes) -> int | None:
-    """A number in octal digits between blanks, 0 for an empty field, None for anything else."""
-    digits = field.split(b"\0", 1)[0].strip(b" ")
-    # int() alone would take signs, underscores and prefixes
-    return None if digits.strip(b"01234567") else int(digits or b"0", 8)
-
-
-def _text(data: bytes) -> str:
-    # names that are not UTF-8 must stay different from one another, and printable
-    return data.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
-
-
-def _name(header: bytes) -> str:
-    name = _text(header[:100])
-    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
-    return f"{prefix}/{name}" if prefix else name
-
-
-def _pax_records(data: bytes) -> dict[str, str]:
-    """The ``LENGTH KEY=VALUE\\n`` records of a PAX header; a malformed rest is left out."""
-    records: dict[str, str] = {}
-    position = 0
-    while (match := _PAX_LENGTH.match(data, position)) is not None:
-        end = position + int(match[1])
-        if not match.end() < end <= len(data):
-            break
-        key, _, value = data[match.end() : end - 1].partition(b"=")
-        records[_text(key)] = _text(value)
-        position = end
-    return records
+def _packed(
+    keys: list[str], blocks: list[list[int]], sizes: list[list[int]], extensions: dict[str, int]
+) -> ShardIndex:
+    encoded = [key.encode("utf-8", "replace") for key in keys]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "blocks": np.array(blocks, dtype=np.uint32).reshape(len(keys), 4),
+        "sizes": np.array(sizes, dtype=np.uint32).reshape(len(keys), 4),
+        "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.uint32),
+        "key_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+    }
+    digest = hashlib.sha256()
+    for array in arrays.values():
+        digest.update(array.tobytes())
+    return ShardIndex(**arrays, extensions=extensions, digest=digest.hexdigest()[:16])

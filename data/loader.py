@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from clipkit.errors import DataError
 from clipkit.preprocess import decode_image
 from clipkit.tokenizer import MAX_CHARACTERS
 from data.augment import Augmentation, preload, random_of, train_transform
 from data.order import Order
-from data.shards import Shards
+from data.shards import Sample, Shards
 from data.workers import Workers, leave_signals_to_the_trainer
 
 __all__ = ["BadSample", "Batch", "Loader"]
 
 _SUBSTITUTES = 32  # tries for one bad sample before the data are called broken
-_CROP, _SUBSTITUTE = 0, 1  # what a stream of random numbers is for; part of its seed
+_CROP, _SUBSTITUTE, _CAPTION = range(3)  # what a stream of random numbers is for; part of its seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,16 +104,17 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the batch after ``step`` others."""
-        ids = self.order.batch(step, rank=self.rank, world=self.world)
-        epoch = self.order.position(step).epoch
+        draw = self.order.batch(step, rank=self.rank, world=self.world)
         bad: list[BadSample] = []
         images, captions = [], []
-        for number in ids.tolist():
+        for number, epoch in zip(draw.ids.tolist(), draw.epochs.tolist(), strict=True):
             image, caption = self._pair(number, epoch, bad)
             images.append(image)
             captions.append(caption)
         tokens = self.tokenize(captions)
-        return Batch(images=torch.stack(images), tokens=tokens, ids=torch.from_numpy(ids), bad=tuple(bad))
+        return Batch(
+            images=torch.stack(images), tokens=tokens, ids=torch.from_numpy(draw.ids), bad=tuple(bad)
+        )
 
     def _pair(self, number: int, epoch: int, bad: list[BadSample]) -> tuple[Tensor, str]:
         """Sample ``number``, or if it is bad another one that (seed, epoch, number) determines."""
@@ -134,17 +135,24 @@ class Loader:
 
     def _decode(self, number: int, epoch: int) -> tuple[Tensor, str]:
         sample = self.shards.read(number)
-        if sample.caption is None or not sample.caption.strip():
-            raise DataError("empty caption")
-        if len(sample.caption) > MAX_CHARACTERS:
-            raise DataError(f"caption of {len(sample.caption)} characters")
+        caption = self._caption(sample, epoch)
         image = train_transform(
             decode_image(sample.image),
             image_size=self.image_size,
             augmentation=self.augmentation,
             random=random_of(self.order.seed, _CROP, epoch, number),
         )
-        return image, sample.caption
+        return image, caption
+
+    def _caption(self, sample: Sample, epoch: int) -> str:
+        rule = self.shards.selection.captions
+        random = random_of(self.order.seed, _CAPTION, epoch, sample.id) if rule.draws else None
+        caption = rule.caption(sample.caption, sample.meta, sample.caption_number, random)
+        if caption is None:
+            raise DataError("empty caption")
+        if len(caption) > MAX_CHARACTERS:
+            raise DataError(f"caption of {len(caption)} characters")
+        return caption
 
 
 class _Batches(Dataset["Batch | DataError"]):
@@ -152,9 +160,27 @@ class _Batches(Dataset["Batch | DataError"]):
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
+        self._ahead: tuple[list[int], list[int]] = [], []
 
     def __getitem__(self, step: int) -> "Batch | DataError":
         try:
+            self._fetch_ahead(step)
             return self.loader.batch(step)
         except DataError as error:
             return error  # raised in the main process, where its message stays one line
+
+    def _fetch_ahead(self, step: int) -> None:
+        """Have the shards fetched that are read next; the processes of a machine share them and begin apart."""
+        if self.loader.shards.cache is None:
+            return
+        ahead = self.loader.order.shards_ahead(step)
+        if ahead != self._ahead:
+            self._ahead = ahead
+            worker = get_worker_info()
+            apart = self.loader.rank * 7 + (worker.id if worker else 0)
+            self.loader.shards.fetch_ahead([one for part in ahead for one in _rotated(part, apart)])
+
+
+def _rotated(shards: list[int], by: int) -> list[int]:
+    first = by % len(shards)
+    return shards[first:] + shards[:first]

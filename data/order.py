@@ -1,23 +1,29 @@
-"""Which samples make up batch b: a function of (seed, epoch, b), computed and never stored.
+"""Which samples make up batch b: a function of (seed, b), computed and never stored.
 
 An epoch permutes the shards, cuts that sequence into windows of a few shards, and permutes the samples inside
 each window. A batch is a slice of the outcome, a rank's part is a slice of the batch. So the order does not
-depend on workers, ranks or time, and only the shards of one or two windows are read at any moment.
+depend on workers, ranks or time, and only the shards of one or two windows are read at any moment. Every place
+is computed by itself: a step costs the same at the start and after billions of samples.
+
+Letters: N places or samples at once, S shards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError
+from data.permutation import hashed, key, permuted
 
-__all__ = ["Order", "Position"]
+__all__ = ["Draw", "Order", "Position"]
 
-_T = TypeVar("_T")
-_SHARDS, _SAMPLES = 0, 1  # what a stream of random numbers is for; part of its seed
+_SHARDS, _SAMPLES, _BATCH, _WINDOW, _SLOT, _WITHIN = range(
+    6
+)  # what random numbers are for; part of their key
+_KEPT_EPOCHS = 2  # whose shard order is kept: a batch may span two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +35,52 @@ class Position:
     batch: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Samples of a batch.
+
+    Attributes:
+        ids: (N,) int64 sample numbers.
+        epochs: (N,) int64, which time its source gives this sample; where samples are drawn with replacement, a
+            number that no other draw of that source has. With the sample's number it says how it is augmented.
+    """
+
+    ids: npt.NDArray[np.int64]
+    epochs: npt.NDArray[np.int64]
+
+
 class Order:
     """The order of a training.
 
     Args:
-        counts: samples by shard.
+        counts: (S,) samples by shard.
         seed: of the whole order.
-        batch_size: samples of a global batch. The last ``len % batch_size`` samples of an epoch's order
-            are left out of that epoch (others in each epoch).
+        batch_size: samples of a global batch.
         window: how many shards are mixed at a time.
+        wrap: what becomes of the last samples of an epoch that fill no batch: the next epoch's first ones
+            complete it, or (False) they are left out of that epoch, others in each.
+        sources: how many shards belong to each source, in order; their sum is S. Default: one source.
+        weights: of each source, its share of every batch, up to rounding. A source that is through begins its
+            next epoch, whatever the others do, so nothing is left out. Empty: all sources are one.
+        resample: draw with replacement: ``window`` shards at a time, each by its number of samples, and
+            samples of these, as many as they hold on average. Every sample is as likely as any other.
 
     Raises:
-        ConfigError: the data hold fewer samples than one batch.
+        ConfigError: the data hold fewer samples than one batch, or weights do not fit the sources.
     """
 
-    def __init__(self, counts: Sequence[int], *, seed: int, batch_size: int, window: int = 64) -> None:
+    def __init__(
+        self,
+        counts: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        seed: int,
+        batch_size: int,
+        window: int = 64,
+        wrap: bool = False,
+        sources: Sequence[int] = (),
+        weights: Sequence[float] = (),
+        resample: bool = False,
+    ) -> None:
         self.counts = np.asarray(counts, dtype=np.int64)
         self.samples = int(self.counts.sum())
         if batch_size > self.samples:
@@ -51,61 +88,175 @@ class Order:
                 f"batch_size = {batch_size}, but the data hold {self.samples} samples: "
                 "set a smaller batch_size or give more data"
             )
+        if weights and len(weights) != len(sources):
+            raise ConfigError(f"data.weights names {len(weights)} weights for {len(sources)} sources")
         self.seed, self.batch_size = seed, batch_size
-        self.window = min(window, len(self.counts))  # more is the same, but may be beyond an int64
         self.batches_per_epoch = self.samples // batch_size
-        self._starts = np.concatenate([[0], np.cumsum(self.counts)])
-        self._recent: dict[tuple[int, ...], Any] = {}
+        self.leaves_out = not (wrap or weights or resample)  # an epoch's last samples
+        parts = list(sources) if weights else [len(self.counts)]
+        assert sum(parts) == len(self.counts)
+        self._shares = _shares(weights or (1.0,))
+        kind = _Resampled if resample else _Source
+        self._sources: list[_Source] = []
+        first_shard = first_sample = 0
+        for number, shards in enumerate(parts):
+            part = self.counts[first_shard : first_shard + shards]
+            self._sources.append(kind(part, key(seed, number), first_sample, first_shard, window))
+            first_shard += shards
+            first_sample += int(part.sum())
 
     def position(self, step: int) -> Position:
-        """Where the batch after ``step`` consumed ones lies."""
+        """Where the batch after ``step`` consumed ones lies; of a mixture, as if its sources were one."""
         epoch, batch = divmod(step, self.batches_per_epoch)
         return Position(step=step, epoch=epoch, batch=batch)
 
-    def batch(self, step: int, *, rank: int = 0, world: int = 1) -> npt.NDArray[np.int64]:
-        """(batch_size / world,) the sample numbers of a rank's part of the batch after ``step`` others."""
+    def batch(self, step: int, *, rank: int = 0, world: int = 1) -> Draw:
+        """(batch_size / world,) a rank's part of the batch after ``step`` others."""
         assert self.batch_size % world == 0, "every rank takes an equal part"
-        at = self.position(step)
         part = self.batch_size // world
-        first = at.batch * self.batch_size + rank * part
-        return self._slice(at.epoch, first, first + part)
+        places = np.arange(rank * part, (rank + 1) * part)
+        if len(self._sources) == 1:
+            return self._sources[0].take(self._start(step) + places)
+        size = np.full(part, self.batch_size)
+        batch_key = np.full(part, key(self.seed, _BATCH, step), dtype=np.uint64)
+        return self._mixed(step, permuted(places, size, batch_key))
 
-    def _slice(self, epoch: int, first: int, last: int) -> npt.NDArray[np.int64]:
-        _, ends = self._shards(epoch)
-        pieces = []
-        while first < last:
-            window = int(np.searchsorted(ends, first, side="right"))
-            start = int(ends[window - 1]) if window else 0
-            stop = min(last, int(ends[window]))
-            pieces.append(self._window(epoch, window)[first - start : stop - start])
-            first = stop
-        return np.concatenate(pieces)
+    def shards_ahead(self, step: int) -> tuple[list[int], list[int]]:
+        """The shards from which the batch after ``step`` others is drawn, and those of the windows that follow."""
+        mixed = len(self._sources) > 1
+        places = _taken(step * self.batch_size, self._shares) if mixed else [self._start(step)]
+        near = [source.windows(place) for source, place in zip(self._sources, places, strict=True)]
+        return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
 
-    def _shards(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return self._remember((epoch,), lambda: self._permute_shards(epoch))
+    def describe(self, steps: int) -> str:
+        """How often so many steps go through the data, and what becomes of an epoch's last samples."""
+        drawn = _taken(steps * self.batch_size, self._shares)
+        times = [f"{n / source.samples:.3g}" for n, source in zip(drawn, self._sources, strict=True)]
+        if isinstance(self._sources[0], _Resampled):
+            return (
+                f"drawn with replacement in batches of {self.batch_size}, {' and '.join(times)} times as many"
+            )
+        if len(times) > 1:
+            return f"mixed in batches of {self.batch_size}; the sources are gone through {', '.join(times)} times"
+        left = self.samples % self.batch_size
+        last = f"{left} samples left out of each" if self.leaves_out else "no sample left out"
+        return f"{self.batches_per_epoch} batches of {self.batch_size} an epoch, {last}, {times[0]} epochs in all"
 
-    def _window(self, epoch: int, window: int) -> npt.NDArray[np.int64]:
-        return self._remember((epoch, window), lambda: self._permute_window(epoch, window))
+    def _start(self, step: int) -> int:
+        """How many places of the only source's endless sequence lie before a step."""
+        if not self.leaves_out:
+            return step * self.batch_size
+        at = self.position(step)
+        return at.epoch * self.samples + at.batch * self.batch_size
 
-    def _remember(self, key: tuple[int, ...], make: Callable[[], _T]) -> _T:
-        value = cast(_T, self._recent.pop(key) if key in self._recent else make())
-        self._recent[key] = value  # the last used comes last
-        while len(self._recent) > 6:  # two epochs' shard orders and the windows around a batch
+    def _mixed(self, step: int, places: npt.NDArray[np.int64]) -> Draw:
+        """The samples at places of a batch in which the sources lie one after the other."""
+        before = _taken(step * self.batch_size, self._shares)
+        after = _taken((step + 1) * self.batch_size, self._shares)
+        ids, epochs = np.empty_like(places), np.empty_like(places)
+        first = 0
+        for source, begin, end in zip(self._sources, before, after, strict=True):
+            here = (places >= first) & (places < first + end - begin)
+            draw = source.take(begin + places[here] - first)
+            ids[here], epochs[here] = draw.ids, draw.epochs
+            first += end - begin
+        return Draw(ids=ids, epochs=epochs)
+
+
+def _shares(weights: Sequence[float]) -> list[Fraction]:
+    """Of what the sources before a source leave, the share that it takes; exact, so that it never drifts."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    if min(exact) <= 0:
+        raise ConfigError(f"data.weights = {list(weights)} does not fit: each above 0")
+    return [one / sum(exact[number:]) for number, one in enumerate(exact)]
+
+
+def _taken(drawn: int, shares: Sequence[Fraction]) -> list[int]:
+    """How many of the first ``drawn`` samples of a mixture each source gave: its share, rounded; never shrinks."""
+    taken = []
+    for share in shares:
+        taken.append(drawn * share.numerator // share.denominator)
+        drawn -= taken[-1]
+    return taken
+
+
+class _Source:
+    """The endless sequence of one source: epoch after epoch, each with every sample once."""
+
+    def __init__(
+        self, counts: npt.NDArray[np.int64], seed: int, first: int, first_shard: int, window: int
+    ) -> None:
+        self.counts, self.seed, self.first, self.first_shard = counts, seed, first, first_shard
+        self.window = min(window, len(counts))  # more is the same, but may be beyond an int64
+        self.samples = int(counts.sum())
+        self.starts = np.cumsum(counts) - counts
+        self._recent: dict[int, tuple[npt.NDArray[np.int64], ...]] = {}
+
+    def take(self, places: npt.NDArray[np.int64]) -> Draw:
+        """The samples at (N,) places of the sequence."""
+        epochs, within = np.divmod(places, self.samples)
+        ids = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            ids[here] = self._of_epoch(epoch, within[here])
+        return Draw(ids=ids + self.first, epochs=epochs)
+
+    def windows(self, place: int) -> tuple[list[int], list[int]]:
+        """The shards of the window that a place lies in, and of the next one."""
+        epoch, within = divmod(place, self.samples)
+        ends = self._shards(epoch)[2]
+        number = int(np.searchsorted(ends, within, side="right"))
+        following = (epoch, number + 1) if number + 1 < len(ends) else (epoch + 1, 0)
+        return self._window(epoch, number), self._window(*following)
+
+    def _window(self, epoch: int, number: int) -> list[int]:
+        shards = self._shards(epoch)[0][number * self.window : (number + 1) * self.window]
+        return [int(shard) + self.first_shard for shard in shards]
+
+    def _of_epoch(self, epoch: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        shards, behind, ends = self._shards(epoch)
+        window = np.searchsorted(ends, places, side="right")
+        start = np.where(window > 0, ends[window - 1], 0)
+        keys = hashed(key(self.seed, _SAMPLES, epoch), window)
+        mixed = start + permuted(places - start, ends[window] - start, keys)
+        slot = np.searchsorted(behind, mixed, side="right")
+        shard = shards[slot]
+        return self.starts[shard] + mixed - (behind[slot] - self.counts[shard])
+
+    def _shards(self, epoch: int) -> tuple[npt.NDArray[np.int64], ...]:
+        """The epoch's order of shards, behind how many samples each ends, and behind how many each window."""
+        made = self._recent.pop(epoch, None)
+        if made is None:
+            drawn = hashed(key(self.seed, _SHARDS, epoch), np.arange(len(self.counts)))
+            shards = np.argsort(drawn, kind="stable")
+            behind = np.cumsum(self.counts[shards])
+            last = np.arange(self.window - 1, len(shards) + self.window - 1, self.window)
+            made = shards, behind, behind[np.minimum(last, len(shards) - 1)]
+        self._recent[epoch] = made  # the last used comes last
+        while len(self._recent) > _KEPT_EPOCHS:
             del self._recent[next(iter(self._recent))]
-        return value
+        return made
 
-    def _permute_shards(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The epoch's order of shards, and behind how many samples each window ends."""
-        shards = self._random(epoch, _SHARDS).permutation(len(self.counts))
-        behind = np.cumsum(self.counts[shards])
-        last_of_window = np.arange(self.window - 1, len(shards) + self.window - 1, self.window)
-        return shards, behind[np.minimum(last_of_window, len(shards) - 1)]
 
-    def _permute_window(self, epoch: int, window: int) -> npt.NDArray[np.int64]:
-        shards, _ = self._shards(epoch)
-        chosen = shards[window * self.window : (window + 1) * self.window]
-        numbers = np.concatenate([np.arange(self._starts[s], self._starts[s + 1]) for s in chosen])
-        return self._random(epoch, _SAMPLES, window).permutation(numbers)
+class _Resampled(_Source):
+    """The endless sequence of one source of which every sample is drawn anew."""
 
-    def _random(self, *stream: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, *stream])))
+    def take(self, places: npt.NDArray[np.int64]) -> Draw:
+        slot = (hashed(key(self.seed, _SLOT), places) % np.uint64(self.window)).astype(np.int64)
+        shard = self._drawn(places // self._of_window() * self.window + slot)
+        within = hashed(key(self.seed, _WITHIN), places) % self.counts[shard].astype(np.uint64)
+        return Draw(ids=self.first + self.starts[shard] + within.astype(np.int64), epochs=places)
+
+    def windows(self, place: int) -> tuple[list[int], list[int]]:
+        first = place // self._of_window() * self.window
+        drawn = self._drawn(np.arange(first, first + 2 * self.window)) + self.first_shard
+        return drawn[: self.window].tolist(), drawn[self.window :].tolist()
+
+    def _of_window(self) -> int:
+        """Places of a window: as many as its shards hold samples on average."""
+        return max(1, self.samples * self.window // len(self.counts))
+
+    def _drawn(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The shard of each slot of each window, drawn by how many samples it holds."""
+        sample = hashed(key(self.seed, _WINDOW), slots) % np.uint64(self.samples)
+        return np.searchsorted(self.starts, sample.astype(np.int64), side="right") - 1

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from clipkit.errors import DataError, nearest
 from data.builtin import BUILTIN, built_in
-from data.shards import Sample, Shards, find_shards
+from data.shards import Sample, Shards
+from data.sources import find_shards
 from eval.image_folder import ImageFolder, visible_folders
 from eval.json_text import parse_json
 
@@ -193,9 +194,9 @@ def _open_published(folder: Path, name: str) -> EvalDataset:
             f"it with pairs held out (python -m data pack TABLE OUT --test 0.1), or name a split's own folder, "
             f"{splits[0]}"
         )
-    paths = find_shards(str(folder), split=SPLIT)
-    _check_consecutive(paths)
-    shards = Shards(paths, need=("image",))
+    found = find_shards(str(folder), split=SPLIT)
+    _check_consecutive([Path(shard.url) for shard in found])
+    shards = Shards.of(found, need=("image",))
     stated = card.get("samples", {}).get(SPLIT) if isinstance(card.get("samples"), dict) else None
     if shards.skipped or stated not in (None, len(shards)):
         expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""

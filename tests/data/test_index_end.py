@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import DataError
-from data.index import index_shard
+from data.index import ShardIndex
+from data.index import index_shard as index_file
+from data.shard_file import ShardFile
 
 MANY = [
     (f"{number}.{kind}", random.Random(number).randbytes(1500))
@@ -27,6 +29,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+def index_shard(path: Path) -> ShardIndex:
+    return index_file(ShardFile.at(path))
 
 
 def tar_of(members: list[tuple[str, bytes]]) -> bytes:

@@ -18,7 +18,8 @@ from clipkit.tokenizer import tokenize
 from data.augment import Augmentation
 from data.loader import BadSample, Batch, Loader
 from data.order import Order
-from data.shards import Shards, find_shards
+from data.shards import Shards
+from data.sources import find_shards
 from data.writer import DatasetWriter, Record
 
 SAMPLES, BATCH = 40, 8  # five batches an epoch
@@ -43,11 +44,11 @@ def make_shards(folder: Path, broken: Sequence[int] = (), no_caption: Sequence[i
                 "train", Record(key=f"{number:04d}", image=image, extension=extension, caption=caption)
             )
         writer.finish({})
-    return Shards(find_shards(str(folder)))
+    return Shards.of(find_shards(str(folder)))
 
 
 def make_loader(shards: Shards, seed: int = 3, **more: Any) -> Loader:
-    order = Order(shards.counts.tolist(), seed=seed, batch_size=BATCH, window=2)
+    order = Order(shards.counts, seed=seed, batch_size=BATCH, window=2)
     tokenizer = ClipTokenizer(context_length=20)
     return Loader(shards=shards, order=order, image_size=16, tokenize=tokenizer, **more)
 
@@ -89,7 +90,7 @@ def signs(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
 def test_what_a_batch_holds(shards: Shards) -> None:
     loader = make_loader(shards)
     batch = loader.batch(7)
-    assert batch.ids.tolist() == loader.order.batch(7).tolist()
+    assert batch.ids.tolist() == loader.order.batch(7).ids.tolist()
     assert batch.images.shape == (BATCH, 3, 16, 16) and batch.bad == ()
     captions = [shards.read(number).caption or "" for number in batch.ids.tolist()]
     full = tokenize(captions, 20)

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ import pytest
 import webdataset
 
 from clipkit.errors import DataError
+from data import open_shard, sources
 from data import shards as shards_module
-from data.shards import Sample, Shards, find_shards
+from data.shard_file import ShardFile
+from data.shards import Sample, Shards
+from data.sources import find_shards
 from data.writer import DatasetWriter, Record
 
 
@@ -53,10 +56,20 @@ def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
     return path
 
 
+def shards_of(*paths: Path, need: Sequence[str] = ("image", "caption")) -> Shards:
+    """Some files of this machine."""
+    return Shards.of([ShardFile.at(path) for path in paths], need=need)
+
+
+def paths_of(source: str, split: str = "train") -> list[Path]:
+    """Where a source's shards lie."""
+    return [Path(shard.url) for shard in find_shards(source, split=split)]
+
+
 def test_it_reads_what_was_written(folder: Path) -> None:
-    paths = find_shards(str(folder))
+    paths = paths_of(str(folder))
     assert [path.name for path in paths] == [f"{number}.tar" for number in range(12)]  # 10 after 9
-    shards = Shards(paths, need=("image",))
+    shards = shards_of(*paths, need=("image",))
     assert len(shards) == 23 and shards.skipped == 0
     assert shards.counts.tolist() == [2] * 11 + [1]
     for number in range(23):
@@ -85,11 +98,11 @@ def test_what_is_needed_decides_what_counts(tmp_path: Path) -> None:
         {"__key__": "d", "txt": b"no picture"},
         {"__key__": "e", "jpg": b"E", "txt": b"text", "json": b'{"caption": "not this"}', "cls": b"0"},
     )
-    pairs = Shards([path])
+    pairs = shards_of(path)
     assert [pairs.read(number).key for number in range(len(pairs))] == ["a", "c", "e"]
     assert [pairs.read(number).caption for number in range(3)] == ["text", "from json", "text"]
     assert pairs.skipped == 2
-    labelled = Shards([path], need=("image", "label"))
+    labelled = shards_of(path, need=("image", "label"))
     assert [(labelled.read(number).key, labelled.read(number).label) for number in range(2)] == [
         ("b", 12),
         ("e", 0),
@@ -111,7 +124,7 @@ def test_what_is_needed_decides_what_counts(tmp_path: Path) -> None:
 def test_a_bad_sample_is_a_data_error(members: dict[str, bytes], cause: str, tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
     with pytest.raises(DataError, match=cause):
-        Shards([path], need=("image",)).read(0)
+        shards_of(path, need=("image",)).read(0)
 
 
 @pytest.mark.parametrize(
@@ -120,32 +133,32 @@ def test_a_bad_sample_is_a_data_error(members: dict[str, bytes], cause: str, tmp
 )
 def test_what_is_not_needed_may_be_wrong(members: dict[str, bytes], tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
-    sample = Shards([path]).read(0)
+    sample = shards_of(path).read(0)
     assert (sample.image, sample.caption, sample.label, sample.meta) == (b"A", "text", None, {})
 
 
 def test_a_caption_from_json_that_is_wrong_is_a_data_error(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "json": b"{"})
     with pytest.raises(DataError, match="its json does not parse"):
-        Shards([path]).read(0)
+        shards_of(path).read(0)
 
 
 def test_text_that_is_no_utf8_and_json_that_is_no_object_are_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"caf\xe9", "json": b"[1]"})
-    sample = Shards([path], need=("image",)).read(0)
+    sample = shards_of(path, need=("image",)).read(0)
     assert (sample.caption, sample.meta) == ("caf\N{REPLACEMENT CHARACTER}", {})
 
 
 def test_a_member_beyond_the_limit_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "_MAX_MEMBER_BYTES", 20)
-    shards = Shards(find_shards(str(folder)))
+    monkeypatch.setattr(open_shard, "MAX_MEMBER_BYTES", 20)
+    shards = Shards.of(find_shards(str(folder)))
     assert shards.read(0).id == 0
     with pytest.raises(DataError, match="over the limit"):
         shards.read(4)
 
 
 def test_a_shard_that_changes_or_goes_after_it_was_indexed(folder: Path) -> None:
-    shards = Shards(find_shards(str(folder)))
+    shards = Shards.of(find_shards(str(folder)))
     os.truncate(folder / "train" / "3.tar", 700)
     with pytest.raises(DataError, match="shorter"):
         shards.read(6)
@@ -159,12 +172,12 @@ def test_a_shard_that_changes_or_goes_after_it_was_indexed(folder: Path) -> None
 
 def read_all(shards: Shards, answer: Connection) -> None:
     samples = [shards.read(number) for number in range(len(shards))]
-    answer.send((samples, [file.descriptor for file in shards._files.values()], shards._files_of_process))
+    answer.send((samples, [file._descriptor for file in shards._open.values()], shards._open_in))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_another_process_opens_files_of_its_own(method: Any, folder: Path) -> None:
-    shards = Shards(find_shards(str(folder)))
+    shards = Shards.of(find_shards(str(folder)))
     here = [shards.read(number) for number in range(23)]
     context = multiprocessing.get_context(method)
     receiver, sender = context.Pipe()
@@ -175,7 +188,7 @@ def test_another_process_opens_files_of_its_own(method: Any, folder: Path) -> No
     process.join()
     assert there == here
     assert owner == process.pid and len(set(descriptors)) == 12
-    assert shards._files_of_process == os.getpid()
+    assert shards._open_in == os.getpid()
     assert [shards.read(number) for number in range(23)] == here
 
 
@@ -200,8 +213,11 @@ def many(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="lists open files by /proc")
-def test_few_files_are_open_at_a_time_and_none_is_left_open(many: Path) -> None:
-    shards = Shards(find_shards(str(many)))
+def test_few_files_are_open_at_a_time_and_none_is_left_open(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_MAX_OPEN", 64)
+    shards = Shards.of(find_shards(str(many)))
     for _ in range(2):
         for number in range(100):
             assert shards.read(number).image == record(number).image
@@ -216,8 +232,8 @@ def test_few_files_are_open_at_a_time_and_none_is_left_open(many: Path) -> None:
 
 
 def test_threads_read_while_others_close(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "_MAX_OPEN_FILES", 2)
-    shards = Shards(find_shards(str(many)))
+    monkeypatch.setattr(shards_module, "_MAX_OPEN", 2)
+    shards = Shards.of(find_shards(str(many)))
     expected = [record(number).image for number in range(100)]
     wrong: list[object] = []
 
@@ -239,21 +255,21 @@ def test_threads_read_while_others_close(many: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_fingerprint_is_of_the_samples_not_of_the_place(folder: Path, tmp_path: Path) -> None:
-    first = Shards(find_shards(str(folder))).fingerprint()
+    first = Shards.of(find_shards(str(folder))).fingerprint()
     assert len(first) == 16 and int(first, 16) >= 0
     moved = folder.rename(tmp_path / "elsewhere")
-    paths = find_shards(str(moved))
-    assert Shards(paths).fingerprint() == first
+    paths = paths_of(str(moved))
+    assert shards_of(*paths).fingerprint() == first
     seen = {
         first,
-        Shards(paths[::-1]).fingerprint(),
-        Shards(paths[:-1]).fingerprint(),
+        shards_of(*paths[::-1]).fingerprint(),
+        shards_of(*paths[:-1]).fingerprint(),
     }
     paths[0].rename(paths[0].with_name("00.tar"))
-    seen.add(Shards([paths[0].with_name("00.tar"), *paths[1:]]).fingerprint())
+    seen.add(shards_of(paths[0].with_name("00.tar"), *paths[1:]).fingerprint())
     for image, key in ((b"A", "a"), (b"AA", "a"), (b"A", "b")):
         sample = {"__key__": key, "jpg": image, "txt": b"text"}
-        seen.add(Shards([write_tar(tmp_path / "one.tar", sample)]).fingerprint())
+        seen.add(shards_of(write_tar(tmp_path / "one.tar", sample)).fingerprint())
     assert len(seen) == 7
 
 
@@ -264,28 +280,28 @@ def test_no_pair_names_the_extensions_seen(tmp_path: Path) -> None:
         {"__key__": "last", "jpg": b"x"},
     )
     with pytest.raises(DataError) as caught:
-        Shards([path])
+        shards_of(path)
     assert str(caught.value) == (
         f"shard {path} holds no sample with image and caption; extensions seen: caption (3), npy (3), jpg (1)"
     )
     with pytest.raises(DataError, match="no sample with image and label; extensions seen: none"):
-        Shards([write_tar(tmp_path / "1.tar")], need=("image", "label"))
+        shards_of(write_tar(tmp_path / "1.tar"), need=("image", "label"))
     with pytest.raises(DataError, match="no shards"):
-        Shards([])
+        Shards.of([])
 
 
 def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = folder / "train"
     all_of_them = [train / f"{number}.tar" for number in range(12)]
-    assert find_shards(str(folder)) == find_shards(str(train)) == all_of_them
-    assert find_shards(f"{train}/3.tar") == [all_of_them[3]]
-    assert find_shards(f"{train}/{{3..5}}.tar") == all_of_them[3:6]
-    assert find_shards(f"{train}/{{7,3}}.tar") == [all_of_them[7], all_of_them[3]]
+    assert paths_of(str(folder)) == paths_of(str(train)) == all_of_them
+    assert paths_of(f"{train}/3.tar") == [all_of_them[3]]
+    assert paths_of(f"{train}/{{3..5}}.tar") == all_of_them[3:6]
+    assert paths_of(f"{train}/{{7,3}}.tar") == [all_of_them[7], all_of_them[3]]
     long = ",".join(str(number) for number in range(12)) + ",0" * 300  # longer than any file name
-    assert len(find_shards(f"{train}/{{{long}}}.tar")) == 312
+    assert len(paths_of(f"{train}/{{{long}}}.tar")) == 312
     monkeypatch.setenv("HOME", str(folder))
-    assert find_shards("~/train/{3..5}.tar") == all_of_them[3:6]
-    assert find_shards("~") == all_of_them
+    assert paths_of("~/train/{3..5}.tar") == all_of_them[3:6]
+    assert paths_of("~") == all_of_them
 
 
 @pytest.mark.parametrize(
@@ -312,7 +328,7 @@ def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> None:
     with pytest.raises(DataError) as caught:
-        find_shards(source.format(folder=folder))
+        paths_of(source.format(folder=folder))
     assert str(caught.value).startswith(message.format(folder=folder))
 
 
@@ -325,30 +341,30 @@ def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> 
     ],
 )  # fmt: skip
 def test_names_are_counted_before_they_are_made(pattern: str, count: int) -> None:
-    assert shards_module._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
+    assert sources._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
 
 
 def test_a_folder_whose_name_is_no_utf8(folder: Path) -> None:
     moved = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
-    shards = Shards(find_shards(str(moved)))
+    shards = Shards.of(find_shards(str(moved)))
     assert len(shards) == 23 and shards.read(3).caption == "caption 3 ü"
     assert len(shards.fingerprint()) == 16
 
 
 def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
     with pytest.raises(DataError, match=f"no tar of split 'test' in {folder}; it has the folders train"):
-        find_shards(str(folder), split="test")
+        paths_of(str(folder), split="test")
     (folder / "train" / "11.tar").unlink()
     with pytest.raises(DataError, match=r"has 11 shards, but nshards.txt says '12'"):
-        find_shards(str(folder))
+        paths_of(str(folder))
     (folder / "train" / "nshards.txt").write_bytes(b"\xff\n")
     with pytest.raises(DataError, match=r"nshards.txt says"):
-        find_shards(str(folder))
+        paths_of(str(folder))
     (folder / "train" / "nshards.txt").write_text("9" * 5000)
     with pytest.raises(DataError, match=r"nshards.txt says"):
-        find_shards(str(folder))
+        paths_of(str(folder))
     (folder / "train" / "nshards.txt").unlink()
-    assert len(find_shards(str(folder))) == 11
+    assert len(paths_of(str(folder))) == 11
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -365,4 +381,4 @@ def nothing_stays_open() -> Iterator[None]:
 def test_meta_survives_as_json(tmp_path: Path) -> None:
     meta = {"nested": {"list": [1, 2.5, None, "ü"]}}
     sample = {"__key__": "a", "jpg": b"A", "txt": b"t", "json": json.dumps(meta).encode()}
-    assert Shards([write_tar(tmp_path / "0.tar", sample)], need=("image",)).read(0).meta == meta
+    assert shards_of(write_tar(tmp_path / "0.tar", sample), need=("image",)).read(0).meta == meta

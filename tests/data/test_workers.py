@@ -129,10 +129,11 @@ from clipkit.text_input import ClipTokenizer
 from data.loader import Loader
 from data.order import Order
 from data.shards import Shards
+from data.sources import find_shards
 
 def main():
-    shards = Shards(sorted(Path(sys.argv[1]).glob("*.tar")))
-    order = Order(shards.counts.tolist(), seed=0, batch_size=8)
+    shards = Shards.of(find_shards(sys.argv[1]))
+    order = Order(shards.counts, seed=0, batch_size=8)
     tokenizer = ClipTokenizer(context_length=20)
     loader = Loader(shards=shards, order=order, image_size=16, tokenize=tokenizer, workers=2)
     batches = loader.batches(0, 1_000_000)

@@ -1,4 +1,4 @@
-"""How far an encoding has come, on stderr: a bar on a terminal, a line every ten seconds elsewhere."""
+"""How far some counted work has come, on stderr: a bar on a terminal, a line every ten seconds elsewhere."""
 
 import sys
 import time
@@ -6,15 +6,16 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["EncodeProgress"]
+__all__ = ["CountProgress"]
 
 _PLAIN_EVERY_SECONDS = 10.0
 
 
-class EncodeProgress:
-    """Counts pictures or texts.
+class CountProgress:
+    """Counts pictures, texts or shards.
 
     Args:
+        what: is done, to begin the line with.
         total: how many there are to do; None while they are counted.
         shown: False is silent.
     """
@@ -38,7 +39,7 @@ class EncodeProgress:
         )
         self._task = self._bar.add_task(what, total=total, note="")
 
-    def __enter__(self) -> "EncodeProgress":
+    def __enter__(self) -> "CountProgress":
         self._bar.start()
         return self
 

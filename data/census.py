@@ -1,0 +1,124 @@
+"""Counting what shards give, several at a time."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.index import stored_index
+from data.open_shard import OpenShard
+from data.selection import Selection
+from data.shard_file import ShardFile
+
+if TYPE_CHECKING:
+    from data.shard_cache import ShardCache
+
+__all__ = ["Census", "take_census"]
+
+_MAX_STATS_BYTES = 1 << 20
+_ALONE = 4  # so few shards are counted in this process
+_MOST_PROCESSES = 32
+_UNDER_WAY = 4  # shards given to each process ahead of its work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """What one shard gives.
+
+    Attributes:
+        count: samples that count.
+        digest: of its index, empty if it was not indexed.
+        dropped: samples that do not count, by reason.
+        extensions: members by extension.
+    """
+
+    count: int
+    digest: str
+    dropped: dict[str, int]
+    extensions: dict[str, int]
+
+
+def take_census(
+    shards: Sequence[ShardFile],
+    selection: Selection,
+    *,
+    cache: "ShardCache | None" = None,
+    stats: bool = True,
+) -> Iterator[tuple[int, Census]]:
+    """Number and census of each shard, as they become known; the first one comes first.
+
+    Raises:
+        DataError: a shard is broken or cannot be fetched.
+    """
+    count = partial(_count, selection=selection, cache=cache)
+    yield (
+        0,
+        count(shards[0], stats=False),
+    )  # always looked into, so that what is wrong with all is seen at once
+    rest = range(1, len(shards))
+    if len(shards) <= _ALONE:
+        yield from ((number, count(shards[number], stats=stats)) for number in rest)
+    else:
+        yield from _in_processes(partial(count, stats=stats), shards, rest)
+
+
+def _in_processes(
+    count: Callable[[ShardFile], Census], shards: Sequence[ShardFile], numbers: Sequence[int]
+) -> Iterator[tuple[int, Census]]:
+    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+        running: dict[Future[Census], int] = {}
+        ahead = iter(numbers)
+        try:
+            while True:
+                while len(running) < processes * _UNDER_WAY and (number := next(ahead, None)) is not None:
+                    running[pool.submit(count, shards[number])] = number
+                if not running:
+                    return
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(done), done.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None", stats: bool) -> Census:
+    plain = not selection.reads_json and set(selection.need) <= {"image", "caption"}
+    if stats and plain and stored_index(shard) is None and (stated := _stated(shard)) is not None:
+        return Census(count=stated, digest="", dropped={}, extensions={})
+    opened = OpenShard(shard, selection, cache)
+    return Census(
+        count=len(opened),
+        digest=opened.index.digest,
+        dropped=opened.chosen.dropped,
+        extensions=opened.index.extensions,
+    )
+
+
+def _stated(shard: ShardFile) -> int | None:
+    """How many samples img2dataset says that it has written."""
+    stem, dot, _ = shard.url.rpartition(".tar")
+    if not dot or shard.url.startswith("pipe:"):
+        return None
+    text = _small_file(f"{stem}_stats.json", remote=shard.is_remote)
+    try:
+        stated: Any = json.loads(text)["successes"] if text else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return stated if type(stated) is int and stated >= 0 else None
+
+
+def _small_file(url: str, *, remote: bool) -> str | None:
+    if remote:
+        from data import store
+
+        return store.read_text(url, limit=_MAX_STATS_BYTES)
+    try:
+        with Path(url).open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MAX_STATS_BYTES)
+    except OSError:
+        return None

@@ -1,0 +1,192 @@
+"""One shard, opened: its index, which of its samples count, and their members' bytes."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clipkit.errors import DataError
+from clipkit.tar import tar_files_of
+from data.array_file import read_arrays, write_arrays
+from data.index import (
+    CAPTION,
+    META,
+    ShardIndex,
+    index_of_members,
+    index_place,
+    index_shard,
+    keep_index,
+    stored_index,
+)
+from data.selection import Chosen, Selection
+from data.shard_file import ShardFile
+
+if TYPE_CHECKING:
+    from data.shard_cache import ShardCache
+
+__all__ = ["MAX_MEMBER_BYTES", "OpenShard"]
+
+MAX_MEMBER_BYTES = 256 << 20  # a single picture or caption file beyond this is an attack or an accident
+_NEAR = 16 << 10  # bytes between members that are read along rather than asked for apart
+
+
+class OpenShard:
+    """Reads the samples of one shard; safe from several threads.
+
+    Args:
+        file: the shard.
+        selection: which of its samples count.
+        cache: where a remote shard's copy is kept. Without one its members are read over the network, one by one.
+
+    Raises:
+        DataError: it is missing, not a tar, not whole, or cannot be fetched.
+
+    Attributes:
+        index: of all its samples.
+        chosen: those that count.
+    """
+
+    def __init__(self, file: ShardFile, selection: Selection, cache: "ShardCache | None") -> None:
+        self.file = file
+        self._descriptor = -1
+        path = _path(file, selection, cache)
+        if path is not None:
+            try:
+                self._descriptor = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise DataError(f"shard {file.url}: {error.strerror}") from error
+        self.index = _index(file, path)
+        self.chosen = self._choose(selection)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def key(self, number: int) -> str:
+        """The key of the ``number``-th sample that counts."""
+        return self.index.key(self.row(number))
+
+    def row(self, number: int) -> int:
+        """Its row in the index.
+
+        Raises:
+            DataError: there are not so many, though it was stated.
+        """
+        if number >= len(self.chosen):
+            raise DataError(f"its shard has only {len(self.chosen)} samples, though more were stated")
+        return int(self.chosen.rows[number])
+
+    def caption_number(self, number: int) -> int:
+        """Which of its captions the ``number``-th sample that counts is trained with."""
+        return 0 if self.chosen.captions is None else int(self.chosen.captions[number])
+
+    def read(self, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
+        """The members of a row, None for one that it lacks.
+
+        Raises:
+            DataError: they cannot be read, the file has shrunk since it was indexed, or one is over the size limit.
+        """
+        spans = [self.index.span(row, column) for column in columns]
+        there = [span for span in spans if span is not None]
+        for _, size in there:
+            if size > MAX_MEMBER_BYTES:
+                raise DataError(f"a member of {size} bytes is over the limit of {MAX_MEMBER_BYTES}")
+        if self._descriptor >= 0 or not there:
+            return [None if span is None else self._bytes(*span) for span in spans]
+        first, last = min(offset for offset, _ in there), max(offset + size for offset, size in there)
+        if last - first > sum(size for _, size in there) + _NEAR * len(there):
+            return [None if span is None else self._bytes(*span) for span in spans]
+        together = self._bytes(first, last - first)
+        return [None if span is None else together[span[0] - first : sum(span) - first] for span in spans]
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        if self._descriptor < 0:
+            from data import store
+
+            return store.read_range(self.file, offset, offset + size)
+        try:
+            data = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise DataError(f"the shard cannot be read: {error.strerror}") from error
+        if len(data) != size:
+            raise DataError("the shard has become shorter since it was indexed")
+        return data
+
+    def _choose(self, selection: Selection) -> Chosen:
+        if not selection.reads_json:
+            return selection.choose(self.index, self._content)
+        place = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
+        with suppress(KeyError, TypeError):
+            if (stored := read_arrays(place)) is not None:
+                about, arrays = stored
+                return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
+        chosen = selection.choose(self.index, self._content)
+        arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
+        with suppress(OSError):
+            write_arrays(place, {"dropped": chosen.dropped}, arrays)
+        return chosen
+
+    def _content(self, row: int) -> tuple[str | None, dict[str, Any]]:
+        text, meta = self.read(row, (CAPTION, META))
+        return text_of(text), meta_of(meta)
+
+
+def text_of(data: bytes | None) -> str | None:
+    """A caption file's text; bytes that are not UTF-8 become question marks of a kind."""
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def meta_of(data: bytes | None) -> dict[str, Any]:
+    """A sample's json; empty where it has none, or it is no object.
+
+    Raises:
+        DataError: it does not parse.
+    """
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"its json does not parse: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def label_of(data: bytes | None) -> int | None:
+    """A label file's number.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    text = text_of(data)
+    if text is None:
+        return None
+    if not (text.strip().isdecimal() and len(text.strip()) < 19):  # of int64
+        raise DataError(f"label {text.strip()[:40]!r} is not a whole number")
+    return int(text)
+
+
+def _path(file: ShardFile, selection: Selection, cache: "ShardCache | None") -> Path | None:
+    """Where its bytes lie on this machine, fetched if they must be; None to read them over the network."""
+    if not file.is_remote:
+        return Path(file.url)
+    if cache is not None:
+        return cache.fetch(file)
+    if file.size < 0:
+        raise DataError(f"shard {file.url} can be read only once: it needs data.cache_gb above 0")
+    return None
+
+
+def _index(file: ShardFile, path: Path | None) -> ShardIndex:
+    if path is not None:
+        return index_shard(file, path)
+    index = stored_index(file)
+    if index is None:
+        from data import store
+
+        index = index_of_members(file.url, tar_files_of(file.url, store.RangedBytes(file)))
+        keep_index(file, index)
+    return index

@@ -1,0 +1,55 @@
+"""What identifies a shard, wherever it lies."""
+
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipkit.errors import DataError
+
+__all__ = ["ShardFile", "is_remote"]
+
+
+def is_remote(source: str) -> bool:
+    """Whether a source is no path of this machine: ``s3://…``, ``https://…``, ``hf://…``, ``pipe:…``."""
+    return "://" in source or source.startswith("pipe:")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFile:
+    """One tar.
+
+    Attributes:
+        url: an absolute path, or a full URL.
+        size: in bytes, -1 where nobody can tell.
+        version: what changes when the content does: the store's etag, or the time of the last change in
+            nanoseconds; empty where nobody can tell.
+    """
+
+    url: str
+    size: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rstrip("/").rpartition("/")[2].partition("?")[0]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it has to be fetched."""
+        return is_remote(self.url)
+
+    @classmethod
+    def at(cls, path: Path) -> "ShardFile":
+        """A file of this machine.
+
+        Raises:
+            DataError: there is none.
+        """
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"shard {path}: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            raise DataError(f"shard {path} is not a regular file")
+        return cls(url=str(path.absolute()), size=status.st_size, version=str(status.st_mtime_ns))

@@ -1,0 +1,130 @@
+"""Where a source's shards are.
+
+A source is a dataset folder (with ``train/`` and ``test/``), a folder of tars, a brace pattern such as
+``pairs/{00000..00041}.tar``, a single tar, the name of a built-in corpus; or such a folder, pattern or tar at
+``s3://``, ``gs://``, ``https://`` or ``hf://``, or ``pipe:`` and a command that writes a tar.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import braceexpand
+
+from clipkit.errors import DataError
+from data.builtin import BUILTIN, built_in
+from data.shard_file import ShardFile, is_remote
+
+__all__ = ["find_shards"]
+
+_MAX_SHARDS = 1_000_000  # that a brace pattern may stand for
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
+
+
+def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
+    """The tars of a source, in order; a built-in corpus is made on first use.
+
+    Raises:
+        DataError: nothing is there, or shards are missing.
+    """
+    if not source:
+        raise DataError("no data: the source is empty")
+    if is_remote(source):
+        return _remote_shards(source, split)
+    if source in BUILTIN and not Path(source).exists():
+        return [ShardFile.at(path) for path in _shards_of_folder(built_in(source), split)]
+    shown = source if len(source) <= 200 else source[:200] + "…"
+    try:
+        return [ShardFile.at(path) for path in _shards_at(source, split)]
+    except OSError as error:  # a name too long, a folder that may not be read
+        raise DataError(f"cannot look for data at {shown!r}: {error.strerror}") from error
+    except (ValueError, RuntimeError) as error:  # a null character; ~ of a user that there is not
+        raise DataError(f"cannot look for data at {shown!r}: {error}") from error
+
+
+def _remote_shards(source: str, split: str) -> list[ShardFile]:
+    from data import store
+
+    if source.startswith("pipe:") or "{" in source or source.partition("?")[0].endswith(".tar"):
+        return store.describe(list(_expanded(source)))
+    for folder in (f"{source.rstrip('/')}/{split}", source.rstrip("/")):
+        if found := store.list_folder(folder):
+            _check_count(folder, len(found), store.read_text(f"{folder}/nshards.txt", limit=100))
+            return found
+    raise DataError(f"no tar at {store.shown(source)} or in its folder {split!r}")
+
+
+def _shards_at(source: str, split: str) -> list[Path]:
+    if "{" not in source and (path := Path(source).expanduser()).is_dir():
+        return _shards_of_folder(path, split)
+    paths = [Path(name).expanduser() for name in _expanded(source)]
+    missing = [one for one in paths if not one.is_file()]
+    if len(paths) == 1 and missing:
+        built_ins = ", ".join(sorted(BUILTIN))
+        raise DataError(f"no data at {source!r}: not a folder, a tar, or a built-in corpus ({built_ins})")
+    if missing:
+        raise DataError(f"{len(missing)} of {len(paths)} shards are missing, the first is {missing[0]}")
+    return paths
+
+
+def _expanded(source: str) -> Iterator[str]:
+    """The names that a brace pattern stands for, counted before any is made."""
+    if _count_names(source) > _MAX_SHARDS:
+        raise DataError(
+            f"the braces of {source[:200]!r} stand for more than {_MAX_SHARDS} shards: see their numbers"
+        )
+    try:
+        return braceexpand.braceexpand(source)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the braces of {source[:200]!r} do not balance") from error
+
+
+def _count_names(pattern: str) -> int:
+    """How many names a brace pattern stands for; where that is over the limit, some number over it."""
+    opened: list[tuple[int, int, int]] = []  # where, and the two counts as they stood there
+    before, here = 0, 1  # names of the items of this list that a comma ended, and of the item here
+    position = 0
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "\\":
+            position += 1  # what follows is no brace
+        elif character == "{":
+            opened.append((position, before, here))
+            before, here = 0, 1
+        elif character == "," and opened:
+            before, here = before + here, 1
+        elif character == "}" and opened:
+            start, outer_before, outer = opened.pop()
+            count = before + here
+            if (numbers := _RANGE.fullmatch(pattern, start + 1, position)) is not None:
+                if max(map(len, numbers.groups("1"))) > 18:
+                    return _MAX_SHARDS + 1
+                first, last, step = map(int, numbers.groups("1"))
+                count = abs(last - first) // (step or 1) + 1
+            before, here = outer_before, outer * count
+        if here > _MAX_SHARDS:
+            return here
+        position += 1
+    return here
+
+
+def _shards_of_folder(folder: Path, split: str) -> list[Path]:
+    inside = folder / split
+    here = inside if inside.is_dir() else folder
+    paths = sorted(here.glob("*.tar"), key=lambda path: (len(path.name), path.name))
+    if not paths:
+        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        more = ", …" if len(splits) > 8 else ""
+        found = f"; it has the folders {', '.join(splits[:8])}{more}" if splits else ""
+        raise DataError(f"no tar of split {split!r} in {folder}{found}")
+    stated = here / "nshards.txt"
+    if stated.is_file():
+        with stated.open(errors="replace") as file:
+            _check_count(str(here), len(paths), file.read(100))
+    return paths
+
+
+def _check_count(folder: str, found: int, stated: str | None) -> None:
+    """That ``nshards.txt`` says as many."""
+    if stated is not None and (not stated.strip().isdecimal() or int(stated) != found):
+        raise DataError(f"{folder} has {found} shards, but nshards.txt says {stated.strip()[:20]!r}")
