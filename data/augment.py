@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from clipkit.preprocess import channels_first
+from clipkit.decode import decode_image, jpeg_size
+from clipkit.errors import DataError
 
-__all__ = ["Augmentation", "preload", "random_of", "train_transform"]
+__all__ = ["Augmentation", "empty_batch", "preload", "random_of", "train_transform", "training_pixels"]
 
 _ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10
+_REDUCTIONS = (8, 4, 2)  # of a side, that JPEGs can be decoded at
+_SPARE = 2  # what scaled decoding leaves of the crop's sides, in sides of the result
 _JITTERED = 0.8  # of the pictures, where colours are changed at all
 _HUE = 0.25  # of the strength, as a share of the colour circle (Chen et al. 2020, https://arxiv.org/abs/2002.05709)
 
@@ -29,22 +33,74 @@ class Augmentation:
         color_jitter: largest relative change of brightness, contrast and saturation, made to 4 of 5 pictures;
             the hue turns by up to a quarter of it, as a share of the circle.
         grayscale: probability that the colours go.
+        scaled_decode: decode a JPEG at 1/2, 1/4 or 1/8 of its size where the crop then still has twice the sides of
+            the result. The crop is the same, rounded to pixels of the smaller picture, which moves it by at most a
+            quarter of a pixel of the result. On 13 photographs of 1024 pixels a side, for 224 pixels, values so
+            differ by 0.8 of 255 on average (median 46 dB), by 0.3 (54 dB) where nothing had to be rounded.
     """
 
     crop_scale: float = 0.9
     flip: float = 0.0
     color_jitter: float = 0.0
     grayscale: float = 0.0
+    scaled_decode: bool = False
+
+
+_Box = tuple[int, int, int, int]  # top, left, height, width
 
 
 def preload() -> None:
     """Import what the first picture needs, so that worker processes share it instead of each importing it."""
-    _resize()
+    import simplejpeg  # noqa: F401
+    from PIL import Image
+
+    Image.init()
+    _functional()
+
+
+def empty_batch(count: int, image_size: int) -> Tensor:
+    """(B, 3, S, S) uint8 with channels last in memory, as decoders and resizing have them; values are undefined."""
+    return torch.empty(
+        (count, 3, image_size, image_size), dtype=torch.uint8, memory_format=torch.channels_last
+    )
 
 
 def random_of(*stream: int) -> np.random.Generator:
     """The generator of one sample in one epoch; streams that differ anywhere are independent."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(stream)))
+
+
+def training_pixels(
+    data: bytes,
+    *,
+    image_size: int,
+    augmentation: Augmentation,
+    random: np.random.Generator,
+    out: Tensor,
+) -> None:
+    """An encoded picture → ``out``, (3, S, S) uint8: decoded, then as by ``train_transform``.
+
+    Args:
+        data: the file's bytes.
+        image_size: S.
+        augmentation: what happens to it.
+        random: the stream of this picture, see ``random_of``.
+        out: where the pixels go, such as a row of ``empty_batch``; undefined after an error.
+
+    Raises:
+        DataError: as for ``clipkit.decode.decode_image``.
+    """
+    size = jpeg_size(data) if augmentation.scaled_decode else None
+    if size is None:
+        image = decode_image(data)
+        box = _crop(image.shape[0], image.shape[1], augmentation.crop_scale, random)
+    else:  # the crop comes first, so that it is the same at every scale
+        box = _crop(size[0], size[1], augmentation.crop_scale, random)
+        reduce = _reduction(min(box[2:]), image_size)
+        image = decode_image(data, reduce=reduce)
+        if image.shape[:2] != size:  # it stays whole where Pillow had to decode it
+            box = _reduced(box, size, image.shape[:2], reduce)
+    _augment(image, box, augmentation, random, out)
 
 
 def train_transform(
@@ -59,14 +115,46 @@ def train_transform(
     The crop keeps a share of the area between ``crop_scale`` and 1 at an aspect ratio between 3:4 and 4:3
     (Szegedy et al. 2015); a ``crop_scale`` of 1 keeps the largest centred square.
     """
-    height, width = image.shape[:2]
-    top, left, crop_height, crop_width = _crop(height, width, augmentation.crop_scale, random)
-    pixels = channels_first(image)[:, top : top + crop_height, left : left + crop_width]
-    if (crop_height, crop_width) != (image_size, image_size):
-        pixels = _resize()(pixels, [image_size, image_size])
+    out = torch.empty((3, image_size, image_size), dtype=torch.uint8)
+    box = _crop(image.shape[0], image.shape[1], augmentation.crop_scale, random)
+    _augment(image, box, augmentation, random, out)
+    return out
+
+
+def _augment(
+    image: npt.NDArray[np.uint8],
+    box: _Box,
+    augmentation: Augmentation,
+    random: np.random.Generator,
+    out: Tensor,
+) -> None:
+    """The box of an (H, W, 3) picture → (3, S, S)."""
+    top, left, height, width = box
+    # torch's fast path for bytes takes pixels without gaps; it would copy them too, but more slowly
+    cut = np.require(image[top : top + height, left : left + width], requirements=("C", "W"))
+    pixels = torch.from_numpy(cut).permute(2, 0, 1)  # channels last in memory
+    if pixels.shape != out.shape:
+        pixels = torch.nn.functional.interpolate(
+            pixels[None], size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
+        )[0]
     if augmentation.flip and random.random() < augmentation.flip:
         pixels = pixels.flip(-1)
-    return _recolour(pixels, augmentation, random).contiguous()
+    out.copy_(_recolour(pixels, augmentation, random))
+
+
+def _reduction(side: int, image_size: int) -> int:
+    """By how much a picture may be decoded smaller whose crop has this shorter side."""
+    return next((by for by in _REDUCTIONS if side >= by * _SPARE * image_size), 1)
+
+
+def _reduced(box: _Box, size: tuple[int, ...], smaller: tuple[int, ...], by: int) -> _Box:
+    """The box in the picture decoded at 1/by."""
+    if smaller != tuple(-(-side // by) for side in size):
+        raise DataError("picture does not decode: it has two sizes")
+    top, left, height, width = box
+    first_row, first_column = round(top / by), round(left / by)
+    last_row, last_column = round((top + height) / by), round((left + width) / by)
+    return first_row, first_column, last_row - first_row, last_column - first_column
 
 
 def _recolour(pixels: Tensor, augmentation: Augmentation, random: np.random.Generator) -> Tensor:
@@ -82,9 +170,7 @@ def _recolour(pixels: Tensor, augmentation: Augmentation, random: np.random.Gene
     return pixels
 
 
-def _crop(
-    height: int, width: int, crop_scale: float, random: np.random.Generator
-) -> tuple[int, int, int, int]:
+def _crop(height: int, width: int, crop_scale: float, random: np.random.Generator) -> _Box:
     """Top, left, height and width of the crop; the largest centred one of a fitting aspect if no draw fits."""
     if crop_scale < 1:
         for _ in range(_TRIES):
@@ -100,15 +186,6 @@ def _crop(
         low = high = 1.0
     crop_height, crop_width = min(height, round(width / low)), min(width, round(height * high))
     return (height - crop_height) // 2, (width - crop_width) // 2, max(1, crop_height), max(1, crop_width)
-
-
-@cache
-def _resize() -> Any:
-    from functools import partial
-
-    from torchvision.transforms.v2 import InterpolationMode
-
-    return partial(_functional().resize, interpolation=InterpolationMode.BICUBIC, antialias=True)
 
 
 @cache

@@ -1,6 +1,7 @@
 """The random crop: within the picture, as torchvision would cut it, and a function of its stream."""
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,15 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from data.augment import Augmentation, _crop, random_of, train_transform
+from clipkit.decode import decode_image
+from clipkit.errors import DataError
+from data.augment import Augmentation, _crop, empty_batch, random_of, train_transform, training_pixels
+from tests.clipkit.made_pictures import PICTURES, encoded, scene
+from tests.clipkit.made_pictures import picture as picture_file
 
 sides = st.integers(1, 3000)
 scales = st.floats(0.01, 1.0)
 
 
-def transform(image: npt.NDArray[np.uint8], seed: int, **options: float) -> torch.Tensor:
+def transform(image: npt.NDArray[np.uint8], seed: int, **options: Any) -> torch.Tensor:
     return train_transform(image, image_size=32, augmentation=Augmentation(**options), random=random_of(seed))
 
 
@@ -142,3 +148,81 @@ def test_strength_bounds_the_change_of_brightness() -> None:
     levels = [int(transform(image, seed, color_jitter=0.4).float().mean()) for seed in range(300)]
     assert 58 <= min(levels) <= 70 and 130 <= max(levels) <= 141
     assert 30 < levels.count(100) < 90  # a fifth is left alone
+
+
+def row(data: bytes, seed: int, *, image_size: int = 32, **options: Any) -> torch.Tensor:
+    """One picture in the middle of a batch, whose other rows must stay as they are."""
+    batch = empty_batch(3, image_size)
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    batch.fill_(77)
+    training_pixels(
+        data,
+        image_size=image_size,
+        augmentation=Augmentation(**options),
+        random=random_of(seed),
+        out=batch[1],
+    )
+    assert (batch[0] == 77).all() and (batch[2] == 77).all()
+    return batch[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"crop_scale": 0.2, "flip": 0.5, "color_jitter": 0.4, "grayscale": 0.3}], ids=str
+)
+def test_a_row_of_a_batch_is_what_decoding_and_transforming_give(options: dict[str, Any]) -> None:
+    for seed, name in enumerate(sorted(PICTURES.keys() - {"32-bit grey tiff", "float tiff"})):
+        data = picture_file(name)
+        assert torch.equal(row(data, seed, **options), transform(decode_image(data), seed, **options))
+
+
+def test_a_broken_picture_is_a_data_error() -> None:
+    for data in (b"", picture_file("png")[:500], picture_file("jpeg")[:3000]):
+        for scaled in (False, True):
+            with pytest.raises(DataError):
+                row(data, 0, scaled_decode=scaled)
+
+
+def test_scaled_decoding_keeps_the_crop_and_its_pixels() -> None:
+    photo = Image.fromarray(scene(517, 643))
+    forms: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 0}, {"subsampling": 1}]
+    for options in forms:
+        data = encoded(photo, "JPEG", quality=95, **options)
+        for seed in range(4):
+            for size, crop_scale in ((32, 1.0), (32, 0.6), (64, 0.9), (100, 0.9)):
+                whole, scaled = (
+                    row(data, seed, image_size=size, crop_scale=crop_scale, flip=0.5, scaled_decode=scaling)
+                    for scaling in (False, True)
+                )
+                assert not torch.equal(whole, scaled)
+                assert (whole.int() - scaled.int()).abs().float().mean() < 4
+
+
+def test_a_picture_is_decoded_smaller_only_where_it_keeps_twice_the_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def spy(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
+        asked.append(reduce)
+        return decode_image(data, reduce=reduce)
+
+    monkeypatch.setattr("data.augment.decode_image", spy)
+    sides = {127: 1, 128: 2, 255: 2, 256: 4, 511: 4, 512: 8, 1100: 8}
+    for side in sides:
+        row(encoded(Image.fromarray(scene(side, side + 9)), "JPEG"), 0, crop_scale=1.0, scaled_decode=True)
+    assert asked == list(sides.values())
+
+
+def test_what_is_not_decoded_smaller_stays_as_it_is() -> None:
+    for name in ("png", "webp", "cmyk jpeg", "ycck jpeg", "gif"):
+        data = picture_file(name)
+        assert torch.equal(row(data, 3), row(data, 3, scaled_decode=True))
+
+
+@settings(deadline=None, max_examples=100)
+@given(height=st.integers(1, 700), width=st.integers(1, 700), scale=scales, seed=st.integers(0, 99))
+def test_scaled_decoding_takes_any_shape(height: int, width: int, scale: float, seed: int) -> None:
+    shade = 10 + seed  # the same everywhere, so the result is known
+    data = encoded(Image.new("RGB", (width, height), (shade,) * 3), "JPEG")
+    pixels = row(data, seed, image_size=16, crop_scale=scale, scaled_decode=True)
+    assert (pixels.int() - shade).abs().max() <= 1
