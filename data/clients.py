@@ -1,0 +1,154 @@
+"""The clients of the libraries that speak with stores, and what their failures mean.
+
+Libraries are imported at the first use. Clients belong to one process: a forked one makes its own.
+"""
+
+import asyncio
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from clipkit.errors import DataError
+from data import patience
+from data.patience import TransferError, of_status
+
+__all__ = ["ask", "call", "client_of", "failure_of", "library_errors", "told"]
+
+_MARGIN = 5.0  # seconds that a library has for its own timeout before we stop waiting for it
+_EXTRAS = {"gs": "gs", "gcs": "gs", "http": "remote", "https": "remote", "s3": "remote", "s3a": "remote"}
+_LIBRARY_ERRORS = (
+    "aiohttp.ClientError", "botocore.exceptions.BotoCoreError", "botocore.exceptions.ClientError",
+    "botocore.exceptions.HTTPClientError", "fsspec.exceptions.FSTimeoutError", "gcsfs.retry.HttpError",
+    "google.auth.exceptions.GoogleAuthError", "httpx.HTTPError", "httpx2.HTTPError",
+    "huggingface_hub.errors.HfHubHTTPError",
+)  # fmt: skip
+_PASSES = ("Timeout", "Connection", "Payload", "Disconnected", "Incomplete", "Network", "Protocol", "Stream")
+
+_clients: dict[tuple[int, str, patience.Patience], Any] = {}  # never emptied: see client_of
+_clients_lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _clients_lock
+    _clients_lock = threading.Lock()  # another thread may have held it while we were forked
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def client_of(protocol: str) -> Any:
+    """The client of this process for a protocol.
+
+    A client does not survive a fork, as its thread stays behind. The parent's one is kept all the same: if it were
+    dropped here it would say goodbye to the server on the parent's connection.
+    """
+    key = (os.getpid(), protocol, patience.PATIENCE)
+    with _clients_lock:
+        if key not in _clients:
+            _clients[key] = _new_client(protocol)
+        return _clients[key]
+
+
+def _new_client(protocol: str) -> Any:
+    limits = patience.PATIENCE
+    settings: dict[str, Any] = {}
+    if protocol in ("http", "https"):
+        settings["client_kwargs"] = {"trust_env": True, "auto_decompress": False}
+    elif protocol in ("s3", "s3a"):
+        timeouts = {"connect_timeout": limits.connect_seconds, "read_timeout": limits.stall_seconds}
+        settings["config_kwargs"] = {**timeouts, "retries": {"max_attempts": 0}, "max_pool_connections": 64}
+    try:
+        fsspec = importlib.import_module("fsspec")
+        importlib.import_module("fsspec.asyn")
+        cls = fsspec.get_filesystem_class(protocol)
+        if protocol == "hf":
+            importlib.import_module("aiohttp")
+        with told():
+            client = cls(skip_instance_cache=True, use_listings_cache=False, **settings)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol, "remote")
+        raise DataError(f"{protocol}:// needs pip install 'clipkit[{extra}]'") from error
+    except ValueError:  # fsspec does not know it
+        raise DataError(f"nobody can read {protocol}:// here; known: s3, gs, hf, http, https, pipe") from None
+    if protocol in ("s3", "s3a"):
+        client.retries = 1  # we count them ourselves
+    return client
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Turn what libraries raise into a ``TransferError``."""
+    try:
+        yield
+    except library_errors() as error:
+        raise failure_of(error) from None  # what libraries say may hold the signed URL
+
+
+def library_errors() -> tuple[type[BaseException], ...]:
+    found: list[type[BaseException]] = [OSError, TimeoutError, asyncio.TimeoutError]
+    for name in _LIBRARY_ERRORS:
+        module, _, error = name.rpartition(".")
+        if module in sys.modules:
+            found.append(getattr(sys.modules[module], error))
+    return tuple(found)
+
+
+def failure_of(error: BaseException) -> TransferError:
+    name = type(error).__name__
+    status = _status(error)
+    if status is not None:
+        return of_status(status)
+    if isinstance(error, FileNotFoundError):
+        return of_status(404)
+    if (
+        isinstance(error, PermissionError)
+        or "Credential" in name
+        or name in ("ProfileNotFound", "DefaultCredentialsError")
+    ):
+        return of_status(401)
+    if "Certificate" in name or "SSL" in name:
+        return TransferError(f"no safe connection ({name})", temporary=False)
+    if isinstance(error, TimeoutError) or "Timeout" in name:
+        return TransferError(f"nothing came for {patience.PATIENCE.stall_seconds:g} s", temporary=True)
+    if name in ("InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"):
+        return TransferError("this is no URL", temporary=False)
+    reason = getattr(getattr(error, "os_error", error), "strerror", None) or name
+    if isinstance(error, OSError) or any(part in name for part in _PASSES):
+        return TransferError(f"the connection failed ({reason})", temporary=True)
+    return TransferError(f"it cannot be read ({name})", temporary=False)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind what a library raised."""
+    for one in (error, error.__cause__):  # s3fs keeps the cause
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):  # botocore's
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        status = getattr(response, "status_code", response)
+        if isinstance(status, int):
+            return status
+    status = getattr(error, "status", getattr(error, "code", None))
+    if isinstance(status, int) and status >= 300:
+        return status
+    return None
+
+
+def call(client: Any, function: Callable[..., Awaitable[Any]], *args: Any, **named: Any) -> Any:
+    """Run a coroutine on the client's loop, which is another thread of this process."""
+    from fsspec.asyn import sync
+
+    seconds = patience.PATIENCE.connect_seconds + patience.PATIENCE.stall_seconds + _MARGIN
+    with told():
+        return sync(client.loop, function, *args, timeout=seconds, **named)
+
+
+def ask(client: Any, method: str, *args: Any, **named: Any) -> Any:
+    """Call a method of any client of fsspec, with a time limit where it can have one."""
+    if getattr(client, "async_impl", False):
+        return call(client, getattr(client, f"_{method}"), *args, **named)
+    with told():
+        return getattr(client, method)(*args, **named)

@@ -1,0 +1,161 @@
+"""How long to try to read from a store, and how its failures are told: in one line, without secrets.
+
+A failure that passes by itself (a broken connection, a timeout, a server that is overloaded) is tried again after
+a wait that doubles; one that does not (a wrong name, missing rights) ends at once.
+"""
+
+import logging
+import random
+import re
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from clipkit.errors import DataError
+
+__all__ = ["PATIENCE", "Attempts", "Patience", "TransferError", "of_status", "shown"]
+
+_log = logging.getLogger(__name__)
+_QUIET_FAILURES = 2  # a hiccup is not worth a line in the log
+_PROGRESS = 1 << 20  # bytes that show that the store works again
+_AUTHORITY = re.compile(r"[\w.\-]*(:[0-9]*)?|\[[0-9a-fA-F:.]*\](:[0-9]*)?")
+_TAR_NAME = re.compile(r"[\w.\-]{1,100}\.tar(?!\w)")
+_WORD = re.compile(r"[\w./\-]{1,100}")
+_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
+_MEANING = {
+    400: "the request is refused as wrong",
+    401: "access is denied",
+    403: "access is denied",
+    404: "there is no such file",
+    410: "there is no such file",
+    416: "it is shorter than what was asked for",
+    429: "too many requests",
+    503: "the server is overloaded or under repair",
+}
+_ABOUT_CREDENTIALS = "credentials come from the environment or the standard configuration of the store"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long to try.
+
+    Attributes:
+        tries: how often in a row something may fail, with less than a MiB read in between.
+        first_wait: seconds of the first wait; each further one is twice as long.
+        longest_wait: seconds of the longest wait.
+        total_seconds: how long such a row of failures may last.
+        connect_seconds: until a connection stands, and until the answer to a short question is there.
+        stall_seconds: for which a transfer may stand still.
+    """
+
+    tries: int = 8
+    first_wait: float = 0.5
+    longest_wait: float = 30.0
+    total_seconds: float = 600.0
+    connect_seconds: float = 20.0
+    stall_seconds: float = 60.0
+
+
+PATIENCE = Patience()  # looked up at each use, so that a program may set another
+
+
+class TransferError(Exception):
+    """One failure of a store.
+
+    Args:
+        message: what happened, without the URL and without anything that the store or a library says.
+        temporary: whether another try may do better.
+        status: the HTTP status or its like, where there is one.
+        wait: the seconds that the server asks to wait.
+    """
+
+    def __init__(
+        self, message: str, *, temporary: bool, status: int | None = None, wait: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.temporary = temporary
+        self.status = status
+        self.wait = wait
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no such file."""
+        return self.status in (404, 410)
+
+
+def of_status(status: int, *, wait: float | None = None) -> TransferError:
+    """The failure that an HTTP status means."""
+    meaning = _MEANING.get(status, "the server failed" if status >= 500 else "the request is refused")
+    message = f"{meaning} (status {status})"
+    if status in (401, 403):
+        message += f"; {_ABOUT_CREDENTIALS}"
+    return TransferError(message, temporary=status in _TEMPORARY or status > 504, status=status, wait=wait)
+
+
+class Attempts:
+    """Counts the failures of one piece of work and waits between them.
+
+    Args:
+        url: what is being read, for messages.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._failures = 0
+        self._bytes = 0
+        self._since = time.monotonic()
+
+    def received(self, count: int) -> None:
+        """Take note of bytes that came; enough of them begin a new row of tries."""
+        self._bytes += count
+        if self._failures and self._bytes >= _PROGRESS:
+            self._failures = 0
+        if not self._failures:
+            self._since = time.monotonic()
+
+    def failed(self, error: TransferError) -> None:
+        """Wait before the next try.
+
+        Raises:
+            DataError: there is no use in another one.
+        """
+        self._failures += 1
+        self._bytes = 0
+        if not error.temporary:
+            self.give_up(str(error))
+        wait = min(PATIENCE.longest_wait, PATIENCE.first_wait * 2 ** (self._failures - 1))
+        wait *= random.uniform(0.5, 1.0)  # many readers that failed together must not come back together
+        wait = min(max(wait, error.wait or 0.0), max(wait, PATIENCE.longest_wait))
+        spent = time.monotonic() - self._since
+        if self._failures >= PATIENCE.tries or spent + wait > PATIENCE.total_seconds:
+            self.give_up(f"{error}; gave up after {self._failures} tries in {spent:.0f} s")
+        if self._failures > _QUIET_FAILURES:
+            _log.warning("%s: %s; trying again in %.1f s", shown(self._url), error, wait)
+        time.sleep(wait)
+
+    def give_up(self, message: str) -> NoReturn:
+        """Raise the one line that says what was wrong."""
+        # from None: what a library says of a failure may hold the signed URL
+        raise DataError(f"{shown(self._url)}: {message}") from None
+
+
+def shown(url: str) -> str:
+    """A URL as messages may show it: without user, password, query and fragment, which hold secrets.
+
+    Of a ``pipe:`` command only the program and the name of the tar are left.
+    """
+    if url.startswith("pipe:"):
+        words = [word for word in url[5:].split() if "=" not in word]
+        program = words[0].rpartition("/")[2] if words and _WORD.fullmatch(words[0]) else ""
+        tars = _TAR_NAME.findall(url[5:])
+        return " ".join(["pipe:" + program, "…", *tars[-1:]])
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    authority, slash, path = rest.partition("/")
+    host = authority.rpartition("@")[2]
+    if not _AUTHORITY.fullmatch(host) or "?" in authority or "#" in authority:
+        return f"{scheme}://…"  # a password with such signs in it, perhaps
+    path = path.partition("?")[0].partition("#")[0]
+    text = " ".join(f"{scheme}://{host}{slash}{path}".split())
+    return text if len(text) <= 300 else text[:300] + "…"
