@@ -276,16 +276,16 @@ def _fetched(shard: ShardFile, sink: _Sink, attempts: Attempts) -> bool:
             if not 0 <= transfer.start <= sink.size:
                 attempts.give_up("its server answers with other bytes than those asked for")
             known = sink.size - transfer.start  # of a server that always begins at the start
+            expected = max(transfer.total, shard.size)
             while part := transfer.read():
                 attempts.received(len(part))
                 if new := part[known:]:
+                    if 0 <= expected < sink.size + len(new):
+                        attempts.give_up(f"more comes than its {expected} bytes")
                     sink.write(new, transfer.checksum)
                 known = max(0, known - len(part))
-            expected = max(transfer.total, shard.size)
-            if expected >= 0 and sink.size < expected:
+            if sink.size < expected:
                 raise TransferError(f"it ended at byte {sink.size} of {expected}", temporary=True)
-            if expected >= 0 and sink.size > expected:
-                attempts.give_up(f"more came than its {expected} bytes")
             if not sink.agrees(transfer.checksum):
                 sink.restart()
                 raise TransferError(

@@ -1,0 +1,360 @@
+"""The shards of stores on the disk of this machine, shared by its processes.
+
+    FOLDER/lock                     held for moments, while room is made
+    FOLDER/ab/abcd….tar             a whole shard; the name is of its full URL, size and version
+    FOLDER/ab/abcd….part            one on its way, from its beginning as long as it is going to be
+    FOLDER/ab/abcd….lock            who fetches it
+    FOLDER/ab/abcd….json            the size and CRC-32 that it had when it first came; stays when the shard goes
+    FOLDER/ab/abcd….fault           why it could not be fetched, for those who wait
+
+The sizes of all ``.tar`` and ``.part`` together never exceed a bound; what was used least recently goes first. A
+process that has a file open keeps reading it when it goes, as POSIX has it; one that only has the path must open it
+at once, or ask again.
+"""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clipkit.errors import DataError
+from data.cache_room import STILL_SECONDS, CacheRoom, NoRoom
+from data.node_lock import NodeLock
+from data.shard_file import ShardFile
+from data.store import download, shown
+
+__all__ = ["ShardCache"]
+
+_TOUCH_SECONDS = 60.0  # uses within a minute count once
+_POLL_SECONDS = 0.05
+_LATER_SECONDS = 0.3  # until a shard is looked at again that cannot be fetched now
+_STEP = 16 << 20  # bytes by which a file of unknown size grows
+
+
+class _Closed(Exception):
+    """Nobody wants it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a shard lies."""
+
+    stem: Path
+
+    @property
+    def file(self) -> Path:
+        return self.stem.with_suffix(".tar")
+
+    @property
+    def part(self) -> Path:
+        return self.stem.with_suffix(".part")
+
+    @property
+    def lock(self) -> Path:
+        return self.stem.with_suffix(".lock")
+
+    @property
+    def about(self) -> Path:
+        return self.stem.with_suffix(".json")
+
+    @property
+    def fault(self) -> Path:
+        return self.stem.with_suffix(".fault")
+
+
+@dataclass
+class _Ahead:
+    """What is fetched ahead by the threads of one process."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    wanted: list[ShardFile] = field(default_factory=list)
+    busy: set[ShardFile] = field(default_factory=set)
+    later: dict[ShardFile, float] = field(default_factory=dict)
+    failures: dict[ShardFile, DataError] = field(default_factory=dict)
+    threads: list[threading.Thread] = field(default_factory=list)
+    limit: int = 0
+    closed: bool = False
+
+
+class ShardCache:
+    """Files of shards, fetched when they are needed or before.
+
+    May be pickled and used after a fork; what is fetched ahead belongs to the process that asked for it. Safe from
+    several threads.
+
+    Args:
+        folder: where the files lie. It is made when it is needed, and may be shared by the processes of a machine.
+        max_bytes: of all files together, those on their way included.
+        in_use_seconds: how long after its last use a file stays, unless a shard is needed at once.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, *, in_use_seconds: float = 300.0) -> None:
+        self.folder = folder.absolute()
+        self.max_bytes = max_bytes
+        self._touch_seconds = min(_TOUCH_SECONDS, in_use_seconds / 2)
+        self._room = CacheRoom(self.folder, max_bytes, in_use_seconds + self._touch_seconds)
+        self._by_process: dict[int, _Ahead] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_by_process": {}}
+
+    @property
+    def _ahead(self) -> _Ahead:
+        return self._by_process.setdefault(os.getpid(), _Ahead())
+
+    def path(self, shard: ShardFile) -> Path | None:
+        """The file of a shard if it is here, which counts as a use of it; of a local one its own path.
+
+        Raises:
+            DataError: it was to be fetched ahead, and that failed; told once.
+        """
+        if not shard.is_remote:
+            return Path(shard.url)
+        ahead = self._ahead
+        with ahead.changed:
+            failure = ahead.failures.pop(shard, None)
+        if failure is not None:
+            raise failure
+        return self._found(shard, self._place(shard))
+
+    def fetch(self, shard: ShardFile) -> Path:
+        """The file of a shard, downloaded now if it is not here; one process does it while the others wait.
+
+        Raises:
+            DataError: it cannot be fetched or stored, or is not what it was before.
+        """
+        found = self.path(shard)
+        if found is not None:
+            return found
+        place = self._place(shard)
+        began = time.time()
+        with self._usable():
+            lock = self._acquire(place)
+            try:
+                found = self.path(shard)
+                if found is not None:
+                    return found
+                self._raise_fault(place, began)
+                self._download(shard, place, urgent=True)
+            finally:
+                lock.release()
+        return place.file
+
+    def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
+        """Fetch these next, in their order, instead of what an earlier call has named.
+
+        Failures are kept for who asks for the shard. What is under way is brought to its end.
+        """
+        ahead = self._ahead
+        with ahead.changed:
+            ahead.wanted = [shard for shard in dict.fromkeys(shards) if shard.is_remote]
+            ahead.later.clear()
+            ahead.limit = threads
+            ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
+            for number in range(len(ahead.threads), threads):
+                name = f"shard-cache-{number}"
+                thread = threading.Thread(target=self._work, args=(ahead,), name=name, daemon=True)
+                ahead.threads.append(thread)
+                thread.start()
+            ahead.changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads of this process; what is under way is dropped."""
+        ahead = self._by_process.pop(os.getpid(), None)
+        if ahead is None:
+            return
+        with ahead.changed:
+            ahead.closed = True
+            ahead.changed.notify_all()
+        for thread in list(ahead.threads):
+            thread.join(5.0)  # they are daemons: one that waits for a store does not keep us
+
+    # Fetching ahead
+
+    def _work(self, ahead: _Ahead) -> None:
+        while (shard := self._next(ahead)) is not None:
+            done = True
+            try:
+                done = self._fetch_ahead(shard, ahead)
+            except DataError as error:
+                self._keep(error, shard, ahead)
+            except _Closed:
+                pass
+            with ahead.changed:
+                ahead.busy.discard(shard)
+                if not done:
+                    ahead.later[shard] = time.monotonic() + _LATER_SECONDS
+                elif shard in ahead.wanted:
+                    ahead.wanted.remove(shard)
+                ahead.changed.notify_all()
+
+    def _keep(self, error: DataError, shard: ShardFile, ahead: _Ahead) -> None:
+        with ahead.changed:
+            ahead.failures[shard] = error
+
+    def _next(self, ahead: _Ahead) -> ShardFile | None:
+        """What to fetch now; None for a thread that is not needed any more."""
+        with ahead.changed:
+            while not ahead.closed and len(ahead.threads) <= ahead.limit:
+                now = time.monotonic()
+                for shard in ahead.wanted:
+                    if shard not in ahead.busy and ahead.later.get(shard, now) <= now:
+                        ahead.busy.add(shard)
+                        return shard
+                ahead.changed.wait(_LATER_SECONDS if ahead.later else None)
+            with suppress(ValueError):
+                ahead.threads.remove(threading.current_thread())
+        return None
+
+    def _fetch_ahead(self, shard: ShardFile, ahead: _Ahead) -> bool:
+        """Whether a shard needs no more care; not so where another process fetches it or nothing may go for it."""
+        place = self._place(shard)
+        if self._found(shard, place) is not None:
+            return True
+        with self._usable():
+            place.stem.parent.mkdir(parents=True, exist_ok=True)
+            lock = NodeLock(place.lock)
+            if not lock.try_acquire():
+                return False
+            try:
+                if self._found(shard, place) is None:
+                    self._download(shard, place, urgent=False, ahead=ahead)
+            except NoRoom:
+                return False
+            except DataError as error:
+                self._keep(error, shard, ahead)  # before who waits for the lock tries again
+            finally:
+                lock.release()
+        return True
+
+    # One shard
+
+    def _place(self, shard: ShardFile) -> _Place:
+        identity = f"{shard.url}\n{shard.size}\n{shard.version}"
+        digest = hashlib.sha256(os.fsencode(identity)).hexdigest()
+        return _Place(self.folder / digest[:2] / digest)
+
+    def _found(self, shard: ShardFile, place: _Place) -> Path | None:
+        try:
+            status = place.file.stat()
+        except OSError:
+            return None
+        if shard.size >= 0 and status.st_size != shard.size:  # somebody has changed it
+            return None
+        now = time.time_ns()
+        if not 0 <= now - status.st_mtime_ns < self._touch_seconds * 1e9:
+            with suppress(OSError):  # gone meanwhile, or it is another user's
+                os.utime(place.file, ns=(now, now))
+        return place.file
+
+    def _acquire(self, place: _Place) -> NodeLock:
+        """Wait for the lock of a shard as long as who has it gets on."""
+        place.stem.parent.mkdir(parents=True, exist_ok=True)
+        lock = NodeLock(place.lock)
+        last, since = 0, time.monotonic()
+        while not lock.try_acquire():
+            time.sleep(_POLL_SECONDS)
+            with suppress(OSError):
+                if (now := place.part.stat().st_mtime_ns) != last:
+                    last, since = now, time.monotonic()
+            if time.monotonic() - since > STILL_SECONDS:
+                raise DataError(
+                    f"another process has been fetching {place.file} without getting on for "
+                    f"{STILL_SECONDS:.0f} s: end it, or name another cache folder"
+                )
+        return lock
+
+    def _raise_fault(self, place: _Place, began: float) -> None:
+        """What has failed for another one while we waited for it fails for us: else each would try for minutes."""
+        with suppress(OSError):
+            if place.fault.stat().st_mtime >= began:
+                raise DataError(place.fault.read_text(errors="replace"))
+
+    def _download(
+        self, shard: ShardFile, place: _Place, *, urgent: bool, ahead: _Ahead | None = None
+    ) -> None:
+        """Bring a shard here, with its lock held."""
+        try:
+            size, crc = self._receive(shard, place, urgent, ahead)
+            known = _recorded(place)
+            if known is not None and known != (size, crc):
+                size, crc = self._receive(shard, place, urgent, ahead)
+                if known != (size, crc):
+                    raise DataError(
+                        f"{shown(shard.url)}: the store gives other bytes (CRC-32 {crc:08x}) than before "
+                        f"({known[1]:08x}) for the same size and version; remove {place.about} if they are right"
+                    )
+            if known is None:
+                self._record(shard, place, size, crc)
+            place.part.replace(place.file)
+            _sync(place.file.parent)
+            place.fault.unlink(missing_ok=True)
+        except DataError as error:
+            with suppress(OSError):
+                place.fault.write_text(str(error))
+            raise
+        finally:
+            with suppress(OSError):
+                place.part.unlink(missing_ok=True)
+
+    def _receive(
+        self, shard: ShardFile, place: _Place, urgent: bool, ahead: _Ahead | None
+    ) -> tuple[int, int]:
+        """Fetch a shard into its part file; its size and CRC-32."""
+        with suppress(
+            FileNotFoundError
+        ):  # of someone who was killed, or with other bytes than there should be
+            place.part.unlink()
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            if ahead is not None and ahead.closed:
+                raise _Closed
+            if size > reserved or not reserved:
+                # the size is known, or there is room for a step more
+                wanted = max(size, shard.size if shard.size >= 0 else min(size + _STEP, self.max_bytes))
+                self._room.grow(place.part, wanted, of=shown(shard.url), urgent=urgent, has=reserved)
+                reserved = wanted
+
+        if shard.size >= 0:
+            reserve(shard.size)
+        crc = download(shard, place.part, room=reserve)
+        os.utime(place.part)
+        _sync(place.part)
+        return place.part.stat().st_size, crc
+
+    def _record(self, shard: ShardFile, place: _Place, size: int, crc: int) -> None:
+        about = {"url": shown(shard.url), "version": shard.version, "size": size, "crc32": crc}
+        aside = place.about.with_suffix(".json-part")
+        aside.write_text(json.dumps(about) + "\n")
+        aside.replace(place.about)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"the shard cache {self.folder} cannot be used: {error.strerror}") from error
+
+
+def _recorded(place: _Place) -> tuple[int, int] | None:
+    try:
+        about = json.loads(place.about.read_text())
+        return int(about["size"]), int(about["crc32"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

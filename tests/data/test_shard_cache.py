@@ -1,0 +1,414 @@
+"""The cache of shards that the processes of a machine share, with real servers and processes that are killed."""
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clipkit.errors import DataError
+from data import cache_room, shard_cache
+from data.node_lock import NodeLock
+from data.shard_cache import ShardCache
+from data.shard_file import ShardFile
+from data.store import describe
+from tests.data import servers
+from tests.data.servers import S3, Nginx, Unruly
+
+impatient = servers.impatient
+nginx = servers.nginx
+s3 = servers.s3
+s3_server = servers.s3_server
+unruly = servers.unruly
+
+# processes are forked here while threads run, as loaders do
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+LARGE = 1 << 40
+
+
+def put(nginx: Nginx, count: int, size: int = 50_000, of: str = "") -> tuple[list[ShardFile], list[bytes]]:
+    """Shards on a server, and their bytes."""
+    contents = [os.urandom(size) for _ in range(count)]
+    urls = [nginx.put(f"{number:05d}.tar", data) for number, data in enumerate(contents)]
+    if of:
+        urls = [nginx.url(f"{number:05d}.tar", of=of) for number in range(count)]
+    return describe(urls), contents
+
+
+def downloads(nginx: Nginx) -> list[str]:
+    """What was fetched whole, in the order of the ends."""
+    return [one.name for one in nginx.requests() if one.range == "-"]
+
+
+def files(cache: ShardCache, suffix: str = "tar") -> list[Path]:
+    return sorted(cache.folder.glob(f"*/*.{suffix}"))
+
+
+def used_before(path: Path, seconds: float) -> None:
+    then = time.time_ns() - int(seconds * 1e9)
+    os.utime(path, ns=(then, then))
+
+
+def started(work: Callable[..., None], *args: Any) -> BaseProcess:
+    child = multiprocessing.get_context("fork").Process(target=work, args=args, daemon=True)
+    child.start()
+    return child
+
+
+def error_of(work: Callable[[], object]) -> str:
+    with pytest.raises(DataError) as caught:
+        work()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.005)
+
+
+def test_a_shard_is_fetched_once(nginx: Nginx, s3: S3, tmp_path: Path) -> None:
+    shards, contents = put(nginx, 3)
+    contents.append(os.urandom(70_000))
+    shards += describe([s3.put("0.tar", contents[-1])])
+    cache = ShardCache(tmp_path / "cache", LARGE)
+    for _ in range(2):
+        for shard, data in zip(shards, contents, strict=True):
+            path = cache.fetch(shard)
+            assert path.read_bytes() == data and cache.path(shard) == path
+    assert sorted(downloads(nginx)) == ["00000.tar", "00001.tar", "00002.tar"]
+    assert {path.suffix for path in cache.folder.rglob("*.*")} == {".tar", ".json"}  # nothing else is left
+    about = cache.fetch(shards[0]).with_suffix(".json").read_text()
+    assert f'"crc32": {zlib.crc32(contents[0])}' in about
+    local = tmp_path / "here.tar"
+    local.write_bytes(b"1")
+    assert cache.path(ShardFile.at(local)) == cache.fetch(ShardFile.at(local)) == local
+    # another version is another file; a file that somebody has cut is fetched anew
+    changed = ShardFile(url=shards[0].url, size=shards[0].size, version="other")
+    assert cache.path(changed) is None
+    os.truncate(cache.fetch(shards[1]), 10)
+    assert cache.path(shards[1]) is None
+    assert cache.fetch(shards[1]).read_bytes() == contents[1]
+
+
+def test_the_least_recently_used_goes(nginx: Nginx, tmp_path: Path) -> None:
+    shards, contents = put(nginx, 4)
+    cache = ShardCache(tmp_path / "cache", 150_000)
+    paths = [cache.fetch(shard) for shard in shards[:3]]
+    for path, seconds in zip(paths, (100, 300, 200), strict=True):
+        used_before(path, seconds)
+    with paths[1].open("rb") as file:
+        cache.path(shards[1])  # so that another one is the oldest
+        last = cache.fetch(shards[3])
+        assert files(cache) == sorted([paths[0], paths[1], last])
+        used_before(paths[1], 400)
+        cache.fetch(shards[2])
+        assert not paths[1].exists()
+        assert file.read() == contents[1]  # who has it open goes on reading
+    used_before(last, 59)
+    before = last.stat().st_mtime_ns
+    cache.path(shards[3])
+    assert last.stat().st_mtime_ns == before  # a use within a minute of the last one
+
+
+def test_what_does_not_fit(nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [shard], _ = put(nginx, 1)
+    message = error_of(lambda: ShardCache(tmp_path / "cache", 49_999).fetch(shard))
+    assert "50000 bytes" in message and "49999" in message and "let it hold more" in message
+    huge = ShardFile(url=shard.url, size=1 << 60, version="")
+    assert "has no room for" in error_of(lambda: ShardCache(tmp_path / "cache", 1 << 61).fetch(huge))
+    assert "Not a directory" in error_of(lambda: ShardCache(Path("/dev/null/cache"), LARGE).fetch(shard))
+    assert downloads(nginx) == []
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert "Read-only" in error_of(lambda: ShardCache(tmp_path / "cache", LARGE).fetch(shard))
+
+
+def test_streams_of_unknown_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_cache, "_STEP", 100_000)
+    (tmp_path / "0.tar").write_bytes(os.urandom(3_000_000))
+    shard = ShardFile(url=f"pipe:cat {tmp_path}/0.tar", size=-1, version="")
+    cache = ShardCache(tmp_path / "cache", 3_050_000, in_use_seconds=0)
+    assert cache.fetch(shard).read_bytes() == (tmp_path / "0.tar").read_bytes()
+    other = ShardFile(url=f"pipe:cat  {tmp_path}/0.tar", size=-1, version="")
+    cache.fetch(other)
+    assert len(files(cache)) == 1
+    message = error_of(lambda: ShardCache(tmp_path / "less", 2_999_999).fetch(shard))
+    assert message.startswith("pipe:cat … 0.tar has 3000000 bytes or more")
+    assert files(ShardCache(tmp_path / "less", 1), "*") == files(ShardCache(tmp_path / "less", 1), "fault")
+
+
+def test_other_bytes_under_the_same_version(unruly: Unruly, tmp_path: Path) -> None:
+    [shard] = describe([unruly.url])
+    cache = ShardCache(tmp_path / "cache", LARGE)
+    cache.fetch(shard).unlink()
+    unruly.script = ["other"]
+    assert cache.fetch(shard).read_bytes() == unruly.data  # once may be a fault of the way
+    cache.fetch(shard).unlink()
+    unruly.script = ["other", "other"]
+    assert "other bytes (CRC-32" in error_of(lambda: cache.fetch(shard))
+    assert files(cache) == files(cache, "part") == []
+    assert cache.fetch(shard).read_bytes() == unruly.data
+
+
+# Fetching ahead
+
+
+def test_fetching_ahead(nginx: Nginx, tmp_path: Path) -> None:
+    shards, contents = put(nginx, 6)
+    cache = ShardCache(tmp_path / "cache", LARGE)
+    cache.prefetch(shards[:4], threads=1)
+    until(lambda: len(files(cache)) == 4)
+    assert downloads(nginx) == [f"{number:05d}.tar" for number in range(4)]  # in their order
+    cache.prefetch(shards, threads=3)
+    until(lambda: len(files(cache)) == 6)
+    assert len(downloads(nginx)) == 6
+    for shard, data in zip(shards, contents, strict=True):
+        path = cache.path(shard)
+        assert path is not None and path.read_bytes() == data
+    cache.close()
+    cache.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shard-cache")]
+
+
+def test_failures_wait_for_who_asks(nginx: Nginx, tmp_path: Path) -> None:
+    shards, _ = put(nginx, 2)
+    missing = ShardFile(url=nginx.url("none.tar"), size=9, version="")
+    cache = ShardCache(tmp_path / "cache", LARGE)
+    cache.prefetch([missing, *shards], threads=1)
+    until(lambda: len(files(cache)) == 2)
+    assert "status 404" in error_of(lambda: cache.path(missing))
+    assert cache.path(missing) is None  # told once
+    cache.prefetch([missing], threads=1)
+    until(lambda: not cache._ahead.wanted)
+    assert "status 404" in error_of(lambda: cache.fetch(missing))
+    nginx.put("none.tar", bytes(9))
+    assert cache.fetch(missing).read_bytes() == bytes(9)
+    cache.close()
+
+
+def test_fetching_ahead_spares_what_is_in_use(nginx: Nginx, tmp_path: Path) -> None:
+    shards, _ = put(nginx, 4)
+    cache = ShardCache(tmp_path / "cache", 100_000)
+    first, second = cache.fetch(shards[0]), cache.fetch(shards[1])
+    cache.prefetch(shards[2:3], threads=1)
+    time.sleep(0.5)
+    assert files(cache) == sorted([first, second])
+    used_before(first, 1000)
+    until(lambda: cache.path(shards[2]) is not None)
+    assert not first.exists() and second.exists()
+    assert cache.fetch(shards[3]).exists()  # what is needed at once may do it
+    assert not second.exists()
+    cache.close()
+
+
+def test_a_list_is_replaced_and_closing_drops_what_is_under_way(nginx: Nginx, tmp_path: Path) -> None:
+    shards, _ = put(nginx, 3, size=12 << 20, of="slow/")
+    cache = ShardCache(tmp_path / "cache", LARGE)
+    cache.prefetch(shards, threads=1)
+    until(lambda: len(files(cache, "part")) == 1)
+    cache.prefetch([], threads=1)
+    began = time.monotonic()
+    cache.close()
+    assert time.monotonic() - began < 2.5
+    until(lambda: not files(cache, "part"))
+    assert files(cache) == files(cache, "lock") == []
+
+
+# Processes
+
+
+def _fetch_all(cache: ShardCache, shards: list[ShardFile], digests: list[str]) -> None:
+    for shard, digest in zip(shards, digests, strict=True):
+        assert hashlib.sha256(cache.fetch(shard).read_bytes()).hexdigest() == digest
+
+
+def test_processes_share_what_each_has_fetched(nginx: Nginx, tmp_path: Path) -> None:
+    shards, contents = put(nginx, 8, size=300_000)
+    digests = [hashlib.sha256(data).hexdigest() for data in contents]
+    cache = pickle.loads(pickle.dumps(ShardCache(tmp_path / "cache", LARGE)))
+    cache.prefetch(shards[:3], threads=2)  # threads of ours are at work while we are forked
+    children = [started(_fetch_all, cache, shards, digests) for _ in range(3)]
+    backwards = started(_fetch_all, cache, shards[::-1], digests[::-1])
+    cache.prefetch(shards, threads=2)
+    for child in [*children, backwards]:
+        child.join(30)
+        assert child.exitcode == 0
+    assert sorted(downloads(nginx)) == [f"{number:05d}.tar" for number in range(8)]
+    cache.close()
+
+
+def test_processes_of_a_cache_that_is_too_small(nginx: Nginx, tmp_path: Path) -> None:
+    shards, contents = put(nginx, 6)
+    digests = [hashlib.sha256(data).hexdigest() for data in contents]
+    cache = ShardCache(tmp_path / "cache", 200_000)
+    children = [started(_fetch_some, cache, shards, digests, number) for number in range(3)]
+    most = 0
+    while any(child.is_alive() for child in children):
+        most = max(most, bytes_held(cache))
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert 150_000 <= sum(path.stat().st_size for path in files(cache)) <= 200_000
+    assert most <= 200_000
+
+
+def bytes_held(cache: ShardCache) -> int:
+    """The bytes of all shards and parts, while no room is made for others."""
+    lock = NodeLock(cache.folder / "lock")
+    cache.folder.mkdir(exist_ok=True)
+    while not lock.try_acquire():
+        time.sleep(0.001)
+    sizes: dict[str, int] = {}  # by stem, as a part may become a shard just now
+    for path in [*files(cache, "part"), *files(cache)]:
+        with suppress(FileNotFoundError):
+            sizes[path.stem] = path.stat().st_size
+    lock.release()
+    return sum(sizes.values())
+
+
+def _fetch_some(cache: ShardCache, shards: list[ShardFile], digests: list[str], seed: int) -> None:
+    for step in range(12):
+        number = (step * 5 + seed * 2) % len(shards)
+        while True:
+            try:  # another process may remove it before we open it
+                data = cache.fetch(shards[number]).read_bytes()
+                break
+            except FileNotFoundError:
+                pass
+        assert hashlib.sha256(data).hexdigest() == digests[number]
+
+
+def test_a_process_that_is_killed_while_it_fetches(nginx: Nginx, tmp_path: Path) -> None:
+    [shard, other], contents = put(nginx, 2, size=2 << 20, of="slow/")
+    digest = hashlib.sha256(contents[0]).hexdigest()
+    cache = ShardCache(tmp_path / "cache", 4 << 20)
+    first = started(_fetch_all, cache, [shard], [digest])
+    until(lambda: bool(files(cache, "part")))
+    [part] = files(cache, "part")
+    until(lambda: part.stat().st_blocks > 0)  # some of it has come
+    assert part.stat().st_size == 2 << 20  # its room is taken from the beginning
+    waits = started(_fetch_all, cache, [shard], [digest])
+    time.sleep(0.1)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    waits.join(20)
+    assert waits.exitcode == 0 and cache.fetch(shard).read_bytes() == contents[0]
+    # what a killed process has left takes no room for ever
+    third = started(_fetch_all, cache, [other], [digest])
+    until(lambda: bool(files(cache, "part")))
+    assert third.pid is not None
+    os.kill(third.pid, signal.SIGKILL)
+    third.join(5)
+    [again], _ = put(nginx, 1, size=4 << 20)
+    assert cache.fetch(again).stat().st_size == 4 << 20
+    assert files(cache, "part") == [] and len(files(cache)) == 1
+
+
+def _fail_to_fetch(cache: ShardCache, shard: ShardFile) -> None:
+    assert "gave up after" in error_of(lambda: cache.fetch(shard))
+
+
+def test_who_waits_does_not_try_all_again(nginx: Nginx, tmp_path: Path) -> None:
+    [shard], _ = put(nginx, 1)
+    nginx.busy(True)
+    cache = ShardCache(tmp_path / "cache", LARGE)
+    children = [started(_fail_to_fetch, cache, shard) for _ in range(4)]
+    for child in children:
+        child.join(30)
+    assert [child.exitcode for child in children] == [0] * 4
+    assert len([one for one in nginx.requests() if one.status == 503]) <= 16  # not 32
+    nginx.busy(False)
+    cache.fetch(shard)
+
+
+def _hold(path: Path, ready: Any) -> None:
+    assert NodeLock(path).try_acquire()
+    ready.set()
+    time.sleep(60)
+
+
+def test_who_holds_a_shard_and_stands_still(
+    nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [shard], _ = put(nginx, 1)
+    cache = ShardCache(tmp_path / "cache", LARGE)
+    path = cache.fetch(shard)
+    path.unlink()
+    ready = multiprocessing.get_context("fork").Event()
+    child = started(_hold, path.with_suffix(".lock"), ready)
+    assert ready.wait(10)
+    monkeypatch.setattr(shard_cache, "STILL_SECONDS", 0.2)
+    assert "without getting on" in error_of(lambda: cache.fetch(shard))
+    child.kill()
+    child.join()
+    assert cache.fetch(shard) == path
+
+
+# Properties
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_bound_holds(draws: st.DataObject) -> None:
+    sizes = draws.draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
+    bound = draws.draw(st.integers(max(sizes), 100))
+    shards = [
+        ShardFile(url=f"http://x/{number}.tar", size=size if number % 3 else -1, version="")
+        for number, size in enumerate(sizes)
+    ]
+    model: OrderedDict[int, int] = OrderedDict()  # by last use
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        cache = ShardCache(Path(folder), bound, in_use_seconds=0)
+
+        def download(shard: ShardFile, path: Path, *, room: Callable[[int], None]) -> int:
+            number = int(shard.name.partition(".")[0])
+            data = bytes([number]) * sizes[number]
+            with path.open("r+b" if path.exists() else "wb") as file:
+                for byte in range(len(data)):
+                    room(byte + 1)
+                    file.write(data[byte : byte + 1])
+                file.flush()
+                assert sum(one.stat().st_size for one in Path(folder).glob("*/*.[tp]a*")) <= bound
+                file.truncate(len(data))
+            return zlib.crc32(data)
+
+        patch.setattr(shard_cache, "download", download)
+        patch.setattr(shard_cache, "_STEP", draws.draw(st.sampled_from([1, 7])))
+        patch.setattr(cache_room, "_POLL_SECONDS", 0.001)
+        patch.setattr(shard_cache, "_sync", lambda _: None)
+        for number in draws.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)):
+            if draws.draw(st.booleans()):
+                cache = pickle.loads(pickle.dumps(cache))
+            found = cache.path(shards[number])
+            assert found is None or number in model
+            path = cache.fetch(shards[number])
+            assert path.read_bytes() == bytes([number]) * sizes[number]
+            model[number] = sizes[number]
+            model.move_to_end(number)
+            here = [one for one in model if cache._place(shards[one]).file.exists()]
+            assert sum(sizes[one] for one in here) <= bound
+            sized = [one for one in model if one in here or sizes[one]]
+            assert sized[len(sized) - len(here) :] == here  # those that went are those used longest ago
+            for one in list(model):
+                if one not in here:
+                    del model[one]
