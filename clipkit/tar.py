@@ -8,17 +8,27 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from clipkit.errors import DataError
 
 __all__ = ["Content", "sample_name", "tar_files", "tar_files_of"]
 
 _BLOCK = 512
+_PLAIN = ord("0")
+_BLANK = b" \0"
+_OCTAL_PLACES = (8 ** np.arange(5, -1, -1)).astype(np.uint32)  # of six digits
+_AT_ONCE = 4096  # headers that are checked together
+_FILE = (b"0", b"\0", b"7")
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _ABOUT_NEXT = (b"L", b"K", b"x", b"X", b"g")  # members that say something of those after them
 _PAX_LENGTH = re.compile(rb"(\d{1,7}) ")
+_PAX_MATTERS = re.compile(rb"path=|size=|GNU\.sparse\.")
 _PAX_SIZE = re.compile(r"[0-9]{1,19}")
 _MAX_EXTRA_BYTES = 1 << 20  # of a member that holds another one's long name; far beyond what any writer makes
 _CHUNK = 1 << 20  # bytes looked through at a time
@@ -63,53 +73,127 @@ def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def tar_files_of(shard: str, tar: Content) -> Iterator[tuple[str, int, int]]:
-    """``tar_files`` of any content; ``shard`` names it in messages."""
-    end = len(tar)
-    if end == 0:
+    """``tar_files`` of any content; ``shard`` names it in messages.
+
+    Headers are followed by their sizes alone, some thousands at a time, and then checked together before anything
+    in them is believed: one by one the checks would take most of the time.
+    """
+    if len(tar) == 0:
         raise DataError(f"shard {shard} is empty (0 bytes)")
-    position = 0
+    run = _Run(position=0)
+    while not run.ended:
+        run = _follow(shard, tar, run)
+        headers = np.frombuffer(b"".join(run.headers), dtype=np.uint8).reshape(-1, _BLOCK)
+        sound = _count_sound(headers)
+        names = iter(_names(headers[[number for number, long_name, _, _ in run.files if long_name is None]]))
+        for number, long_name, offset, size in run.files:
+            if number >= sound:
+                break
+            name = next(names) if long_name is None else long_name
+            if len(name) > _MAX_NAME:
+                place = offset - _BLOCK
+                raise DataError(f"shard {shard} has a name of {len(name)} characters at byte {place}")
+            yield name, offset, size
+        if sound < len(headers):
+            raise _broken(shard, run.headers[sound], run.positions[sound])
+        if run.fault is not None:
+            raise run.fault
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """What a stretch of headers says, unchecked.
+
+    Attributes:
+        position: of the header that comes next.
+        headers: 512 bytes each.
+        positions: where they lie.
+        files: for each regular file the number of its header, its name if another header gave it, where its data
+            begin, and how many bytes they are.
+        said: whether another header has said something of the next file: ``long_name``, ``long_size`` or both.
+        fault: what ends the walk.
+        ended: whether it has ended, with a fault or without.
+    """
+
+    position: int
+    headers: list[bytes] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    files: list[tuple[int, str | None, int, int]] = field(default_factory=list)
+    said: bool = False
     long_name: str | None = None
     long_size: int | None = None
-    while position + _BLOCK <= end:
-        header = tar[position : position + _BLOCK]
-        if header[0] == 0 and not any(header):
-            _check_end(shard, tar, position, end)
-            return
-        size = _check_header(shard, header, position)
-        kind = header[156:157]
-        if kind in _WITHOUT_DATA:
-            size = 0  # whatever the header says: hard links may state the size of what they link to
-        elif kind not in _ABOUT_NEXT and long_size is not None:
-            size = long_size
-        data = position + _BLOCK
-        if data + size > end:
-            raise _truncated(
-                shard, f"a member at byte {position} needs {data + size} bytes, the file has {end}"
-            )
-        if kind in _ABOUT_NEXT and size > _MAX_EXTRA_BYTES:
+    fault: DataError | None = None
+    ended: bool = False
+
+
+def _follow(shard: str, tar: Content, before: _Run) -> _Run:
+    """From one header to the next, up to the end, to a fault, or for some thousands."""
+    position = before.position
+    run = _Run(position=position, said=before.said, long_name=before.long_name, long_size=before.long_size)
+    headers, positions, files, end = run.headers, run.positions, run.files, len(tar)
+    try:
+        while len(headers) < _AT_ONCE:
+            header = tar[position : position + _BLOCK]
+            if len(header) < _BLOCK:
+                raise _truncated(shard, f"it has no end mark; it stops at byte {end}")
+            if header[0] == 0 and not any(header):
+                _check_end(shard, tar, position, end)
+                run.ended = True
+                break
+            headers.append(header)
+            positions.append(position)
+            digits, data = header[124:135], position + _BLOCK
+            size = int(digits, 8) if digits.isdigit() and header[135] in _BLANK else _size(header)
+            if header[156] == _PLAIN and not run.said and 0 <= size <= end - data:
+                files.append((len(headers) - 1, None, data, size))
+            else:
+                size = _unusual(run, shard, tar, header[156:157], size)
+            position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
+    except DataError as fault:
+        run.fault, run.ended = fault, True
+    except ValueError:  # an 8 or a 9 among the digits
+        run.fault, run.ended = _broken_size(shard, position), True
+    run.position = position
+    return run
+
+
+def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int:
+    """Note a member that is no plain file, or of which another has said something; gives the size of its data."""
+    position = run.positions[-1]
+    data, end = position + _BLOCK, len(tar)
+    if size < 0:
+        raise _broken_size(shard, position)
+    if kind in _WITHOUT_DATA:
+        size = 0  # whatever the header says: hard links may state the size of what they link to
+    elif run.long_size is not None and kind not in _ABOUT_NEXT:
+        size = run.long_size
+    if data + size > end:
+        raise _truncated(shard, f"a member at byte {position} needs {data + size} bytes, the file has {end}")
+    if kind in _ABOUT_NEXT:
+        if size > _MAX_EXTRA_BYTES:
             raise DataError(f"shard {shard} states a name of {size} bytes at byte {position}; write it again")
-        if kind == b"L":
-            long_name = _text(tar[data : data + size])
-        elif kind in (b"x", b"X"):
-            records = _pax_records(tar[data : data + size])
-            long_name = records.get("path", long_name)
-            stated = records.get("size", "")
-            long_size = int(stated) if _PAX_SIZE.fullmatch(stated) else long_size
-            if any(key.startswith("GNU.sparse.") for key in records):
-                kind = b"S"
-        elif kind in (b"0", b"\0", b"7"):
-            name = long_name if long_name is not None else _name(header)
-            if len(name) > _MAX_NAME:
-                raise DataError(f"shard {shard} has a name of {len(name)} characters at byte {position}")
-            yield name, data, size
-        if kind == b"S":
-            raise DataError(
-                f"shard {shard} holds a sparse file at byte {position}: write it without --sparse"
-            )
-        if kind not in _ABOUT_NEXT:
-            long_name = long_size = None
-        position = data + -(-size // _BLOCK) * _BLOCK
-    raise _truncated(shard, f"it has no end mark; it stops at byte {end}")
+        kind = _note(run, kind, tar[data : data + size])
+    if kind == b"S":
+        raise DataError(f"shard {shard} holds a sparse file at byte {position}: write it without --sparse")
+    if kind in _FILE:
+        run.files.append((len(run.headers) - 1, run.long_name, data, size))
+    if kind not in _ABOUT_NEXT:
+        run.said, run.long_name, run.long_size = False, None, None
+    return size
+
+
+def _note(run: _Run, kind: bytes, extra: bytes) -> bytes:
+    """What a member says of the next one; gives its kind, which is ``S`` where that is a sparse file."""
+    if kind == b"L":
+        run.said, run.long_name = True, _text(extra)
+    elif kind in (b"x", b"X") and _PAX_MATTERS.search(extra):
+        records = _pax_records(extra)
+        stated = records.get("size", "")
+        run.said, run.long_name = True, records.get("path", run.long_name)
+        run.long_size = int(stated) if _PAX_SIZE.fullmatch(stated) else run.long_size
+        if any(key.startswith("GNU.sparse.") for key in records):
+            return b"S"
+    return kind
 
 
 def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
@@ -146,24 +230,44 @@ def _truncated(shard: str, what: str) -> DataError:
     return DataError(f"shard {shard} is truncated: {what}; fetch or write it again")
 
 
-def _check_header(shard: str, header: bytes, position: int) -> int:
-    """The size that a header states, after its checksum was found right."""
-    if not _has_checksum(header):
-        if position == 0 and header[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
-            raise DataError(f"shard {shard} is compressed: random access needs a plain tar, unpack it first")
-        what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
-        raise DataError(f"shard {shard} {what}; fetch or write it again")
-    field = header[124:136]
-    # base 256 where the first bit is set, for 8 GiB and more; with the second one set the number is negative
-    size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
-    if size is None:
-        raise DataError(f"shard {shard} has a broken size at byte {position}; fetch or write it again")
-    return size
+def _broken(shard: str, header: bytes, position: int) -> DataError:
+    if position == 0 and header[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
+        return DataError(f"shard {shard} is compressed: random access needs a plain tar, unpack it first")
+    what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
+    return DataError(f"shard {shard} {what}; fetch or write it again")
+
+
+def _broken_size(shard: str, position: int) -> DataError:
+    return DataError(f"shard {shard} has a broken size at byte {position}; fetch or write it again")
+
+
+def _count_sound(headers: npt.NDArray[np.uint8]) -> int:
+    """How many of (N, 512) headers come before the first with a wrong checksum."""
+    fields = headers[:, 148:156]
+    # a checksum is taken with its own eight bytes read as spaces
+    sums = headers.sum(axis=1, dtype=np.uint32) - fields.sum(axis=1, dtype=np.uint32) + np.uint32(8 * 32)
+    digits = fields[:, :6] - np.uint8(ord("0"))
+    stated = digits @ _OCTAL_PLACES
+    for number in np.flatnonzero(
+        (digits > 7).any(1) | (fields[:, 6] != 0)
+    ).tolist():  # written in another way
+        written = _octal(fields[number].tobytes())
+        stated[number] = written if written is not None and written < 2**32 else 0
+    wrong = np.flatnonzero(stated != sums)  # no sum is 0
+    return int(wrong[0]) if len(wrong) else len(headers)
 
 
 def _has_checksum(header: bytes) -> bool:
-    # taken with its own eight bytes read as spaces
-    return _octal(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
+    return len(header) == _BLOCK and _count_sound(np.frombuffer(header, dtype=np.uint8)[None]) == 1
+
+
+def _size(header: bytes) -> int:
+    """A size in one of its rarer forms, -1 if it is none."""
+    # base 256 where the first bit is set, for 8 GiB and more; with the second one set the number is negative
+    if header[124] == 0x80:
+        return int.from_bytes(header[125:136], "big")
+    size = _octal(header[124:136])
+    return -1 if size is None else size
 
 
 def _octal(field: bytes) -> int | None:
@@ -178,10 +282,15 @@ def _text(data: bytes) -> str:
     return data.split(b"\0", 1)[0].decode("utf-8", "backslashreplace")
 
 
-def _name(header: bytes) -> str:
-    name = _text(header[:100])
-    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
-    return f"{prefix}/{name}" if prefix else name
+def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
+    """The names that (N, 512) headers give."""
+    names = [_text(name) for name in headers[:, :100].copy().view("S100").ravel().tolist()]
+    with_prefix = (headers[:, 257:263] == np.frombuffer(b"ustar\0", dtype=np.uint8)).all(1) & (
+        headers[:, 345] > 0
+    )
+    for number in np.flatnonzero(with_prefix).tolist():
+        names[number] = f"{_text(headers[number, 345:500].tobytes())}/{names[number]}"
+    return names
 
 
 def _pax_records(data: bytes) -> dict[str, str]:

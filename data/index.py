@@ -71,18 +71,18 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """The key of a sample."""
-        start = int(self.key_ends[row - 1]) if row else 0
-        return bytes(self.key_bytes[start : int(self.key_ends[row])]).decode("utf-8", "replace")
+        start, end = self.key_ends[row - 1 : row + 1].tolist() if row else (0, int(self.key_ends[0]))
+        return self.key_bytes[start:end].tobytes().decode("utf-8", "replace")
 
     def has(self) -> npt.NDArray[np.bool_]:
         """(N, 4) which of the members each sample has."""
         has: npt.NDArray[np.bool_] = self.blocks > 0
         return has
 
-    def span(self, row: int, column: int) -> tuple[int, int] | None:
-        """Byte offset and size of a member, None where there is none."""
-        block = int(self.blocks[row, column])
-        return (block * _BLOCK, int(self.sizes[row, column])) if block else None
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        """Byte offset and size of a sample's picture, caption, label and json; (0, 0) where there is none."""
+        starts: list[int] = self.blocks[row].tolist()
+        return [(start * _BLOCK, size) for start, size in zip(starts, self.sizes[row].tolist(), strict=True)]
 
 
 def stored_index(shard: ShardFile) -> ShardIndex | None:
@@ -138,34 +138,37 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
         DataError: a member lies beyond 2 TiB.
     """
     keys: list[str] = []
-    blocks: list[list[int]] = []
+    offsets: list[list[int]] = []
     sizes: list[list[int]] = []
     seen: Counter[str] = Counter()
+    last = None
     for name, offset, size in members:
         found = sample_name(name)
         if found is None:
             continue
         key, extension = found
         seen[extension] += 1
-        if not keys or keys[-1] != key:
+        if key != last:
+            last = key
             keys.append(key)
-            blocks.append([0] * 4)
-            sizes.append([0] * 4)
+            offsets.append(starts := [0, 0, 0, 0])
+            sizes.append(lengths := [0, 0, 0, 0])
         column = _COLUMN.get(extension)
-        if column is not None and not blocks[-1][column]:
-            if offset // _BLOCK > _MOST:
-                raise DataError(f"shard {shard} is larger than 2 TiB: write smaller ones")
-            blocks[-1][column], sizes[-1][column] = offset // _BLOCK, min(size, _MOST)
-    return _packed(keys, blocks, sizes, dict(seen.most_common()))
+        if column is not None and not starts[column]:
+            starts[column], lengths[column] = offset, size
+    return _packed(shard, keys, offsets, sizes, dict(seen.most_common()))
 
 
 def _packed(
-    keys: list[str], blocks: list[list[int]], sizes: list[list[int]], extensions: dict[str, int]
+    shard: str, keys: list[str], offsets: list[list[int]], sizes: list[list[int]], extensions: dict[str, int]
 ) -> ShardIndex:
     encoded = [key.encode("utf-8", "replace") for key in keys]
+    blocks = np.array(offsets, dtype=np.int64).reshape(len(keys), 4) // _BLOCK
+    if len(keys) and blocks.max() > _MOST:
+        raise DataError(f"shard {shard} is larger than 2 TiB: write smaller ones")
     arrays: dict[str, npt.NDArray[Any]] = {
-        "blocks": np.array(blocks, dtype=np.uint32).reshape(len(keys), 4),
-        "sizes": np.array(sizes, dtype=np.uint32).reshape(len(keys), 4),
+        "blocks": blocks.astype(np.uint32),
+        "sizes": np.array(sizes, dtype=np.int64).reshape(len(keys), 4).clip(max=_MOST).astype(np.uint32),
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.uint32),
         "key_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
     }

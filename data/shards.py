@@ -68,11 +68,13 @@ class Shards:
         self.manifest, self.selection, self.cache = manifest, selection, cache
         self.counts = manifest.counts
         self._starts = np.concatenate([[0], np.cumsum(self.counts)])
+        self._total = int(self._starts[-1])
         need = set(selection.need)
-        self._read_all = need <= {"image"}
-        self._caption = self._read_all or "caption" in need
-        self._label = self._read_all or "label" in need
-        self._meta = self._read_all or ("caption" in need and selection.captions.reads_json)
+        read_all = need <= {"image"}
+        self._caption = read_all or "caption" in need
+        self._meta = read_all or ("caption" in need and selection.captions.reads_json)
+        label = read_all or "label" in need
+        self._columns = (IMAGE, *([CAPTION] * self._caption), *([LABEL] * label), *([META] * self._meta))
         self._forget_open()
 
     @classmethod
@@ -93,7 +95,7 @@ class Shards:
         return cls(make_manifest([shards], selection, cache=cache), selection, cache=cache)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._total
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_open", "_open_lock")}
@@ -139,10 +141,10 @@ class Shards:
         shard, within = self._position(number)
         opened = self._opened(shard)
         row = opened.row(within)
-        wanted = {CAPTION: self._caption, LABEL: self._label, META: self._meta}
-        columns = (IMAGE, *(column for column, is_wanted in wanted.items() if is_wanted))
-        found = dict(zip(columns, opened.read(row, columns), strict=True))
-        caption, meta = text_of(found.get(CAPTION)), meta_of(found.get(META))
+        found: list[bytes | None] = [None] * 4
+        for column, data in zip(self._columns, opened.read(row, self._columns), strict=True):
+            found[column] = data
+        caption, meta = text_of(found[CAPTION]), meta_of(found[META])
         if self._caption and caption is None:
             if not self._meta:
                 meta = meta_of(opened.read(row, (META,))[0])
@@ -154,7 +156,7 @@ class Shards:
             key=opened.index.key(row),
             image=found[IMAGE] or b"",
             caption=caption,
-            label=label_of(found.get(LABEL)),
+            label=label_of(found[LABEL]),
             meta=meta,
             caption_number=opened.caption_number(within),
         )
@@ -167,9 +169,9 @@ class Shards:
                 self.cache.prefetch(remote, threads=_FETCHING)
 
     def _position(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        shard = int(np.searchsorted(self._starts, number, side="right")) - 1
+        if not 0 <= number < self._total:
+            raise IndexError(f"sample {number} of {self._total}")
+        shard = int(self._starts.searchsorted(number, side="right")) - 1
         return shard, number - int(self._starts[shard])
 
     def _opened(self, shard: int) -> OpenShard:

@@ -59,9 +59,9 @@ def index_shard(path: Path) -> ShardIndex:
     return index_file(ShardFile.at(path))
 
 
-def spans_of(found: ShardIndex) -> list[list[tuple[int, int] | None]]:
+def spans_of(found: ShardIndex) -> list[list[tuple[int, int]]]:
     """Where each sample's members lie."""
-    return [[found.span(row, column) for column in range(4)] for row in range(len(found))]
+    return [found.spans(row) for row in range(len(found))]
 
 
 def keys_of(found: ShardIndex) -> list[str]:
@@ -72,7 +72,7 @@ def keys_of(found: ShardIndex) -> list[str]:
 def samples_of(found: ShardIndex, tar: bytes) -> list[tuple[str, Columns]]:
     """Every sample's key, and the bytes that its spans point at."""
     return [
-        (key, {c: tar[span[0] : sum(span)] for c, span in enumerate(spans) if span is not None})
+        (key, {c: tar[span[0] : sum(span)] for c, span in enumerate(spans) if span[0]})
         for key, spans in zip(keys_of(found), spans_of(found), strict=True)
     ]
 
@@ -327,7 +327,7 @@ def check_damaged(tar: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     except DataError as error:
         assert "\n" not in str(error)
     else:
-        assert all(sum(span) <= len(tar) for spans in spans_of(found) for span in spans if span is not None)
+        assert all(sum(span) <= len(tar) for spans in spans_of(found) for span in spans)
 
 
 @pytest.mark.parametrize("compressor", [gzip, bz2, lzma])

@@ -1,0 +1,139 @@
+"""What does random access to a plain tar cost, beside streaming it?
+
+    python bench/reading.py [--samples 10000] [--bytes 20000] [--rounds 5]
+
+A shard as img2dataset writes it (jpg, txt and json; webdataset's own writer, whose members carry PAX headers, and
+one without them) lies in the page cache. Each round times in turn, in samples a second of CPU time of one core:
+
+    tarfile      the members of the tar listed by Python's tarfile
+    index        the same list by clipkit's scan of the headers, packed into the arrays of an index
+    webdataset   the samples streamed by webdataset, nothing decoded
+    read         as many samples through clipkit's index, in random order, picture and caption
+
+Ratios are medians of the rounds' ratios. What bounds them: tarfile and webdataset make a TarInfo of each header in
+Python, a scan checks and cuts it out of memory; a random read is a look-up and one ``pread`` a member, which copies
+the bytes (a ``memcpy`` of the same bytes is measured beside it).
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import webdataset
+
+from clipkit.tar import tar_files
+from data.index import index_of_members
+from data.shard_file import ShardFile
+from data.shards import Shards
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_shard(path: Path, samples: int, size: int, *, pax: bool) -> None:
+    """A shard of pictures of about ``size`` random bytes."""
+    drawn = random.Random(0)
+    with webdataset.TarWriter(str(path), encoder=False, mtime=None if pax else 1) as tar:
+        for number in range(samples):
+            meta = {"caption": f"caption {number}", "url": "https://example.org/" + "x" * 80, "width": 256}
+            tar.write(
+                {
+                    "__key__": f"{number:09d}",
+                    "jpg": drawn.randbytes(int(size * drawn.uniform(0.5, 1.5))),
+                    "txt": f"a caption of some words, number {number}".encode(),
+                    "json": json.dumps(meta).encode(),
+                }
+            )
+
+
+def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
+    """What is timed; each gives how many samples it saw."""
+    shards = Shards.of([ShardFile.at(path)])
+    order = list(range(samples))
+    random.Random(1).shuffle(order)
+    held = [shards.read(number).image for number in order[:200]]
+
+    def by_tarfile() -> int:
+        with tarfile.open(path) as tar:
+            return sum(member.name.endswith(".jpg") for member in tar)
+
+    def by_index() -> int:
+        return len(index_of_members(str(path), tar_files(path)))
+
+    def by_webdataset() -> int:
+        return sum(1 for _ in webdataset.WebDataset(str(path), shardshuffle=False))
+
+    def by_read() -> int:
+        return sum(shards.read(number).image is not None for number in order)
+
+    def by_copy() -> int:
+        return sum(len(bytes(bytearray(held[number % 200]))) > 0 for number in order)
+
+    return {
+        "tarfile": by_tarfile, "index": by_index, "webdataset": by_webdataset, "read": by_read, "copy": by_copy
+    }  # fmt: skip
+
+
+def measure(path: Path, samples: int, rounds: int) -> dict[str, list[float]]:
+    """Samples a second of each, by round."""
+    rates: dict[str, list[float]] = {}
+    measured = times(path, samples)
+    for turn in range(rounds + 1):
+        names = list(measured) if turn % 2 else list(measured)[::-1]
+        for name in names:
+            began = time.process_time()
+            assert measured[name]() == samples
+            if turn:  # the first round warms up
+                rates.setdefault(name, []).append(samples / (time.process_time() - began))
+    return rates
+
+
+def ratios(rates: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
+    """Median, least and greatest of the rounds' ratios."""
+    each = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
+    return {"median": statistics.median(each), "least": min(each), "greatest": max(each)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--bytes", type=int, default=20_000, help="of a picture, on average")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    result: dict[str, object] = {
+        "samples": options.samples,
+        "bytes": options.bytes,
+        "machine": platform.machine(),
+        "webdataset": webdataset.__version__,
+        "load": os.getloadavg()[0],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CLIPKIT_CACHE"] = f"{folder}/cache"
+        for name, pax in (("pax", True), ("plain", False)):
+            path = Path(folder) / f"{name}.tar"
+            write_shard(path, options.samples, options.bytes, pax=pax)
+            rates = measure(path, options.samples, options.rounds)
+            index, read = ratios(rates, "index", "tarfile"), ratios(rates, "read", "webdataset")
+            result[name] = {
+                "samples_per_second": {one: statistics.median(all_of) for one, all_of in rates.items()},
+                "index to tarfile": index,
+                "read to webdataset": read,
+            }
+            shown = ", ".join(f"{one} {statistics.median(all_of):,.0f}/s" for one, all_of in rates.items())
+            print(f"{name}: {shown}")
+            for what, of in (("index to tarfile", index), ("read to webdataset", read)):
+                print(f"  {what} {of['median']:.1f} ({of['least']:.1f} to {of['greatest']:.1f})")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "reading.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
