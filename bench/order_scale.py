@@ -1,0 +1,124 @@
+"""What does the order of two billion samples cost each of 4,096 ranks?
+
+    python bench/order_scale.py [--shards 200000] [--samples 10000] [--world 4096] [--batch-size 65536]
+
+No data are read: the manifest and the order of a training are made for shards that are not there, in a process
+that has imported nothing but them. Measured, each in a process of its own: the memory that they add to what it
+held after the imports; the seconds to a first batch, at the first step, in the middle of an epoch and in the
+ten-thousandth epoch; and the microseconds a sample that one rank spends on its part of a batch, for the part alone
+and for what a loader process asks besides (which shards come next).
+
+What bounds it: the shards' order of an epoch (a sort of as many hashes as there are shards, once an epoch), and,
+as a rank's part of a batch is small, the calls of numpy for it.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from data.array_file import Strings
+from data.manifest import Manifest
+from data.order import Order
+from data.selection import Selection
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds and shares with no other."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Private_Dirty:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def one_manifest(shards: int, samples: int) -> Manifest:
+    """Of shards that are not there, of about ``samples`` samples each."""
+    counts = np.random.default_rng(0).integers(samples - samples // 20, samples + samples // 20 + 1, shards)
+    counts[-1] += shards * samples - counts.sum()  # in all, exactly as many as was asked for
+    return Manifest(
+        urls=Strings.of([f"s3://a-bucket/laion2B-en/{number:06d}.tar" for number in range(shards)]),
+        versions=Strings.of([f"{number:032x}" for number in range(shards)]),
+        sizes=np.full(shards, 300_000_000),
+        counts=counts,
+        digests=Strings.of([f"{number:016x}" for number in range(shards)]),
+        sources=(shards,),
+        selection=Selection().identity,
+        dropped={},
+    )
+
+
+def one_rank(content: bytes, options: argparse.Namespace, answer: Connection) -> None:
+    """What rank 77 measures."""
+    before = resident()
+    content = bytes(bytearray(content))  # a copy of its own, as over the network
+    began = time.perf_counter()
+    manifest = Manifest.from_bytes(content)
+    assert manifest is not None
+    order = Order(manifest.counts, seed=0, batch_size=options.batch_size)
+    made = time.perf_counter() - began
+    starts = {}
+    for name, step in (
+        ("first", 0),
+        ("half an epoch", order.batches_per_epoch // 2),
+        ("epoch 10,000", 10_000 * order.batches_per_epoch + 12_345),
+    ):
+        began = time.perf_counter()
+        order.batch(step, rank=77, world=options.world)
+        starts[name] = made + time.perf_counter() - began
+    first = order.batches_per_epoch // 3
+    part = options.batch_size // options.world
+    times = {}
+    for name in ("batch", "batch and shards ahead"):
+        began = time.process_time()
+        for step in range(first, first + options.steps):
+            order.batch(step, rank=77, world=options.world)
+            if name != "batch":
+                order.shards_ahead(step)
+        times[name] = (time.process_time() - began) / options.steps / part * 1e6
+    answer.send(
+        {"megabytes": (resident() - before) / 1e6, "seconds_to_start": starts, "microseconds_a_sample": times}
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shards", type=int, default=200_000)
+    parser.add_argument("--samples", type=int, default=10_000, help="of a shard, on average")
+    parser.add_argument("--world", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=65_536)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    manifest = one_manifest(options.shards, options.samples)
+    began = time.perf_counter()
+    fingerprint = manifest.fingerprint
+    result = {
+        **vars(options),
+        "manifest_bytes": len(manifest.to_bytes()),
+        "seconds_to_fingerprint": time.perf_counter() - began,
+        "machine": platform.machine(),
+        "load": os.getloadavg()[0],
+    }
+    receiver, sender = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(
+        target=one_rank, args=(manifest.to_bytes(), options, sender)
+    )
+    rank.start()
+    result |= receiver.recv()
+    rank.join()
+    print(f"{len(manifest):,} shards, {int(manifest.counts.sum()):,} samples ({fingerprint})")
+    print(json.dumps(result, indent=2))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "order_scale.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
