@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 # A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
 # times as long. Read when torch loads, so it is set before.
@@ -43,21 +42,18 @@ from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
 from clipkit.run_folder import append_bad_samples, bad_samples_file, check_bad_samples, only_trainer_of
 from clipkit.text_input import tokenizer_of
 from data.augment import Augmentation
-from data.cache import cache_folder
+from data.cache import shard_cache
 from data.captions import CaptionRule
 from data.loader import Batch, Loader
 from data.manifest import Manifest, make_manifest
 from data.order import Order
 from data.selection import Filter, Selection
-from data.shard_file import is_remote
+from data.shard_cache import ShardCache
 from data.shards import Shards
 from data.sources import find_shards
 from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_datasets, read_results
 from eval.report import build_report
 from eval.snapshot import take_snapshot, write_snapshot
-
-if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 
@@ -86,7 +82,7 @@ def main() -> int:
         if chief:
             print(to_toml(config), file=sys.stderr)
         selection = selection_of(config)
-        cache = cache_of(config)
+        cache = shard_cache(config.data.sources, config.data.cache_gb)
         shards = Shards(manifest_of(config, selection, cache, run, chief=chief), selection, cache=cache)
         datasets = open_datasets(config.eval.data)
         for dataset in datasets:
@@ -303,17 +299,8 @@ def selection_of(config: Config) -> Selection:
     )
 
 
-def cache_of(config: Config) -> "ShardCache | None":
-    """Where this machine keeps copies of remote shards, if there are any."""
-    if not config.data.cache_gb or not any(map(is_remote, config.data.sources)):
-        return None
-    from data.shard_cache import ShardCache
-
-    return ShardCache(cache_folder() / "shards", int(config.data.cache_gb * 1e9))
-
-
 def manifest_of(
-    config: Config, selection: Selection, cache: "ShardCache | None", run: Path, *, chief: bool
+    config: Config, selection: Selection, cache: ShardCache | None, run: Path, *, chief: bool
 ) -> Manifest:
     """What is trained on: counted by the chief and the same for all ranks, and as it was when the run began."""
     content = b""

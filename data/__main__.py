@@ -1,4 +1,4 @@
-"""The commands of this room: ``python -m data make NAME OUT`` and ``python -m data pack TABLE OUT``."""
+"""The commands of this room: ``python -m data make | pack | index …``."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipkit.errors import DataError, nearest, run_command
+from data.index_command import add_index
 
 if TYPE_CHECKING:
     from data.pack import PackReport
@@ -51,14 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
-        raise DataError(f"cannot make {parsed.out}: {error}") from error
+        what = f"cannot make {parsed.out}" if hasattr(parsed, "out") else "stopped"
+        raise DataError(f"{what}: {error}") from error
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m data",
-        description="Make and pack data sets: folders of WebDataset shards with a card.",
+        description="Make, pack, index and look into data sets of WebDataset shards.",
         epilog="python -m data COMMAND --help says more about a command.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -117,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     pack.add_argument("--quiet", action="store_true", help="no progress bar")
     pack.set_defaults(command=_pack)
+    add_index(commands)
     return parser
 
 

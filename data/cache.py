@@ -1,9 +1,16 @@
-"""Where clipkit keeps what it can make again: built-in corpora and shard indexes."""
+"""Where clipkit keeps what it can make again: built-in corpora, indexes of shards, copies of remote ones."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["cache_folder"]
+from data.shard_file import is_remote
+
+if TYPE_CHECKING:
+    from data.shard_cache import ShardCache
+
+__all__ = ["cache_folder", "shard_cache"]
 
 
 def cache_folder() -> Path:
@@ -13,3 +20,12 @@ def cache_folder() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "clipkit"
     return Path.home() / ".cache" / "clipkit"
+
+
+def shard_cache(sources: Sequence[str], gigabytes: float) -> "ShardCache | None":
+    """Where this machine keeps up to so much of remote shards; None if there are none, or nothing is to be kept."""
+    if not gigabytes or not any(map(is_remote, sources)):
+        return None
+    from data.shard_cache import ShardCache
+
+    return ShardCache(cache_folder() / "shards", int(gigabytes * 1e9))
