@@ -114,6 +114,7 @@ def main() -> int:
                 flip=config.data.flip,
                 color_jitter=config.data.color_jitter,
                 grayscale=config.data.grayscale,
+                scaled_decode=config.data.scaled_decode,
             ),
             rank=rank,
             world=world,

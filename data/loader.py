@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from clipkit.errors import DataError
-from clipkit.preprocess import decode_image
 from clipkit.tokenizer import MAX_CHARACTERS
-from data.augment import Augmentation, preload, random_of, train_transform
+from data.augment import Augmentation, empty_batch, preload, random_of, training_pixels
 from data.order import Order
 from data.shards import Sample, Shards
 from data.workers import Workers, leave_signals_to_the_trainer
@@ -39,7 +38,7 @@ class Batch:
     """One rank's part of a global batch.
 
     Attributes:
-        images: (B, 3, S, S) uint8.
+        images: (B, 3, S, S) uint8, channels last in memory.
         tokens: (B, L) int64, trimmed to the longest caption of this part.
         ids: (B,) int64, sample numbers; a bad sample's substitute stands under its own number.
         bad: the samples that were replaced.
@@ -106,23 +105,22 @@ class Loader:
         """This rank's part of the batch after ``step`` others."""
         draw = self.order.batch(step, rank=self.rank, world=self.world)
         bad: list[BadSample] = []
-        images, captions = [], []
-        for number, epoch in zip(draw.ids.tolist(), draw.epochs.tolist(), strict=True):
-            image, caption = self._pair(number, epoch, bad)
-            images.append(image)
-            captions.append(caption)
+        images = empty_batch(len(draw.ids), self.image_size)
+        drawn = zip(draw.ids.tolist(), draw.epochs.tolist(), images, strict=True)
+        captions = [self._take(number, epoch, out, bad) for number, epoch, out in drawn]
         tokens = self.tokenize(captions)
-        return Batch(
-            images=torch.stack(images), tokens=tokens, ids=torch.from_numpy(draw.ids), bad=tuple(bad)
-        )
+        return Batch(images=images, tokens=tokens, ids=torch.from_numpy(draw.ids), bad=tuple(bad))
 
-    def _pair(self, number: int, epoch: int, bad: list[BadSample]) -> tuple[Tensor, str]:
-        """Sample ``number``, or if it is bad another one that (seed, epoch, number) determines."""
+    def _take(self, number: int, epoch: int, out: Tensor, bad: list[BadSample]) -> str:
+        """The caption of sample ``number``, or if it is bad of another one that (seed, epoch, number) determines.
+
+        The picture goes to ``out``, (3, S, S) uint8.
+        """
         substitutes = None
         chosen = number
         for _ in range(_SUBSTITUTES):
             try:
-                return self._decode(chosen, epoch)
+                return self._decode(chosen, epoch, out)
             except DataError as error:
                 shard, key = self.shards.locate(chosen)
                 bad.append(BadSample(shard=shard, key=key, cause=str(error)))
@@ -133,16 +131,17 @@ class Loader:
             f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}"
         )
 
-    def _decode(self, number: int, epoch: int) -> tuple[Tensor, str]:
+    def _decode(self, number: int, epoch: int, out: Tensor) -> str:
         sample = self.shards.read(number)
         caption = self._caption(sample, epoch)
-        image = train_transform(
-            decode_image(sample.image),
+        training_pixels(
+            sample.image,
             image_size=self.image_size,
             augmentation=self.augmentation,
             random=random_of(self.order.seed, _CROP, epoch, number),
+            out=out,
         )
-        return image, caption
+        return caption
 
     def _caption(self, sample: Sample, epoch: int) -> str:
         rule = self.shards.selection.captions
