@@ -2,6 +2,13 @@
 
 A JPEG is decoded by simplejpeg, which is faster; everything else, CMYK and what simplejpeg refuses by Pillow. As in
 CLIP, an EXIF orientation is not applied and an alpha channel is dropped; of moving pictures the first frame counts.
+
+A file from the web may be made to take minutes or all memory. What is refused before it is unpacked: more pixels
+than Pillow allows, larger files than any photograph's, JPEGs of many scans (each goes over all pixels, and libjpeg
+counts none: 125 kB took 20 s), tiles of a TIFF far larger than the picture, and large files of what Pillow decodes
+in Python. What is left takes time in proportion to the file (0.6 s a MiB, of empty PNG chunks) and to the pixels
+(at the limit up to 7 s and 3 GiB, of a WebP), measured on a core of 2.5 GHz.
+
 Letters: H, W sides of a picture.
 """
 
@@ -22,13 +29,30 @@ from clipkit.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_PIXELS", "decode_image", "decode_jpeg", "jpeg_size", "open_image", "pillow_errors"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_PIXELS",
+    "decode_image",
+    "decode_jpeg",
+    "jpeg_size",
+    "open_image",
+    "pillow_errors",
+]
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
+MAX_BYTES = 64 << 20  # of a file that is decoded for training
+_MAX_SCANS = 500  # of a JPEG; progressive ones have about ten
+_MAX_SCANNED = 16 * MAX_PIXELS  # pixels times scans
+_MAX_SEGMENTS = 1000  # before a JPEG's first scan, that are looked at one by one
+_MAX_TILE = 2**24  # pixels of a TIFF's tile; more only where the picture has a quarter of them
+_MAX_SLOW = 1 << 20  # bytes of a file that Pillow decodes in Python
+_MAX_REMARKS = 1000  # of a PPM written as text; for each, Pillow copies up to a MiB
 # what pictures come in; Pillow reads more, among them EPS, which it hands to another program to run
 _FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "DIB", "ICO", "JPEG2000", "PCX", "PPM", "QOI", "TGA",
 )  # fmt: skip
+_TEXT = (b"P1", b"P2", b"P3")  # PPM written as text
+_SLOW = (b"qoif", *_TEXT)
 # what Pillow's readers were seen or are documented to raise on broken files
 _BROKEN = (
     OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
@@ -48,8 +72,11 @@ def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
             rounded up, in less time; other pictures keep their size.
 
     Raises:
-        DataError: it does not decode, is cut short, or has more than ``MAX_PIXELS`` pixels.
+        DataError: it does not decode, is cut short, has more than ``MAX_PIXELS`` pixels or ``MAX_BYTES`` bytes, or
+            is made to take much time or memory.
     """
+    if len(data) > MAX_BYTES:
+        raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
     if (decoded := decode_jpeg(data, reduce=reduce)) is not None:
         return decoded
     with pillow_errors(), open_image(data) as image:
@@ -60,7 +87,7 @@ def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None
     """A JPEG as (H, W, 3) uint8 RGB, or None where Pillow has to do it.
 
     Raises:
-        DataError: it has more than ``MAX_PIXELS`` pixels.
+        DataError: it has too many pixels or scans.
     """
     if (size := jpeg_size(data)) is None:
         return None
@@ -81,7 +108,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Height and width of a JPEG that simplejpeg decodes, from its header; None for any other picture.
 
     Raises:
-        DataError: it has more than ``MAX_PIXELS`` pixels.
+        DataError: it has too many pixels or scans.
     """
     if not data.startswith(b"\xff\xd8\xff"):
         return None
@@ -93,9 +120,40 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
         return None
     if color_space in ("CMYK", "YCCK"):
         return None
+    _refuse_too_large(height, width)
+    _refuse_many_scans(data, height * width)
+    return height, width
+
+
+def _refuse_too_large(height: int, width: int) -> None:
     if height * width > MAX_PIXELS:
         raise DataError(f"picture has more than {MAX_PIXELS} pixels")
-    return height, width
+
+
+def _refuse_many_scans(data: bytes, pixels: int) -> None:
+    if _has_one_scan(data):
+        return
+    # in a JPEG's coded data a zero follows each 0xff; what its segments and its end hold may count, too
+    scans = data.count(b"\xff\xda")
+    if scans > min(_MAX_SCANS, _MAX_SCANNED // max(1, pixels)):
+        raise DataError(f"JPEG has {scans} scans, each of which goes over all pixels")
+
+
+def _has_one_scan(data: bytes) -> bool:
+    """Whether a JPEG is certain to end with its first scan: it is sequential, and all colours are in there."""
+    colours, at = 0, 2
+    for _ in range(_MAX_SEGMENTS):
+        if at + 10 > len(data) or data[at] != 0xFF:
+            return False
+        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
+        if marker == 0xDA:  # start of scan
+            return 0 < colours == data[at + 4]
+        if marker in (0xC0, 0xC1, 0xC9):  # frames without progression
+            colours = data[at + 9]
+        elif not (0xE0 <= marker <= 0xEF or marker in (0xC4, 0xCC, 0xDB, 0xDD, 0xFE)):  # tables and remarks
+            return False
+        at += 2 + length
+    return False
 
 
 @cache
@@ -110,14 +168,35 @@ def open_image(content: "bytes | Image") -> "Image":
     """Pillow's picture of a file's bytes, not yet decoded; call it inside ``pillow_errors``.
 
     Raises:
-        DataError: it has more than ``MAX_PIXELS`` pixels.
+        DataError: it has more than ``MAX_PIXELS`` pixels, or is made to take much time or memory.
     """
     from PIL import Image
 
-    image = Image.open(io.BytesIO(content), formats=_formats()) if isinstance(content, bytes) else content
-    if image.width * image.height > MAX_PIXELS:
-        raise DataError(f"picture has more than {MAX_PIXELS} pixels")
+    if not isinstance(content, bytes):
+        _refuse_too_large(content.height, content.width)
+        return content
+    if content.startswith(_SLOW):
+        if len(content) > _MAX_SLOW:
+            raise DataError(f"file of more than {_MAX_SLOW >> 20} MiB in a format that is slow to read")
+        if content.startswith(_TEXT) and content.count(b"#") > _MAX_REMARKS:
+            raise DataError("file of very many remarks, which are slow to read")
+    image = Image.open(io.BytesIO(content), formats=_formats())
+    _refuse_too_large(image.height, image.width)
+    if content.startswith(b"\xff\xd8\xff"):
+        _refuse_many_scans(content, image.height * image.width)
+    if image.format == "TIFF":
+        _refuse_large_tiles(image)
     return image
+
+
+def _refuse_large_tiles(image: "Image") -> None:
+    """Of a TIFF: Pillow unpacks whole tiles, however little of them is in the picture."""
+    tags = getattr(image, "tag_v2", {})
+    wide, high = tags.get(322, 0), tags.get(323, 0)
+    if not isinstance(wide, int) or not isinstance(high, int):
+        raise DataError("picture does not decode: the size of its tiles is not a number")
+    if wide * high > max(_MAX_TILE, 4 * image.width * image.height):
+        raise DataError(f"tiles of {wide} x {high} pixels are larger than the picture")
 
 
 def _to_rgb(image: "Image") -> npt.NDArray[np.uint8]:
@@ -127,7 +206,7 @@ def _to_rgb(image: "Image") -> npt.NDArray[np.uint8]:
         return np.repeat(grey[..., None], 3, axis=2)
     if image.mode in ("I", "F"):
         raise DataError("32-bit grey has no known range: store it with 8 or 16 bits")
-    return np.asarray(image.convert("RGB"))
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 @contextmanager

@@ -1,14 +1,24 @@
 """Pictures of every kind become RGB as Pillow makes it, and broken or hostile ones one clear error."""
 
+import json
+import subprocess
+import sys
 import warnings
 from io import BytesIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
-from clipkit.decode import decode_image
+from clipkit.decode import decode_image, decode_jpeg, jpeg_size
 from clipkit.errors import DataError
+from clipkit.preprocess import Preprocess, eval_pixels
+from tests.clipkit.hostile_pictures import HOSTILE, PIXELS, made, many_scans
 from tests.clipkit.made_pictures import PHOTO, PICTURES, encoded, picture, scene
 
 
@@ -46,3 +56,122 @@ def test_deep_grey_is_scaled_where_its_range_is_known_and_refused_elsewhere() ->
         Image.fromarray(values).save(file, "TIFF")
         with pytest.raises(DataError, match="no known range"):
             decode_image(file.getvalue())
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_picture_is_pixels_or_one_clear_error(name: str) -> None:
+    data, expected = made(name), HOSTILE[name][1]
+    try:
+        pixels = decode_image(data)
+    except DataError as error:
+        assert expected != PIXELS
+        assert "\n" not in str(error) and len(str(error)) < 200
+        if expected is not None:
+            with pytest.raises(DataError, match=expected):
+                raise
+    else:
+        assert expected in (PIXELS, None)
+        assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3
+    try:
+        seen = eval_pixels(data, Preprocess(image_size=8))
+    except DataError as error:
+        assert "\n" not in str(error)
+    else:
+        assert seen.shape == (3, 8, 8)
+
+
+def test_hostile_pictures_take_little_time_and_memory(tmp_path: Path) -> None:
+    """Each in its turn in one process, whose memory is what its largest took."""
+    for number, name in enumerate(HOSTILE):
+        (tmp_path / str(number)).write_bytes(made(name))
+    code = """
+import json, resource, sys, time
+from pathlib import Path
+from PIL import Image
+from clipkit.decode import decode_image
+from clipkit.errors import DataError
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+decode_image((Path(sys.argv[1]) / "warm").read_bytes())
+began, seconds = peak(), {}
+for number in range(int(sys.argv[2])):
+    data = (Path(sys.argv[1]) / str(number)).read_bytes()
+    start = time.process_time()
+    try:
+        decode_image(data)
+    except DataError:
+        pass
+    seconds[number] = time.process_time() - start
+print(json.dumps([peak() - began, max(seconds.values()), max(seconds, key=seconds.get)]))
+"""
+    (tmp_path / "warm").write_bytes(picture("png"))
+    run = [sys.executable, "-c", code, str(tmp_path), str(len(HOSTILE))]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120)
+    kibibytes, slowest, number = json.loads(done.stdout)
+    assert slowest < 5, list(HOSTILE)[number]
+    assert kibibytes < 300 << 10  # of which the largest file has 64 MiB
+
+
+def test_a_jpeg_may_have_as_many_scans_as_its_size_allows() -> None:
+    for scans, side in ((400, 300), (20, 3000)):
+        assert decode_image(many_scans(scans, side)).shape == (side, side, 3)
+    for scans, side in ((501, 16), (400, 3000)):
+        with pytest.raises(DataError, match=f"{scans} scans"):
+            decode_image(many_scans(scans, side))
+        with pytest.raises(DataError, match=f"{scans} scans"):
+            eval_pixels(many_scans(scans, side), Preprocess(image_size=8))
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PICTURES if "jpeg" in name))
+def test_a_jpeg_is_decoded_smaller(name: str) -> None:
+    data = picture(name)
+    height, width, _ = decode_image(data).shape
+    assert jpeg_size(data) == (None if name in ("cmyk jpeg", "ycck jpeg") else (height, width))
+    for reduce in (2, 4, 8):
+        smaller = decode_image(data, reduce=reduce)
+        if jpeg_size(data) is None:
+            assert smaller.shape == (height, width, 3)
+        else:
+            assert smaller.shape == (-(-height // reduce), -(-width // reduce), 3)
+            means = Image.fromarray(decode_image(data)).reduce(reduce)
+            assert np.abs(smaller.astype(int) - np.asarray(means)).mean() < 4
+
+
+def test_what_is_no_jpeg_has_no_jpeg_size() -> None:
+    for data in (b"", b"\xff\xd8\xff", picture("png"), picture("jpeg")[:50]):
+        assert jpeg_size(data) is None
+        assert decode_jpeg(data) is None
+
+
+FUZZED: dict[str, dict[str, Any]] = {
+    "JPEG": {}, "PNG": {}, "WEBP": {}, "GIF": {}, "TIFF": {"compression": "tiff_lzw"}, "JPEG2000": {}, "AVIF": {},
+}  # fmt: skip
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    kind=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", *FUZZED]),
+    flips=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=8),
+    header=st.booleans(),
+    cut=st.floats(0, 1) | st.just(1.0),
+    reduce=st.sampled_from([1, 2, 4, 8]),
+    progressive=st.booleans(),
+)
+def test_any_damage_gives_pixels_or_a_data_error(
+    kind: str, flips: list[tuple[float, int]], header: bool, cut: float, reduce: int, progressive: bool
+) -> None:
+    options = {"progressive": progressive} if kind == "JPEG" else FUZZED[kind]
+    data = bytearray(encoded(Image.fromarray(scene(48, 60)), kind, **options))
+    reach = min(64, len(data)) if header else len(data)
+    for place, value in flips:
+        data[int(place * (reach - 1))] = value
+    damaged = bytes(data[: int(cut * len(data))])
+    with patch("clipkit.decode.MAX_PIXELS", 2**20):  # else some would take seconds
+        try:
+            pixels = decode_image(damaged, reduce=reduce)
+        except DataError as error:
+            assert "\n" not in str(error)
+        else:
+            assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size
