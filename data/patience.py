@@ -142,20 +142,22 @@ class Attempts:
 def shown(url: str) -> str:
     """A URL as messages may show it: without user, password, query and fragment, which hold secrets.
 
-    Of a ``pipe:`` command only the program and the name of the tar are left.
+    Little more than the name of the tar is left of a ``pipe:`` command, and where it is not plain what is what, as
+    in a password with a slash.
     """
+    tar = [" " + name for name in _TAR_NAME.findall(url)[-1:]]
     if url.startswith("pipe:"):
         words = [word for word in url[5:].split() if "=" not in word]
         program = words[0].rpartition("/")[2] if words and _WORD.fullmatch(words[0]) else ""
-        tars = _TAR_NAME.findall(url[5:])
-        return " ".join(["pipe:" + program, "…", *tars[-1:]])
+        return "".join([f"pipe:{program} …", *tar])
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
     authority, slash, path = rest.partition("/")
     host = authority.rpartition("@")[2]
-    if not _AUTHORITY.fullmatch(host) or "?" in authority or "#" in authority:
-        return f"{scheme}://…"  # a password with such signs in it, perhaps
+    strange = "@" in path and scheme != "hf"  # which has revisions behind it
+    if strange or not _AUTHORITY.fullmatch(host) or "?" in authority or "#" in authority:
+        return "".join([f"{scheme}://…", *tar])
     path = path.partition("?")[0].partition("#")[0]
     text = " ".join(f"{scheme}://{host}{slash}{path}".split())
     return text if len(text) <= 300 else text[:300] + "…"

@@ -172,15 +172,12 @@ def _of_http(client: Any, url: str, byte_range: str | None) -> Transfer:
     if byte_range:
         headers["Range"] = byte_range
     if protocol_of(url) == "hf":
-        from huggingface_hub.utils import build_hf_headers
-
-        with told():
-            url = client.url(url)
-            headers |= build_hf_headers()
+        url, own = _of_hub(client, url)
+        headers |= own
         client = client_of("https")
     response = call(client, _get, client, _as_written(url), headers)
     checksum = None
-    etags = [one.headers.get("X-Linked-ETag") for one in response.history] if "huggingface" in url else []
+    etags = [one.headers.get("X-Linked-ETag") for one in response.history]  # of Hugging Face
     version = next(filter(None, etags), None) or response.headers.get("ETag")
     version = (version or response.headers.get("Last-Modified", "")).removeprefix("W/").strip('"')
     if any(etags) and len(version) == 64:
@@ -197,6 +194,24 @@ def _of_http(client: Any, url: str, byte_range: str | None) -> Transfer:
         client, read, response.close,
         total=total, version=version, start=start, checksum=checksum,
     )  # fmt: skip
+
+
+def _of_hub(client: Any, url: str) -> tuple[str, dict[str, str]]:
+    """The https URL of a file of Hugging Face, and the headers that give access to it."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    try:
+        with told():
+            place = client.resolve_path(url)
+            if not hasattr(place, "repo_id"):  # a bucket
+                return client.url(url), build_hf_headers()
+    except (ValueError, NotImplementedError):
+        raise TransferError("this is no file of a repository", temporary=False) from None
+    of_repository = {"repo_type": place.repo_type, "revision": place.revision}
+    return hf_hub_url(
+        place.repo_id, place.path_in_repo, endpoint=client.endpoint, **of_repository
+    ), build_hf_headers()
 
 
 async def _nothing() -> bytes:

@@ -4,6 +4,7 @@ A test file names the fixtures that it uses (``nginx = servers.nginx``). Where n
 skipped.
 """
 
+import atexit
 import os
 import re
 import shutil
@@ -14,16 +15,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clipkit.errors import DataError
 from data import clients, patience
+from data.shard_file import ShardFile
 
-__all__ = ["S3", "Nginx", "Request", "Unruly", "impatient", "nginx", "s3", "s3_server", "unruly"]
+__all__ = [
+    "S3", "SECRETS", "Nginx", "Request", "Unruly", "error_of", "impatient", "nginx", "s3", "unruly",
+    "whole",
+]  # fmt: skip
 
 _CONFIG = """
 daemon off;
@@ -49,9 +56,26 @@ http {{
         location /whole/ {{ alias {folder}/html/; max_ranges 0; }}
         location /secret/ {{ alias {folder}/html/; auth_basic closed; auth_basic_user_file {folder}/users; }}
         location /forbidden/ {{ return 403; }}
+        include {folder}/*.location;
     }}
 }}
 """
+
+
+SECRETS = ("p-word", "s1gn4ture", "secret-of-a-test", "t0ken")
+
+
+def whole(url: str) -> ShardFile:
+    return ShardFile(url=url, size=-1, version="")
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """The one line that something fails with."""
+    with pytest.raises(DataError) as caught:
+        work()
+    message = str(caught.value)
+    assert "\n" not in message and not any(secret in message for secret in SECRETS), message
+    return message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +103,7 @@ class Nginx:
         (folder / "users").write_text("u:{PLAIN}p-word\n")
         (folder / "nginx.conf").write_text(_CONFIG.format(folder=folder, port=self.port))
         self._process: subprocess.Popen[bytes] | None = None
+        self._timers: list[threading.Timer] = []
 
     def start(self) -> None:
         command = [_nginx(), "-p", str(self.folder), "-c", str(self.folder / "nginx.conf")]
@@ -91,6 +116,23 @@ class Nginx:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    def add(self, location: str) -> None:
+        """Serve more, said in nginx's own words."""
+        (self.folder / "more.location").write_text(location)
+        self.kill()
+        self.start()
+
+    def restart_after(self, seconds: float) -> None:
+        """Kill it, and start it again later."""
+        self.kill()
+        self._timers.append(threading.Timer(seconds, self.start))
+        self._timers[-1].start()
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.join()
+        self.kill()
 
     def url(self, name: str, *, of: str = "") -> str:
         return f"http://127.0.0.1:{self.port}/{of}{name}"
@@ -147,7 +189,7 @@ def nginx(tmp_path: Path) -> Iterator[Nginx]:
     server = Nginx(tmp_path / "nginx")
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -269,26 +311,25 @@ class S3:
         return f"s3://pairs/{key}"
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[int]:
-    """The port of moto's server."""
-    pytest.importorskip("moto.server")
+@cache
+def _moto() -> int:
+    """The port of moto's server, which takes seconds to start and serves all test files."""
     port = _free_port()
     code = "from moto.server import main; main()"
     command = [sys.executable, "-c", code, "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(process.kill)
     _wait_for(port, process)
-    yield port
-    process.kill()
-    process.wait()
+    return port
 
 
 @pytest.fixture
-def s3(s3_server: int, monkeypatch: pytest.MonkeyPatch) -> S3:
+def s3(monkeypatch: pytest.MonkeyPatch) -> S3:
+    pytest.importorskip("moto.server")
     import boto3
 
     monkeypatch.setattr(clients, "_clients", {})  # those that were made in another environment
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_server}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{_moto()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-of-a-test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-a-test")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")

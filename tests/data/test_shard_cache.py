@@ -21,19 +21,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipkit.errors import DataError
 from data import cache_room, shard_cache
 from data.node_lock import NodeLock
 from data.shard_cache import ShardCache
 from data.shard_file import ShardFile
 from data.store import describe
 from tests.data import servers
-from tests.data.servers import S3, Nginx, Unruly
+from tests.data.servers import S3, Nginx, Unruly, error_of
 
 impatient = servers.impatient
 nginx = servers.nginx
 s3 = servers.s3
-s3_server = servers.s3_server
 unruly = servers.unruly
 
 # processes are forked here while threads run, as loaders do
@@ -69,13 +67,6 @@ def started(work: Callable[..., None], *args: Any) -> BaseProcess:
     child = multiprocessing.get_context("fork").Process(target=work, args=args, daemon=True)
     child.start()
     return child
-
-
-def error_of(work: Callable[[], object]) -> str:
-    with pytest.raises(DataError) as caught:
-        work()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -367,7 +358,7 @@ def test_who_holds_a_shard_and_stands_still(
 # Properties
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_bound_holds(draws: st.DataObject) -> None:
     sizes = draws.draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))

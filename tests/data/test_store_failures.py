@@ -1,0 +1,222 @@
+"""What servers do wrong, and what is said of it: tries that go on at the byte, one line, and no secrets."""
+
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipkit.errors import DataError
+from data import patience
+from data.shard_file import ShardFile
+from data.store import describe, download, list_folder, read_range, shown
+from tests.data import servers
+from tests.data.servers import S3, SECRETS, Nginx, Unruly, error_of, whole
+
+impatient = servers.impatient
+nginx = servers.nginx
+s3 = servers.s3
+unruly = servers.unruly
+
+
+def test_a_server_that_is_killed_in_the_middle(nginx: Nginx, tmp_path: Path) -> None:
+    data = os.urandom(5 << 20)
+    nginx.put("0.tar", data)
+    [shard] = describe([nginx.url("0.tar", of="slow/")])
+    sizes: list[int] = []
+
+    def kill(size: int) -> None:
+        sizes.append(size)
+        if len(sizes) in (1, 3):
+            nginx.restart_after(0.1)
+
+    assert download(shard, tmp_path / "got", room=kill) == zlib.crc32(data)
+    assert (tmp_path / "got").read_bytes() == data
+    starts = [int(one.range[6:-1]) for one in nginx.requests() if one.range.endswith("-")]
+    assert starts and all(start > 0 for start in starts)  # none began again
+    assert sizes == sorted(sizes)
+
+
+def test_a_server_that_is_busy_for_a_while(nginx: Nginx, tmp_path: Path) -> None:
+    nginx.put("0.tar", bytes(1000))
+    nginx.busy(True)
+    threading.Timer(0.2, nginx.busy, [False]).start()
+    [shard] = describe([nginx.url("0.tar")])
+    assert shard.size == 1000
+    nginx.busy(True)
+    message = error_of(lambda: download(shard, tmp_path / "got"))
+    assert "status 503" in message and "8 tries" in message
+
+
+@pytest.mark.parametrize("fault", ["short", "stall", "silent", "reset", "502", "429"])
+def test_faults_that_pass(fault: str, unruly: Unruly, tmp_path: Path) -> None:
+    [shard] = describe([unruly.url])
+    unruly.requests.clear()
+    unruly.script = [fault, fault]
+    assert download(shard, tmp_path / "got") == zlib.crc32(unruly.data)
+    assert (tmp_path / "got").read_bytes() == unruly.data
+    expected = ["", "bytes=150000-", "bytes=225000-"] if fault in ("short", "stall") else ["", "", ""]
+    assert unruly.requests == expected
+    unruly.requests.clear()
+    unruly.script = [fault]
+    assert read_range(shard, 1000, 3000) == unruly.data[1000:3000]
+    assert unruly.requests == [
+        "bytes=1000-2999", "bytes=2000-2999" if fault in ("short", "stall") else "bytes=1000-2999"
+    ]  # fmt: skip
+
+
+def test_faults_that_do_not_pass(unruly: Unruly, tmp_path: Path) -> None:
+    [shard] = describe([unruly.url])
+    works = (lambda: read_range(shard, 10, 99), lambda: download(shard, tmp_path / "got"))
+    for word, said in (
+        ("etag", "has changed since it was indexed"),
+        ("403", "credentials come from the environment"),
+        ("401", "credentials come from the environment"),
+        ("404", "no such file (status 404)"),
+        ("418", "refused (status 418)"),
+    ):
+        for work in works:
+            unruly.script = [word]
+            assert said in error_of(work)
+            assert unruly.script == []
+    for work in works:
+        began = time.monotonic()
+        unruly.script = ["short", "500", "reset", "429"] * 9
+        assert "gave up after" in error_of(work)
+        assert time.monotonic() - began < 10
+    unruly.script = ["short", "etag"]  # the rest comes from another file
+    assert "has changed" in error_of(lambda: download(whole(unruly.url), tmp_path / "got"))
+
+
+def test_wrong_bytes_are_found_by_the_checksum(
+    s3: S3, unruly: Unruly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = hashlib.md5(unruly.data).hexdigest()
+    unruly.etag = f'"{digest}"'
+    monkeypatch.setenv("AWS_ENDPOINT_URL", unruly.url.rpartition("/")[0])
+    shard = ShardFile(url="s3://pairs/00000.tar", size=len(unruly.data), version=digest)
+    unruly.script = ["other"]
+    assert download(shard, tmp_path / "got") == zlib.crc32(unruly.data)
+    unruly.script = ["short", "short"]
+    assert download(shard, tmp_path / "got") == zlib.crc32(unruly.data)
+    unruly.script = ["other"] * 20
+    assert "checksum" in error_of(lambda: download(shard, tmp_path / "got"))
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    message = error_of(lambda: read_range(whole("http://u:p-word@127.0.0.1:9/0.tar?X-Sig=s1gn4ture"), 0, 9))
+    assert message.startswith("http://127.0.0.1:9/0.tar: the connection failed")
+    assert "no URL" in error_of(lambda: describe(["http://[x/0.tar"]))
+    assert "nobody can read gopher://" in error_of(lambda: describe(["gopher://x/0.tar"]))
+
+
+def test_a_server_without_ranges(nginx: Nginx, tmp_path: Path) -> None:
+    data = os.urandom(100_000)
+    nginx.put("0.tar", data)
+    [shard] = describe([nginx.url("0.tar", of="whole/")])
+    assert shard.size == len(data)
+    assert download(shard, tmp_path / "got") == zlib.crc32(data)
+    assert read_range(shard, 0, 10) == data[:10]
+    assert "use the cache" in error_of(lambda: read_range(shard, 10, 20))
+
+
+def test_a_full_disk_is_no_failure_of_the_store(nginx: Nginx, tmp_path: Path) -> None:
+    [shard] = describe([nginx.put("0.tar", bytes(100_000))])
+    assert "No space left" in error_of(lambda: download(shard, Path("/dev/full")))
+    assert "Is a directory" in error_of(lambda: download(shard, tmp_path))
+    longer = tmp_path / "got"
+    longer.write_bytes(bytes(200_000))
+    download(shard, longer)
+    assert longer.stat().st_size == 100_000
+
+
+# Secrets
+
+
+def test_what_is_shown_of_a_url() -> None:
+    for url, wanted in (
+        ("s3://pairs/set/0.tar", "s3://pairs/set/0.tar"),
+        ("https://u:p-word@host:80/a/0.tar?X-Amz-Signature=s1gn4ture#t0ken", "https://host:80/a/0.tar"),
+        ("https://t0ken@host/ab/0.tar", "https://host/ab/0.tar"),
+        ("https://host/a@b/0.tar", "https://… 0.tar"),
+        ("http://u:p-word/t0ken@host/0.tar", "http://… 0.tar"),
+        ("http://u:p-word?t0ken@host/0.tar", "http://… 0.tar"),
+        ("http://host?t0ken=a", "http://…"),
+        ("https://[::1]:8080/0.tar", "https://[::1]:8080/0.tar"),
+        ("hf://datasets/who/what@main/0.tar", "hf://datasets/who/what@main/0.tar"),
+        ("pipe:curl -s -H 'Auth: t0ken' https://host/00001.tar?sig=s1gn4ture", "pipe:curl … 00001.tar"),
+        ("pipe:KEY=t0ken /bin/cat 1.tar | tr a b", "pipe:cat … 1.tar"),
+        ("/a/0.tar?x", "/a/0.tar?x"),
+        ("https://host/a\nb.tar", "https://host/a b.tar"),
+    ):
+        assert shown(url) == wanted
+    assert len(shown("https://host/" + "a" * 9999)) < 310
+
+
+@given(
+    user=st.text(st.sampled_from("a:/?#@%[].0"), max_size=5) | st.text(max_size=5),
+    word=st.text(st.sampled_from("a:/?#@%[].0"), max_size=5) | st.text(max_size=9),
+    path=st.from_regex(r"[a-z/]{0,9}", fullmatch=True),
+    query=st.text(max_size=20),
+)
+def test_no_secret_is_shown(user: str, word: str, path: str, query: str) -> None:
+    for url in (f"https://{user}:Zq{word}Zq@host/{path}?s=Zq{query}#Zq", f"s3://pairs/{path}?s=Zq{query}#Zq"):
+        assert "Zq" not in shown(url)
+
+
+def test_credentials_of_a_url_are_used_and_not_told(
+    nginx: Nginx, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    nginx.put("0.tar", bytes(1000))
+    url = nginx.url("0.tar?X-Amz-Signature=s1gn4ture", of="secret/").replace("//", "//u:p-word@")
+    [shard] = describe([url])
+    assert shard.size == 1000 and shard.url == url
+    folder = nginx.url("", of="secret/").replace("//", "//u:p-word@")
+    assert [one.url for one in list_folder(folder)] == [url.partition("?")[0]]
+    wrong = url.replace("p-word", "wrong-p-word")
+    assert "status 401" in error_of(lambda: describe([wrong]))
+    assert "status 403" in error_of(lambda: describe([nginx.url("0.tar?token=t0ken", of="forbidden/")]))
+    nginx.busy(True)
+    assert "503" in error_of(lambda: download(shard, tmp_path / "got"))
+    nginx.kill()
+    assert "the connection failed" in error_of(lambda: read_range(shard, 0, 9))
+    assert "trying again" in caplog.text
+    assert not any(secret in caplog.text for secret in SECRETS)
+
+
+def test_s3_without_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    message = error_of(lambda: describe(["s3://pairs/0.tar"]))
+    assert message.startswith("s3://pairs/0.tar: access is denied") and "environment" in message
+
+
+def test_a_library_that_is_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    message = error_of(lambda: describe(["s3://pairs/0.tar"]))
+    assert message == "s3:// needs pip install 'clipkit[remote]'"
+
+
+def test_patience_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(patience, "PATIENCE", patience.Patience())
+    attempts = patience.Attempts("s3://pairs/0.tar")
+    error = patience.of_status(503, wait=9e9)
+    with pytest.raises(DataError, match="gave up after 8 tries"):
+        while True:
+            attempts.failed(error)
+    assert len(slept) == 7 and max(slept) <= 30.0
+    attempts = patience.Attempts("s3://pairs/0.tar")
+    for _ in range(20):  # much comes between the failures
+        attempts.failed(patience.of_status(500))
+        attempts.received(2 << 20)
