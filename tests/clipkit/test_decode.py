@@ -136,7 +136,9 @@ def test_a_jpeg_is_decoded_smaller(name: str) -> None:
         else:
             assert smaller.shape == (-(-height // reduce), -(-width // reduce), 3)
             means = Image.fromarray(decode_image(data)).reduce(reduce)
-            assert np.abs(smaller.astype(int) - np.asarray(means)).mean() < 4
+            differences = np.abs(smaller.astype(int) - np.asarray(means))
+            # at an eighth, libjpeg has only half the colours' width that 4:2:2 stores
+            assert differences.mean() < (10 if (name, reduce) == ("jpeg 4:2:2", 8) else 2)
 
 
 def test_what_is_no_jpeg_has_no_jpeg_size() -> None:
