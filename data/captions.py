@@ -50,6 +50,8 @@ class CaptionRule:
 
     def by_field(self, text: str | None, meta: Mapping[str, Any]) -> list[list[str]]:
         """The captions in each field, without empty ones."""
+        if text is None and isinstance(meta.get("caption"), str):
+            text = meta["caption"]
         return [
             [one for one in _texts(text if name == TEXT else _value(meta, name)) if one.strip()]
             for name in self.fields

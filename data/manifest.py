@@ -7,10 +7,11 @@ taken, so that a training can begin before all is fetched.
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,14 +81,16 @@ class Manifest:
         Names, sizes, counts and indexes of the shards count; the folder that holds them does not, so data may be
         moved.
         """
-        digest = hashlib.sha256(self.selection.encode())
-        for line in self._lines():
-            digest.update(repr(line).encode())
+        digest = hashlib.sha256(json.dumps([self.selection, len(self)]).encode())
+        digest.update(os.fsencode("\0".join(map(_name, self.urls))))
+        for array in (self.sizes, self.counts, self.digests.ends, self.digests.content):
+            digest.update(array.tobytes())
         return digest.hexdigest()[:16]
 
     def _lines(self) -> Iterator[tuple[str, int, int, str]]:
-        for number, (url, digest) in enumerate(zip(self.urls, self.digests, strict=True)):
-            yield _name(url), int(self.sizes[number]), int(self.counts[number]), digest
+        columns = self.urls, self.sizes.tolist(), self.counts.tolist(), self.digests
+        for url, size, count, digest in zip(*columns, strict=True):
+            yield _name(url), size, count, digest
 
     def to_bytes(self) -> bytes:
         """As ``from_bytes`` reads it."""
@@ -138,6 +141,8 @@ class Manifest:
 
     def changes_since(self, earlier: "Manifest") -> list[str]:
         """What makes the order of samples another one than it was, most important first; empty if nothing does."""
+        if self.fingerprint == earlier.fingerprint and self.sources == earlier.sources:
+            return []
         changes = []
         if self.selection != earlier.selection:
             changes.append("captions or filters are chosen by other rules")
@@ -158,7 +163,7 @@ class Manifest:
 
     def with_counts_of(self, earlier: "Manifest") -> "Manifest":
         """This, with the counts of an earlier one: they say how a run that has begun numbers its samples."""
-        return Manifest(**{**vars(self), "counts": earlier.counts, "digests": earlier.digests})
+        return replace(self, counts=earlier.counts, digests=earlier.digests)
 
 
 def _name(url: str) -> str:

@@ -8,6 +8,7 @@ is computed by itself: a step costs the same at the start and after billions of 
 Letters: N places or samples at once, S shards.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,9 +21,8 @@ from data.permutation import hashed, key, permuted
 
 __all__ = ["Draw", "Order", "Position"]
 
-_SHARDS, _SAMPLES, _BATCH, _WINDOW, _SLOT, _WITHIN = range(
-    6
-)  # what random numbers are for; part of their key
+# what random numbers are for; part of their key
+_SHARDS, _SAMPLES, _BATCH, _WINDOW, _SLOT, _WITHIN = range(6)
 _KEPT_EPOCHS = 2  # whose shard order is kept: a batch may span two
 
 
@@ -66,7 +66,8 @@ class Order:
             samples of these, as many as they hold on average. Every sample is as likely as any other.
 
     Raises:
-        ConfigError: the data hold fewer samples than one batch, or weights do not fit the sources.
+        ConfigError: the data hold fewer samples than one batch, weights do not fit the sources, or one of the
+            sources holds no sample.
     """
 
     def __init__(
@@ -104,6 +105,10 @@ class Order:
             self._sources.append(kind(part, key(seed, number), first_sample, first_shard, window))
             first_shard += shards
             first_sample += int(part.sum())
+            if not part.sum():
+                raise ConfigError(
+                    f"source {number + 1} of data.train holds no sample that counts: leave it out"
+                )
 
     def position(self, step: int) -> Position:
         """Where the batch after ``step`` consumed ones lies; of a mixture, as if its sources were one."""
@@ -122,10 +127,11 @@ class Order:
         return self._mixed(step, permuted(places, size, batch_key))
 
     def shards_ahead(self, step: int) -> tuple[list[int], list[int]]:
-        """The shards from which the batch after ``step`` others is drawn, and those of the windows that follow."""
+        """The shards of the windows from which the batch after ``step`` others is drawn, and of the next ones."""
         mixed = len(self._sources) > 1
         places = _taken(step * self.batch_size, self._shares) if mixed else [self._start(step)]
-        near = [source.windows(place) for source, place in zip(self._sources, places, strict=True)]
+        ends = _taken((step + 1) * self.batch_size, self._shares) if mixed else [places[0] + self.batch_size]
+        near = [source.windows(*part) for source, *part in zip(self._sources, places, ends, strict=True)]
         return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
 
     def describe(self, steps: int) -> str:
@@ -165,9 +171,9 @@ class Order:
 
 def _shares(weights: Sequence[float]) -> list[Fraction]:
     """Of what the sources before a source leave, the share that it takes; exact, so that it never drifts."""
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(f"data.weights = {list(weights)} does not fit: each above 0, none infinite")
     exact = [Fraction(repr(float(weight))) for weight in weights]
-    if min(exact) <= 0:
-        raise ConfigError(f"data.weights = {list(weights)} does not fit: each above 0")
     return [one / sum(exact[number:]) for number, one in enumerate(exact)]
 
 
@@ -175,7 +181,8 @@ def _taken(drawn: int, shares: Sequence[Fraction]) -> list[int]:
     """How many of the first ``drawn`` samples of a mixture each source gave: its share, rounded; never shrinks."""
     taken = []
     for share in shares:
-        taken.append(drawn * share.numerator // share.denominator)
+        # to the nearest: rounded down, what is lost would add up for the last source
+        taken.append((2 * drawn * share.numerator + share.denominator) // (2 * share.denominator))
         drawn -= taken[-1]
     return taken
 
@@ -201,17 +208,29 @@ class _Source:
             ids[here] = self._of_epoch(epoch, within[here])
         return Draw(ids=ids + self.first, epochs=epochs)
 
-    def windows(self, place: int) -> tuple[list[int], list[int]]:
-        """The shards of the window that a place lies in, and of the next one."""
-        epoch, within = divmod(place, self.samples)
-        ends = self._shards(epoch)[2]
-        number = int(np.searchsorted(ends, within, side="right"))
-        following = (epoch, number + 1) if number + 1 < len(ends) else (epoch + 1, 0)
-        return self._window(epoch, number), self._window(*following)
+    def windows(self, begin: int, end: int) -> tuple[list[int], list[int]]:
+        """The shards of the windows in which places ``begin`` up to ``end`` lie, and of the next window."""
+        epoch, first = self._window_at(begin)
+        last_epoch, last = self._window_at(max(begin, end - 1))
+        if last_epoch == epoch:
+            now = self._of_windows(epoch, first, last + 1)
+        elif last_epoch == epoch + 1:
+            now = self._of_windows(epoch, first, None) + self._of_windows(last_epoch, 0, last + 1)
+        else:  # a whole epoch lies between
+            now = self._of_windows(last_epoch, 0, None)
+        following = self._of_windows(last_epoch, last + 1, last + 2) or self._of_windows(last_epoch + 1, 0, 1)
+        return list(dict.fromkeys(now)), following
 
-    def _window(self, epoch: int, number: int) -> list[int]:
-        shards = self._shards(epoch)[0][number * self.window : (number + 1) * self.window]
-        return [int(shard) + self.first_shard for shard in shards]
+    def _window_at(self, place: int) -> tuple[int, int]:
+        """The epoch that a place lies in, and the number of its window."""
+        epoch, within = divmod(place, self.samples)
+        return epoch, int(np.searchsorted(self._shards(epoch)[2], within, side="right"))
+
+    def _of_windows(self, epoch: int, first: int, end: int | None) -> list[int]:
+        """The shards of windows ``first`` up to ``end``, or to the epoch's last."""
+        until = None if end is None else end * self.window
+        shards: list[int] = (self._shards(epoch)[0][first * self.window : until] + self.first_shard).tolist()
+        return shards
 
     def _of_epoch(self, epoch: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         shards, behind, ends = self._shards(epoch)
@@ -247,10 +266,11 @@ class _Resampled(_Source):
         within = hashed(key(self.seed, _WITHIN), places) % self.counts[shard].astype(np.uint64)
         return Draw(ids=self.first + self.starts[shard] + within.astype(np.int64), epochs=places)
 
-    def windows(self, place: int) -> tuple[list[int], list[int]]:
-        first = place // self._of_window() * self.window
-        drawn = self._drawn(np.arange(first, first + 2 * self.window)) + self.first_shard
-        return drawn[: self.window].tolist(), drawn[self.window :].tolist()
+    def windows(self, begin: int, end: int) -> tuple[list[int], list[int]]:
+        first, last = (place // self._of_window() for place in (begin, max(begin, end - 1)))
+        drawn = self._drawn(np.arange(first * self.window, (last + 2) * self.window)) + self.first_shard
+        now, following = drawn[: -self.window].tolist(), drawn[-self.window :].tolist()
+        return list(dict.fromkeys(now)), following
 
     def _of_window(self) -> int:
         """Places of a window: as many as its shards hold samples on average."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import operator
 import re
 from collections import Counter
@@ -71,6 +72,8 @@ class Filter:
             return _COMPARE[self.compare](found, wanted)
         if self.compare in ("<", ">", "<=", ">="):
             return None
+        if isinstance(value, bool):  # which JSON writes in small letters
+            return _COMPARE[self.compare](str(value).lower(), self.value.lower())
         return _COMPARE[self.compare](str(value), self.value)
 
 
@@ -78,9 +81,10 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    return None if math.isnan(number) else number
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

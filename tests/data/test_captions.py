@@ -1,0 +1,191 @@
+"""Which caption a picture is trained with."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.captions import CHOICES, CaptionRule
+
+META = {
+    "caption": "of json",
+    "all": ["one", "", "two", " \n\t", 3, None, ["four"]],
+    "deep": {"er": {"text": "below", "list": ["x", "y"]}},
+    "number": 7,
+    "object": {"a": 1},
+    "empty": [],
+    "blank": "  ",
+    "none": None,
+    "flag": True,
+}
+
+captions = st.text(max_size=8)
+json_captions = st.one_of(
+    st.none(),
+    st.integers(),
+    st.booleans(),
+    captions,
+    st.lists(st.one_of(captions, st.none(), st.integers()), max_size=4),
+)
+metas = st.dictionaries(st.sampled_from(["caption", "a", "b"]), json_captions)
+fields = st.lists(st.sampled_from(["txt", "caption", "a", "b", "c.d"]), min_size=1, max_size=4, unique=True)
+
+
+def chance(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def drawn(rule: CaptionRule, text: str | None, meta: dict[str, Any], times: int = 400) -> Counter[str | None]:
+    """How often which caption was drawn."""
+    random = chance()
+    return Counter(rule.caption(text, meta, 0, random) for _ in range(times))
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("txt", ["the text"]),
+        ("caption", ["of json"]),
+        ("all", ["one", "two"]),
+        ("deep.er.text", ["below"]),
+        ("deep.er.list", ["x", "y"]),
+        ("deep.er", []),
+        ("deep.er.text.more", []),
+        ("deep.missing.text", []),
+        ("number", []),
+        ("number.x", []),
+        ("object", []),
+        ("empty", []),
+        ("blank", []),
+        ("none", []),
+        ("flag", []),
+        ("missing", []),
+        ("all.0", []),
+    ],
+)
+def test_where_captions_are(field: str, expected: list[str]) -> None:
+    assert CaptionRule(fields=(field,)).by_field("the text", META) == [expected]
+    first = CaptionRule(fields=(field,)).caption("the text", META, 0, None)
+    assert first == (expected[0] if expected else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "meta", "expected"),
+    [
+        ("text", {"caption": "json"}, "text"),
+        (None, {"caption": "json"}, "json"),
+        ("", {"caption": "json"}, None),  # the caption file is there, and says nothing
+        (None, {"caption": ["json"]}, None),
+        (None, {"caption": 5}, None),
+        (None, {}, None),
+        ("  text \n", {}, "  text \n"),
+    ],
+)
+def test_where_there_is_no_caption_file_the_json_has_one(
+    text: str | None, meta: dict[str, Any], expected: str | None
+) -> None:
+    assert CaptionRule().caption(text, meta, 0, None) == expected
+    count = len(CaptionRule(choice="all").by_field(text, meta)[0])
+    assert count == (expected is not None)
+
+
+def test_the_first_is_of_the_first_place_that_has_any() -> None:
+    rule = CaptionRule(fields=("missing", "blank", "all", "txt"))
+    assert rule.caption("text", META, 0, None) == "one"
+    assert rule.caption("text", {}, 0, None) == "text"
+    assert rule.caption(None, {}, 0, None) is None
+
+
+def test_at_random_each_is_as_likely() -> None:
+    seen = drawn(
+        CaptionRule(fields=("txt", "all", "missing", "deep.er.list"), choice="random"), "text", META, 1000
+    )
+    assert set(seen) == {"text", "one", "two", "x", "y"}
+    assert all(abs(count - 200) < 70 for count in seen.values())
+
+
+def test_by_weights_first_a_place_is_drawn_and_then_one_of_it() -> None:
+    rule = CaptionRule(fields=("txt", "all", "missing"), choice="weighted", weights=(1, 2, 100))
+    seen = drawn(rule, "text", META, 1200)  # the share of what is missing goes to the others
+    assert set(seen) == {"text", "one", "two"}
+    assert all(abs(count - 400) < 90 for count in seen.values())
+    assert drawn(rule, None, {"all": "only"}) == {"only": 400}
+    assert drawn(rule, " ", {}) == {None: 400}
+
+
+def test_all_are_taken_by_their_number() -> None:
+    rule = CaptionRule(fields=("all", "txt", "deep.er.list"), choice="all")
+    found = [rule.caption("text", META, number, None) for number in range(6)]
+    assert found == ["one", "two", "text", "x", "y", None]
+
+
+def test_what_is_written_around_it() -> None:
+    plain = CaptionRule(templates=("a photo of {}", "{}, {}!", "no place"), prefix="<en> ")
+    assert drawn(plain, "a {} cat", {}).keys() == {
+        "<en> a photo of a {} cat",
+        "<en> a {} cat, a {} cat!",
+        "<en> no place",
+    }
+    one = CaptionRule(templates=("[{}]",))
+    assert one.caption("x", {}, 0, None) == "[x]" and not one.draws
+    assert CaptionRule(prefix="p: ").caption("x", {}, 0, None) == "p: x"
+    assert CaptionRule(prefix="p: ", templates=("{}",)).caption(" ", {}, 0, None) is None
+    assert (
+        CaptionRule(templates=(r"\1 \g<0> {} {0} {{}}",)).caption("x", {}, 0, None) == r"\1 \g<0> x {0} {x}"
+    )
+
+
+def test_what_needs_chance_and_what_needs_json() -> None:
+    assert [CaptionRule(choice=choice, weights=(1,)).draws for choice in CHOICES] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert CaptionRule(templates=("{}", "a {}")).draws
+    assert not CaptionRule().reads_json
+    assert CaptionRule(fields=("caption",)).reads_json and CaptionRule(fields=("txt", "a")).reads_json
+
+
+def test_what_identifies_the_number_of_captions() -> None:
+    assert (
+        len(
+            {
+                CaptionRule(fields=of, choice=how).which()
+                for of in (("a",), ("a", "b"), ("b", "a"))
+                for how in CHOICES
+            }
+        )
+        == 12
+    )
+    assert CaptionRule(prefix="x", templates=("{}",)).which() == CaptionRule().which()
+
+
+@given(
+    text=st.one_of(st.none(), captions),
+    meta=metas,
+    of=fields,
+    choice=st.sampled_from(CHOICES),
+    seed=st.integers(0, 2**32),
+    templates=st.lists(st.sampled_from(["{}", "a {}"]), max_size=2),
+)
+def test_any_sample_gives_one_of_its_captions_or_none(
+    text: str | None, meta: dict[str, Any], of: list[str], choice: str, seed: int, templates: list[str]
+) -> None:
+    weights = tuple(range(1, len(of) + 1)) if choice == "weighted" else ()
+    rule = CaptionRule(
+        fields=tuple(of), choice=choice, weights=weights, templates=tuple(templates), prefix="> "
+    )
+    there = [caption for captions in rule.by_field(text, meta) for caption in captions]
+    assert all(isinstance(caption, str) and caption.strip() for caption in there)
+    found = rule.caption(text, meta, 0, chance(seed))
+    assert found == rule.caption(text, meta, 0, chance(seed))
+    if found is None:
+        assert not there
+    else:
+        assert found in {f"> {around.replace('{}', one)}" for one in there for around in templates or ["{}"]}
+    assert json.loads(json.dumps(rule.to_dict()))["fields"] == of

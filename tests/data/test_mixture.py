@@ -1,0 +1,344 @@
+"""Orders that go on: over the ends of epochs, by weights through several sources, and with replacement."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from clipkit.errors import ConfigError
+from data.order import Draw, Order
+
+counts_of_shards = st.lists(st.integers(0, 30), min_size=1, max_size=10).filter(any)
+counts_of_sources = st.lists(counts_of_shards, min_size=1, max_size=5)
+seeds = st.integers(0, 2**63 - 1)
+weights = st.floats(0.001, 1000)
+
+
+def mixture(
+    sources: Sequence[Sequence[int]], of: Sequence[float], *, batch_size: int, seed: int = 1, **more: Any
+) -> Order:
+    """An order of several sources."""
+    counts = [count for source in sources for count in source]
+    return Order(
+        counts, seed=seed, batch_size=batch_size, sources=list(map(len, sources)), weights=of, **more
+    )
+
+
+def draws_of(order: Order, steps: range) -> Draw:
+    """The draws of some steps, one after the other."""
+    draws = [order.batch(step) for step in steps]
+    return Draw(
+        ids=np.concatenate([draw.ids for draw in draws]),
+        epochs=np.concatenate([draw.epochs for draw in draws]),
+    )
+
+
+def source_of(sources: Sequence[Sequence[int]], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Which source each sample belongs to."""
+    ends = np.cumsum([sum(source) for source in sources])
+    return np.searchsorted(ends, ids, side="right")
+
+
+def assert_epochs_are_whole(draw: Draw, first: int, samples: int) -> None:
+    """Each epoch of a source gave each sample once, but for the first and the last epoch that were seen."""
+    epochs = np.unique(draw.epochs).tolist()
+    assert epochs == list(range(epochs[0], epochs[-1] + 1)) if epochs else True
+    for epoch in epochs:
+        ids = draw.ids[draw.epochs == epoch]
+        assert len(np.unique(ids)) == len(ids) and ids.min() >= first and ids.max() < first + samples
+        assert len(ids) == samples or epoch in (epochs[0], epochs[-1])
+
+
+def chi_square(seen: npt.NDArray[np.int64]) -> float:
+    """How far counts lie from equal ones, in standard deviations of the statistic."""
+    expected, freedom = seen.mean(), seen.size - 1
+    return float((((seen - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=counts_of_shards,
+    seed=seeds,
+    window=st.integers(1, 12),
+    start=st.integers(0, 10**9),
+    data=st.data(),
+)
+def test_wrapped_epochs_flow_on_and_leave_nothing_out(
+    counts: list[int], seed: int, window: int, start: int, data: st.DataObject
+) -> None:
+    samples = sum(counts)
+    size = data.draw(st.integers(1, samples), label="batch_size")
+    order = Order(counts, seed=seed, batch_size=size, window=window, wrap=True)
+    assert not order.leaves_out
+    first = start * samples  # of which begins a whole number of epochs
+    epochs_of_first, rest = divmod(first * size, samples)
+    assert rest == 0
+    draw = draws_of(order, range(first, first + math.ceil(3 * samples / size)))
+    assert_epochs_are_whole(draw, 0, samples)
+    assert np.all(np.diff(draw.epochs) >= 0) and draw.epochs[0] == epochs_of_first
+    assert np.bincount(draw.epochs - epochs_of_first)[:3].tolist() == [samples] * 3
+    wrapped = [step for step in range(first, first + 5) if len(np.unique(order.batch(step).epochs)) > 1]
+    assert bool(wrapped) <= (samples % size > 0)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_both_kinds_of_epochs_begin_alike(wrap: bool) -> None:
+    order = Order([20, 10, 7], seed=4, batch_size=10, window=2, wrap=wrap)
+    other = Order([20, 10, 7], seed=4, batch_size=10, window=2)
+    assert all(np.array_equal(order.batch(step).ids, other.batch(step).ids) for step in range(3))
+    assert np.array_equal(order.batch(3).ids, other.batch(3).ids) is not wrap
+    assert order.leaves_out is not wrap
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sources=counts_of_sources,
+    seed=seeds,
+    size=st.integers(1, 30),
+    start=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_a_mixture_keeps_its_shares_and_each_source_its_epochs(
+    sources: list[list[int]], seed: int, size: int, start: int, data: st.DataObject
+) -> None:
+    assume(size <= sum(map(sum, sources)))
+    of = data.draw(st.lists(weights, min_size=len(sources), max_size=len(sources)), label="weights")
+    order = mixture(sources, of, batch_size=size, seed=seed, window=2)
+    assert not order.leaves_out
+    begin = draws_of(order, range(20))
+    exact = [Fraction(repr(weight)) for weight in of]
+    shares = [weight / sum(exact) for weight in exact]
+    # rounding lets each source be off by one sample, with more than three sources now and then by two
+    most = 1 if len(sources) < 4 else 2
+    for upto in range(size, 20 * size + 1, size):
+        taken = np.bincount(source_of(sources, begin.ids[:upto]), minlength=len(sources)).tolist()
+        assert all(abs(got - upto * share) <= most for got, share in zip(taken, shares, strict=True))
+    first = 0
+    for draw in (begin, draws_of(order, range(start, start + 10))):
+        first = 0
+        for number, source in enumerate(sources):
+            here = source_of(sources, draw.ids) == number
+            assert_epochs_are_whole(Draw(ids=draw.ids[here], epochs=draw.epochs[here]), first, sum(source))
+            first += sum(source)
+
+
+def test_the_shares_never_drift() -> None:
+    """Tenths are no binary fractions; after 10^12 steps each source has still given its share."""
+    sources = [[70], [20, 20], [7]]
+    order = mixture(sources, (0.1, 0.2, 0.7), batch_size=30)
+    begin = 10**12
+    drawn = draws_of(order, range(begin, begin + 30))
+    taken = np.bincount(source_of(sources, drawn.ids))
+    assert taken.tolist() == [90, 180, 630]
+    expected = [begin * 3 // 70, begin * 6 // 40, begin * 21 // 7]
+    for number, epoch in enumerate(expected):
+        assert drawn.epochs[source_of(sources, drawn.ids) == number].min() == epoch
+
+
+def test_each_batch_of_a_mixture_has_its_sources_shuffled() -> None:
+    sources = [[500], [500]]
+    order = mixture(sources, (1, 1), batch_size=200)
+    placed = np.array([source_of(sources, order.batch(step).ids) for step in range(100)])
+    assert placed.sum(1).tolist() == [100] * 100
+    assert abs(chi_square(placed.sum(0))) < 5  # no place prefers a source
+    assert len({tuple(row) for row in placed.tolist()}) == 100
+
+
+def test_weights_change_how_fast_a_source_is_gone_through_and_not_its_order() -> None:
+    sources = [[20, 5], [30]]
+    orders = [mixture(sources, of, batch_size=20) for of in ((1, 1), (1, 9))]
+    of_first = []
+    for order in orders:
+        draw = draws_of(order, range(60))
+        of_first.append(sorted(zip(draw.epochs.tolist(), draw.ids.tolist(), strict=True)))
+    upto = [{pair for pair in pairs if pair[1] < 25 and pair[0] < 4} for pairs in of_first]
+    assert upto[0] == upto[1] and len(upto[0]) == 100
+
+
+@settings(deadline=None)
+@given(
+    sources=counts_of_sources,
+    resample=st.booleans(),
+    wrap=st.booleans(),
+    part=st.integers(1, 4),
+    world=st.integers(1, 6),
+    step=st.integers(0, 10**12),
+)
+def test_a_batch_does_not_depend_on_who_takes_which_part(
+    sources: list[list[int]], resample: bool, wrap: bool, part: int, world: int, step: int
+) -> None:
+    sources = [*sources, [30]]
+    for of in ((), tuple(range(1, len(sources) + 1))):
+        order = mixture(sources, of, batch_size=part * world, window=3, resample=resample, wrap=wrap)
+        parts = [order.batch(step, rank=rank, world=world) for rank in range(world)]
+        whole = mixture(sources, of, batch_size=part * world, window=3, resample=resample, wrap=wrap).batch(
+            step
+        )
+        assert all(len(one.ids) == len(one.epochs) == part for one in parts)
+        assert np.concatenate([one.ids for one in parts]).tolist() == whole.ids.tolist()
+        assert np.concatenate([one.epochs for one in parts]).tolist() == whole.epochs.tolist()
+        assert whole.ids.dtype == whole.epochs.dtype == np.int64
+        assert whole.ids.min() >= 0 and whole.ids.max() < sum(map(sum, sources))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    sources=counts_of_sources,
+    kind=st.sampled_from(["drop", "wrap", "mixture", "resample", "resampled mixture"]),
+    seed=seeds,
+    window=st.integers(1, 6),
+    start=st.integers(0, 200),
+    data=st.data(),
+)
+def test_the_shards_ahead_are_those_that_a_batch_reads(
+    sources: list[list[int]], kind: str, seed: int, window: int, start: int, data: st.DataObject
+) -> None:
+    counts = [count for source in sources for count in source]
+    ends = np.cumsum(counts)
+    size = data.draw(st.integers(1, sum(counts)), label="batch_size")
+    of = data.draw(st.lists(weights, min_size=len(sources), max_size=len(sources)), label="weights")
+    order = mixture(
+        sources,
+        of if "mixture" in kind else (),
+        batch_size=size,
+        seed=seed,
+        window=window,
+        wrap=kind == "wrap",
+        resample="resample" in kind,
+    )
+    for step in range(start, start + 4):
+        now, following = order.shards_ahead(step)
+        read = np.searchsorted(ends, order.batch(step).ids, side="right")
+        assert set(read.tolist()) <= set(now)
+        assert len(set(now)) == len(now) and now and following
+        assert all(0 <= shard < len(counts) for shard in [*now, *following])
+
+
+def test_the_next_window_follows() -> None:
+    """Of a window of four shards, 40 samples; in batches of 20 the window changes every second step."""
+    order = Order([10] * 14, seed=5, batch_size=20, window=4)  # 4, 4, 4 and 2 shards
+    ahead = [order.shards_ahead(step) for step in range(15)]
+    of_epoch = [ahead[step][0] for step in (0, 2, 4, 6)]
+    assert [len(shards) for shards in of_epoch] == [4, 4, 4, 2]
+    assert sorted(shard for shards in of_epoch for shard in shards) == list(range(14))
+    for (now, following), (then, _) in pairwise(ahead):
+        assert then in (now, following)
+    assert ahead[6][1] == ahead[7][0] and ahead[7][0] != ahead[0][0]
+
+
+def test_a_source_that_gives_a_batch_nothing_has_its_first_window_ready() -> None:
+    order = mixture([[100], [5, 5]], (99, 1), batch_size=10, window=1)
+    assert set(order.batch(0).ids.tolist()) <= set(range(100))
+    now, _ = order.shards_ahead(0)
+    assert now[0] == 0 and len(now) == 2
+
+
+@settings(deadline=None)
+@given(counts=counts_of_shards, seed=seeds, window=st.integers(1, 5), step=st.integers(0, 10**12))
+def test_resampled_draws_are_computed_alone(counts: list[int], seed: int, window: int, step: int) -> None:
+    size = min(16, sum(counts))
+    orders = [Order(counts, seed=seed, batch_size=size, window=window, resample=True) for _ in range(2)]
+    orders[1].batch(step + 5)
+    draws = [order.batch(step) for order in orders]
+    assert draws[0].ids.tolist() == draws[1].ids.tolist()
+    assert draws[0].epochs.tolist() == list(range(step * size, (step + 1) * size))
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_resampling_takes_every_sample_as_likely_and_some_again(window: int) -> None:
+    counts = [0, 60, 1, 0, 25, 14, 0]
+    seen = np.zeros(100, dtype=np.int64)
+    for seed in range(300):  # one run's draws hang together: whole windows of a few shards
+        order = Order(counts, seed=seed, batch_size=50, window=window, resample=True)
+        first = order.batch(0).ids
+        assert len(np.unique(first)) < 50
+        seen += np.bincount(first[:1], minlength=100) + np.bincount(
+            draws_of(order, range(400, 404)).ids[::199], minlength=100
+        )
+    assert abs(chi_square(seen)) < 5
+    long = Order(counts, seed=1, batch_size=100, window=window, resample=True)
+    often = np.bincount(draws_of(long, range(1000)).ids, minlength=100)
+    by_shard = [often[begin:end].sum() / (end - begin) for begin, end in ((0, 60), (61, 86), (86, 100))]
+    assert np.allclose(by_shard, 1000, rtol=0.25) and often.min() > 500
+
+
+def test_a_resampled_window_holds_few_shards() -> None:
+    order = Order([10] * 200, seed=3, batch_size=30, window=3, resample=True)
+    drawn = [set((order.batch(step).ids // 10).tolist()) for step in range(100)]
+    assert all(1 <= len(shards) <= 3 for shards in drawn)
+    assert len(set.union(*drawn)) > 100
+
+
+def test_a_mixture_of_resampled_sources_keeps_its_shares() -> None:
+    sources = [[10, 20], [70]]
+    order = mixture(sources, (3, 1), batch_size=40, resample=True)
+    drawn = draws_of(order, range(200))
+    assert np.bincount(source_of(sources, drawn.ids)).tolist() == [6000, 2000]
+    for number in range(2):
+        numbers = drawn.epochs[source_of(sources, drawn.ids) == number]
+        assert len(np.unique(numbers)) == len(numbers)  # so that each is augmented in its own way
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        ((1.0,), "data.weights names 1 weights for 2 sources"),
+        ((1.0, 2.0, 3.0), "data.weights names 3 weights for 2 sources"),
+        ((1.0, 0.0), r"data.weights = \[1.0, 0.0\] does not fit: each above 0"),
+        ((1.0, -2.0), "does not fit"),
+        ((1.0, math.nan), "does not fit"),
+        ((1.0, math.inf), "does not fit"),
+    ],
+)
+def test_weights_that_do_not_fit(of: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mixture([[5], [5, 5]], of, batch_size=2)
+
+
+def test_a_source_without_samples_is_an_error_where_it_has_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"source 2 of data.train holds no sample"):
+        mixture([[5], [0, 0], [3]], (1, 1, 1), batch_size=2)
+    assert sorted(mixture([[5], [0, 0], [3]], (), batch_size=8).batch(0).ids.tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("resample", [False, True])
+def test_no_samples_at_all_are_an_error(resample: bool) -> None:
+    with pytest.raises(ConfigError, match="the data hold 0 samples"):
+        Order([0, 0], seed=0, batch_size=1, resample=resample)
+
+
+def test_how_it_is_described() -> None:
+    sources = [[30, 7], [20]]
+    assert Order([30, 7], seed=0, batch_size=10).describe(6) == (
+        "3 batches of 10 an epoch, 7 samples left out of each, 1.62 epochs in all"
+    )
+    assert Order([30, 7], seed=0, batch_size=10, wrap=True).describe(37) == (
+        "3 batches of 10 an epoch, no sample left out, 10 epochs in all"
+    )
+    assert mixture(sources, (1, 3), batch_size=40).describe(10) == (
+        "mixed in batches of 40; the sources are gone through 2.7, 15 times"
+    )
+    assert "with replacement" in Order([30, 7], seed=0, batch_size=10, resample=True).describe(10)
+
+
+def test_mixtures_and_draws_are_the_same_in_every_release() -> None:
+    """A run that is resumed elsewhere, or after an update, must go on as it would have."""
+    sources, far = [[5, 0, 7], [3]], 10**12
+    orders = {
+        "wrap": Order([5, 0, 7, 3], seed=11, batch_size=4, window=2, wrap=True),
+        "mixture": mixture(sources, (0.7, 0.3), batch_size=4, seed=11, window=2),
+        "resample": Order([5, 0, 7, 3], seed=11, batch_size=4, window=2, resample=True),
+    }
+    found = {name: [order.batch(step).ids.tolist() for step in (0, 3, far)] for name, order in orders.items()}
+    assert found == {
+        "wrap": [[7, 14, 11, 8], [2, 3, 0, 1], [7, 9, 8, 5]],
+        "mixture": [[9, 6, 12, 7], [2, 4, 3, 13], [11, 14, 10, 6]],
+        "resample": [[6, 6, 11, 9], [13, 8, 6, 13], [8, 10, 8, 13]],
+    }

@@ -1,0 +1,320 @@
+"""Which samples count: what they must have, filters on their json, one or all of their captions."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clipkit.errors import ConfigError, DataError
+from data import open_shard
+from data.captions import CaptionRule
+from data.manifest import make_manifest
+from data.open_shard import OpenShard
+from data.order import Order
+from data.selection import Filter, Selection
+from data.shard_file import ShardFile
+from data.shards import Shards
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("CLIPKIT_CACHE", str(folder))
+        yield folder
+
+
+def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:
+    """A shard of samples that have a picture, and what is given besides."""
+    with webdataset.TarWriter(str(path), encoder=False) as tar:
+        for number, sample in enumerate(samples):
+            members = {
+                extension: value if isinstance(value, bytes) else value.encode()
+                for extension, value in sample.items()
+            }
+            tar.write({"__key__": f"{number:03d}", "jpg": b"picture", **members})
+    return ShardFile.at(path)
+
+
+def of_json(*metas: Any) -> list[dict[str, Any]]:
+    """Samples with a caption file and a json."""
+    return [{"txt": "text", "json": json.dumps(meta)} for meta in metas]
+
+
+def passes(text: str, value: Any) -> bool | None:
+    return Filter.of(text).passes({"x": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "expected"),
+    [
+        ("x >= 256", 256, True), ("x >= 256", 255.9, False), ("x <= 256", 256, True), ("x <= 256", 257, False),
+        ("x > 256", 256, False), ("x > 256", 257, True), ("x < 0.5", 0.49, True), ("x < 0.5", 0.5, False),
+        ("x = 3", 3.0, True), ("x == 3", 4, False), ("x != 3", 4, True), ("x != 3", 3, False),
+        ("x >= 256", "300", True), ("x >= 256", " 3e2 ", True), ("x = 3", "3.0", True), ("x >= 256", "many", None),
+        ("x < -1.5", -2, True), ("x>=1e3", 1000, True), ("x >= 1", True, None), ("x >= 1", [5], None),
+        ("x >= 1", {"y": 1}, None), ("x >= 1", None, None), ("x = en", "en", True), ("x = en", "EN", False),
+        ("x == 'en'", "en", True), ('x != "en"', "de", True), ("x != en", "en", False), ("x = en", 5, False),
+        ("x = a b", "a b", True), ("x = true", True, True), ("x = True", True, True), ("x = false", True, False),
+        ("x != false", True, True), ("x = 1", True, False), ("x = true", "true", True), ("x = ''", "", True),
+        ("x != 3", "three", True), ("x = >", ">", True), ("x < inf", 1e300, True), ("x > 1", float("nan"), None),
+        ("x > 1", 10**400, None),
+    ],
+)  # fmt: skip
+def test_what_a_filter_lets_pass(text: str, value: Any, expected: bool | None) -> None:
+    assert passes(text, value) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "meta", "expected"),
+    [
+        ("a.b >= 2", {"a": {"b": 3}}, True),
+        ("a.b >= 2", {"a": 3}, None),
+        ("a.b >= 2", {"a.b": 3}, None),
+        ("a.b >= 2", {}, None),
+        ("a-b_c = z", {"a-b_c": "z"}, True),
+    ],
+)
+def test_a_filter_finds_its_field(text: str, meta: dict[str, Any], expected: bool | None) -> None:
+    assert Filter.of(text).passes(meta) is expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "x >=", ">= 3", "x ~ 3", "x y = 3", "= =", "x =", "x !="])
+def test_what_is_no_filter(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not of the form FIELD >= VALUE"):
+        Filter.of(text)
+
+
+@pytest.mark.parametrize("text", ["x >= large", "x < ''", "x > en", "x <= 3 px", "x > nan"])
+def test_more_or_less_of_what_is_no_number(text: str) -> None:
+    with pytest.raises(ConfigError, match="which is no number"):
+        Filter.of(text)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(["width", "a.b", "a-b_c.d", "NSFW", "ünï", "0"]),
+    compare=st.sampled_from([">=", "<=", "==", "!=", "=", ">", "<"]),
+    value=st.floats(allow_nan=False),
+    blanks=st.sampled_from(["", " ", "  "]),
+)
+def test_a_filter_is_read_as_it_is_written(name: str, compare: str, value: float, blanks: str) -> None:
+    read = Filter.of(f"{blanks}{name}{blanks}{compare}{blanks}{value!r}{blanks}")
+    assert (read.name, read.compare, read.value) == (name, compare, repr(value))
+    assert Filter.of(str(read)) == read
+
+
+def test_filters_count_whom_they_leave_out_and_why(tmp_path: Path) -> None:
+    samples = of_json(
+        {"width": 300, "language": "en"},
+        {"width": "400", "language": "en"},
+        {"width": 100, "language": "en"},
+        {"language": "en"},
+        {"width": 500, "language": "de"},
+        {"width": None, "language": "en"},
+        ["no", "object"],
+    )
+    samples += [{"txt": "text", "json": "{"}, {"txt": "text"}, {"json": "{}", "cls": "1"}, {"cls": "2"}]
+    samples += [{"txt": "text", "json": b"\xff"}, {"txt": "text", "json": "[" * 200_000}]
+    filters = (Filter.of("width >= 256"), Filter.of("language = en"))
+    opened = OpenShard(shard_of(tmp_path / "0.tar", samples), Selection(filters=filters), None)
+    assert opened.chosen.rows.tolist() == [0, 1] and opened.chosen.captions is None
+    assert opened.chosen.dropped == {
+        "without caption": 1,
+        "not width >= 256": 1,
+        "without width": 5,
+        "not language = en": 1,
+        "unreadable": 3,
+    }
+    assert sum(opened.chosen.dropped.values()) + len(opened) == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (Selection(), ["t", "tj", "j"]),
+        (Selection(need=("image",)), ["t", "tj", "j", "c", ""]),
+        (Selection(need=("image", "label")), ["c"]),
+        (Selection(captions=CaptionRule(fields=("a",))), ["tj", "j"]),
+        (Selection(captions=CaptionRule(fields=("txt", "a"))), ["t", "tj", "j"]),
+    ],
+)
+def test_what_a_sample_must_have(selection: Selection, expected: list[str], tmp_path: Path) -> None:
+    kinds = {
+        "t": {"txt": "x"},
+        "tj": {"txt": "x", "json": "{}"},
+        "j": {"json": "{}"},
+        "c": {"cls": "1"},
+        "": {},
+    }
+    opened = OpenShard(shard_of(tmp_path / "0.tar", list(kinds.values())), selection, None)
+    assert [list(kinds)[row] for row in opened.chosen.rows.tolist()] == expected
+    assert sum(opened.chosen.dropped.values()) == 5 - len(expected)
+
+
+def test_the_identity_changes_with_what_may_be_chosen() -> None:
+    filters = tuple(map(Filter.of, ("a > 1", "b > 1")))
+    all_of = CaptionRule(choice="all")
+    different = [
+        Selection(),
+        Selection(need=("image",)),
+        Selection(filters=filters),
+        Selection(filters=filters[:1]),
+        Selection(captions=all_of),
+        Selection(captions=CaptionRule(choice="all", fields=("a",))),
+    ]
+    assert len({selection.identity for selection in different}) == len(different)
+    assert Selection(filters=filters).identity == Selection(filters=filters[::-1]).identity
+    assert Selection(need=("caption", "image")).identity == Selection().identity
+    assert (
+        Selection(captions=CaptionRule(prefix="x", templates=("{}", "a {}"))).identity == Selection().identity
+    )
+
+
+metas = st.dictionaries(
+    st.sampled_from(["caption", "captions", "more"]),
+    st.one_of(
+        st.sampled_from(["p", "q", "", " "]),
+        st.lists(st.sampled_from(["r", "s", "", 3, None]), max_size=4),
+        st.none(),
+    ),
+)
+samples_with_captions = st.lists(
+    st.fixed_dictionaries({}, optional={"txt": st.sampled_from(["x", "y", " "]), "json": metas}),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    samples=st.lists(samples_with_captions, min_size=1, max_size=3),
+    fields=st.lists(st.sampled_from(["txt", "captions", "more", "caption"]), min_size=1, unique=True),
+)
+def test_of_all_captions_each_comes_once_an_epoch(
+    samples: list[list[dict[str, Any]]], fields: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rule = CaptionRule(fields=tuple(fields), choice="all")
+    folder = tmp_path_factory.mktemp("set")
+    expected: list[tuple[str, str, str]] = []
+    files = []
+    for number, shard in enumerate(
+        [*samples, [{"txt": "last", "json": {"captions": ["last"], "more": "last", "caption": "last"}}]]
+    ):
+        written = [{**one, "json": json.dumps(one["json"])} if "json" in one else one for one in shard]
+        files.append(shard_of(folder / f"{number}.tar", written))
+        for row, one in enumerate(shard):
+            meta, text = one.get("json", {}), one.get("txt")
+            if text is None and isinstance(meta.get("caption"), str):
+                text = meta["caption"]
+            for field in fields:
+                found = text if field == "txt" else meta.get(field)
+                several = found if isinstance(found, list) else [found]
+                expected += [
+                    (files[-1].url, f"{row:03d}", c) for c in several if isinstance(c, str) and c.strip()
+                ]
+    shards = Shards.of(files, captions=rule)
+    order = Order(shards.counts, seed=1, batch_size=1, window=2)
+    epoch = np.concatenate([order.batch(step).ids for step in range(len(shards))])
+    read = [shards.read(number) for number in epoch.tolist()]
+    got = [
+        (one.shard, one.key, rule.caption(one.caption, one.meta, one.caption_number, None)) for one in read
+    ]
+    assert sorted(got, key=repr) == sorted(expected, key=repr)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that are read from shards from now on."""
+    rows: list[int] = []
+    read = OpenShard.read
+
+    def counted(self: OpenShard, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
+        rows.append(row)
+        return read(self, row, columns)
+
+    monkeypatch.setattr(open_shard.OpenShard, "read", counted)
+    return rows
+
+
+@pytest.mark.parametrize("choice", ["first", "all"])
+def test_what_was_chosen_is_kept_and_made_again_where_it_is_damaged(
+    choice: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metas = [{"width": width, "captions": ["a", "b"][: width % 3]} for width in range(30)]
+    file = shard_of(tmp_path / "0.tar", of_json(*metas))
+    rule = CaptionRule(fields=("captions",), choice=choice)
+    selection = Selection(filters=(Filter.of("width >= 10"),), captions=rule)
+    rows = count_reads(monkeypatch)
+    first = OpenShard(file, selection, None).chosen
+    assert len(rows) == 30
+    again = OpenShard(file, selection, None).chosen
+    assert len(rows) == 30
+    kept = [path for path in (own_cache / "index").rglob("*") if selection.identity in path.name]
+    assert len(kept) == 1
+    whole = kept[0].read_bytes()
+    damaged = [whole[:-70], b"", b"x" * 200, whole[:90] + b"\7" + whole[91:]]
+    found = [first, again]
+    for number, content in enumerate(damaged, 2):
+        kept[0].unlink()  # what was read before is still mapped
+        kept[0].write_bytes(content)
+        found.append(OpenShard(file, selection, None).chosen)
+        assert len(rows) == 30 * number and kept[0].read_bytes() == whole
+    for one in found:
+        assert np.array_equal(one.rows, first.rows) and one.dropped == first.dropped
+        assert (one.captions is None) == (choice == "first")
+        if one.captions is not None and first.captions is not None:
+            assert np.array_equal(one.captions, first.captions)
+    OpenShard(file, Selection(filters=(Filter.of("width >= 11"),), captions=rule), None)
+    assert len(rows) == 180  # other rules choose anew
+
+
+def test_a_shard_that_changes_is_chosen_from_anew(tmp_path: Path) -> None:
+    selection = Selection(filters=(Filter.of("width >= 10"),))
+    path = tmp_path / "0.tar"
+    before = OpenShard(shard_of(path, of_json({"width": 10}, {"width": 1})), selection, None)
+    assert before.chosen.rows.tolist() == [0]
+    file = shard_of(path, of_json({"width": 1}, {"width": 20}))
+    os.utime(path, ns=(1, 1))
+    assert OpenShard(ShardFile.at(path), selection, None).chosen.rows.tolist() == [1]
+    assert file.size == before.file.size
+
+
+def test_where_nothing_can_be_kept_it_is_chosen_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "file"))
+    selection = Selection(filters=(Filter.of("width >= 10"),))
+    file = shard_of(tmp_path / "0.tar", of_json({"width": 10}, {"width": 1}))
+    assert [OpenShard(file, selection, None).chosen.rows.tolist() for _ in range(2)] == [[0], [0]]
+
+
+def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
+    file = shard_of(tmp_path / "0.tar", of_json({"width": 10}, {}))
+    with pytest.raises(DataError) as caught:
+        make_manifest([[file]], Selection(filters=(Filter.of("width >= 1000"),)))
+    assert str(caught.value) == (
+        f"shard {file.url} holds no sample with image and caption; extensions seen: jpg (2), json (2), txt (2); "
+        "left out: not width >= 1000 (1), without width (1)"
+    )
+
+
+def test_a_field_in_which_no_caption_is_says_so(tmp_path: Path) -> None:
+    file = shard_of(tmp_path / "0.tar", of_json({"a": "x"}))
+    selection = Selection(captions=CaptionRule(fields=("b",), choice="all"))
+    with pytest.raises(DataError, match="no sample with image and caption; extensions seen"):
+        make_manifest([[file]], selection)
+
+
+def test_more_captions_than_are_told_apart(tmp_path: Path) -> None:
+    file = shard_of(tmp_path / "0.tar", of_json({"c": ["x"] * 70_000}))
+    opened = OpenShard(file, Selection(captions=CaptionRule(fields=("c",), choice="all")), None)
+    assert len(opened) == 65_535 and opened.caption_number(65_534) == 65_534
