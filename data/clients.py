@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.request import getproxies
 
 from clipkit.errors import DataError
 from data import patience
@@ -41,7 +42,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def client_of(protocol: str) -> Any:
-    """The client of this process for a protocol.
+    """The client of this process for a protocol, or for the files ("hub") of Hugging Face.
 
     A client does not survive a fork, as its thread stays behind. The parent's one is kept all the same: if it were
     dropped here it would say goodbye to the server on the parent's connection.
@@ -58,13 +59,15 @@ def _new_client(protocol: str) -> Any:
     settings: dict[str, Any] = {}
     if protocol in ("http", "https"):
         settings["client_kwargs"] = {"trust_env": True, "auto_decompress": False}
+    elif protocol == "hub":  # brings its own token, which an entry of ~/.netrc would contradict
+        settings["client_kwargs"] = {"proxy": getproxies().get("https"), "auto_decompress": False}
     elif protocol in ("s3", "s3a"):
         timeouts = {"connect_timeout": limits.connect_seconds, "read_timeout": limits.stall_seconds}
         settings["config_kwargs"] = {**timeouts, "retries": {"max_attempts": 0}, "max_pool_connections": 64}
     try:
         fsspec = importlib.import_module("fsspec")
         importlib.import_module("fsspec.asyn")
-        cls = fsspec.get_filesystem_class(protocol)
+        cls = fsspec.get_filesystem_class("https" if protocol == "hub" else protocol)
         if protocol == "hf":
             importlib.import_module("aiohttp")
         with told():
@@ -104,6 +107,9 @@ def failure_of(error: BaseException) -> TransferError:
         return of_status(status)
     if isinstance(error, FileNotFoundError):
         return of_status(404)
+    if name == "NoCredentialsError":  # of botocore
+        message = "no credentials in the environment or in ~/.aws; a public bucket needs FSSPEC_S3_ANON=true"
+        return TransferError(message, temporary=False, status=401)
     if (
         isinstance(error, PermissionError)
         or "Credential" in name

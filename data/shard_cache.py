@@ -172,14 +172,19 @@ class ShardCache:
         with ahead.changed:
             ahead.closed = True
             ahead.changed.notify_all()
+        until = time.monotonic() + 5.0
         for thread in list(ahead.threads):
-            thread.join(5.0)  # they are daemons: one that waits for a store does not keep us
+            thread.join(
+                max(0.0, until - time.monotonic())
+            )  # daemons: one that waits for a store does not keep us
 
     # Fetching ahead
 
     def _work(self, ahead: _Ahead) -> None:
         while (shard := self._next(ahead)) is not None:
             done = True
+            with ahead.changed:
+                ahead.failures.pop(shard, None)  # of an earlier try, which nobody has asked for
             try:
                 done = self._fetch_ahead(shard, ahead)
             except DataError as error:

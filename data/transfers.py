@@ -102,7 +102,7 @@ def _facts_of(about: Mapping[str, Any]) -> tuple[int, str]:
     size = about.get("size")
     lfs = about.get("lfs")
     candidates = [lfs.get("sha256") if lfs else None]
-    candidates += [about.get(name) for name in ("blob_id", "ETag", "etag", "generation", "mtime")]
+    candidates += [about.get(name) for name in ("blob_id", "generation", "ETag", "etag", "mtime")]
     version = next((str(one) for one in candidates if one), "")
     return -1 if size is None else int(size), version.strip('"')
 
@@ -174,7 +174,7 @@ def _of_http(client: Any, url: str, byte_range: str | None) -> Transfer:
     if protocol_of(url) == "hf":
         url, own = _of_hub(client, url)
         headers |= own
-        client = client_of("https")
+        client = client_of("hub")
     response = call(client, _get, client, _as_written(url), headers)
     checksum = None
     etags = [one.headers.get("X-Linked-ETag") for one in response.history]  # of Hugging Face

@@ -154,6 +154,10 @@ def test_a_repository_of_hugging_face(nginx: Nginx, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(clients, "_clients", {})
     monkeypatch.setenv("HF_TOKEN", "t0ken")
+    (tmp_path / "netrc").write_text(
+        "machine 127.0.0.1 login u password p-word\n"
+    )  # as those who use git have
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     [shard] = list_folder("hf://datasets/who/what/set")
     assert shard == ShardFile(url="hf://datasets/who/what/set/0.tar", size=len(data), version=digest)
     assert describe([shard.url]) == [shard]

@@ -192,11 +192,22 @@ def test_credentials_of_a_url_are_used_and_not_told(
     assert not any(secret in caplog.text for secret in SECRETS)
 
 
+def test_credentials_of_the_standard_file(
+    nginx: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nginx.put("0.tar", bytes(1000))
+    url = nginx.url("0.tar", of="secret/")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert "status 401" in error_of(lambda: describe([url]))
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login u password p-word\n")
+    assert describe([url])[0].size == 1000
+
+
 def test_s3_without_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     message = error_of(lambda: describe(["s3://pairs/0.tar"]))
-    assert message.startswith("s3://pairs/0.tar: access is denied") and "environment" in message
+    assert message.startswith("s3://pairs/0.tar: no credentials in the environment") and "ANON" in message
 
 
 def test_a_library_that_is_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:

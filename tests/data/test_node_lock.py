@@ -1,0 +1,76 @@
+"""Locks among threads and processes, some of which are killed."""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.node_lock import NodeLock
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
+
+def started(work: Callable[..., None], *args: Any) -> BaseProcess:
+    child = multiprocessing.get_context("fork").Process(target=work, args=args, daemon=True)
+    child.start()
+    return child
+
+
+def _hold(path: Path) -> None:
+    assert NodeLock(path).try_acquire()
+    path.with_suffix(".held").touch()
+    time.sleep(60)
+
+
+def _count(path: Path, number: Path, times: int) -> None:
+    for _ in range(times):
+        lock = NodeLock(path)
+        while not lock.try_acquire():
+            time.sleep(0.0005)
+        number.write_text(str(int(number.read_text()) + 1))
+        lock.release()
+
+
+def test_threads_and_processes_take_turns(tmp_path: Path) -> None:
+    path, number = tmp_path / "lock", tmp_path / "number"
+    number.write_text("0")
+    children = [started(_count, path, number, 50) for _ in range(3)]
+    threads = [threading.Thread(target=_count, args=(path, number, 50)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for child in children:
+        child.join(30)
+    assert number.read_text() == "300"
+    assert not path.exists()
+
+
+def test_a_lock_goes_with_its_process_and_not_with_a_fork(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    child = started(_hold, path)
+    while not path.with_suffix(".held").exists():
+        time.sleep(0.005)
+    lock = NodeLock(path)
+    assert not lock.try_acquire()
+    child.kill()
+    child.join()
+    assert lock.try_acquire() and not NodeLock(path).try_acquire()
+    child = started(time.sleep, 60)  # has what we had open, but not the lock
+    lock.release()
+    assert lock.try_acquire()
+    lock.release()
+    child.kill()
+    child.join()
+
+
+def test_no_place_for_a_lock(tmp_path: Path) -> None:
+    lock = NodeLock(tmp_path / "none" / "lock")
+    for _ in range(2):  # the first try leaves nothing held
+        with pytest.raises(FileNotFoundError):
+            lock.try_acquire()
