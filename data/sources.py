@@ -47,11 +47,17 @@ def _remote_shards(source: str, split: str) -> list[ShardFile]:
 
     if source.startswith("pipe:") or "{" in source or source.partition("?")[0].endswith(".tar"):
         return store.describe(list(_expanded(source)))
+    fault = DataError(f"no tar at {store.shown(source)} or in its folder {split!r}")
     for folder in (f"{source.rstrip('/')}/{split}", source.rstrip("/")):
-        if found := store.list_folder(folder):
-            _check_count(folder, len(found), store.read_text(f"{folder}/nshards.txt", limit=100))
+        try:
+            found = store.list_folder(folder)
+        except DataError as error:
+            fault = error
+            continue
+        if found:
+            _check_count(store.shown(folder), len(found), store.read_text(f"{folder}/nshards.txt", limit=100))
             return found
-    raise DataError(f"no tar at {store.shown(source)} or in its folder {split!r}")
+    raise fault
 
 
 def _shards_at(source: str, split: str) -> list[Path]:
