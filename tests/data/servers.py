@@ -124,7 +124,9 @@ class Nginx:
         self.start()
 
     def restart_after(self, seconds: float) -> None:
-        """Kill it, and start it again later."""
+        """Kill it, and start it again later, unless it is down already."""
+        if self._process is None:
+            return
         self.kill()
         self._timers.append(threading.Timer(seconds, self.start))
         self._timers[-1].start()
