@@ -2,14 +2,18 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from clipkit.errors import DataError
 from data.index import stored_index
 from data.open_shard import OpenShard
 from data.selection import Selection
@@ -53,7 +57,7 @@ def take_census(
     """Number and census of each shard, as they become known; the first one comes first.
 
     Raises:
-        DataError: a shard is broken or cannot be fetched.
+        DataError: a shard is broken or cannot be fetched, or a process was killed.
     """
     count = partial(_count, selection=selection, cache=cache)
     yield (
@@ -71,7 +75,8 @@ def _in_processes(
     count: Callable[[ShardFile], Census], shards: Sequence[ShardFile], numbers: Sequence[int]
 ) -> Iterator[tuple[int, Census]]:
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+    context = get_context("fork")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_leave_with_the_parent) as pool:
         running: dict[Future[Census], int] = {}
         ahead = iter(numbers)
         try:
@@ -82,8 +87,24 @@ def _in_processes(
                     return
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(done), done.result()
+        except BrokenProcessPool as error:
+            raise DataError("a process that counts shards was killed, often for want of memory") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _leave_with_the_parent() -> None:
+    """End this process at Ctrl-C without a traceback, and however its parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Thread(target=_end_after_parent, daemon=True).start()
+
+
+def _end_after_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None", stats: bool) -> Census:

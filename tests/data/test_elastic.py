@@ -1,0 +1,160 @@
+"""The batches of a training on other numbers of ranks and workers, of shards of very different sizes."""
+
+import hashlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from clipkit.text_input import ClipTokenizer
+from data.captions import CaptionRule
+from data.loader import Batch, Loader
+from data.manifest import make_manifest
+from data.order import Order
+from data.selection import Selection
+from data.shard_file import ShardFile
+from data.shards import Shards
+
+COUNTS, BATCH = (1, 7, 1000), 48
+STEPS = {"plain": 23, "mixture": 8}  # an epoch has 21
+Setup = tuple[int, int]  # ranks, and workers of each
+ALONE, FEW, MANY = (1, 0), (2, 1), (4, 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def picture(number: int) -> bytes:
+    pixels = np.random.default_rng(number).integers(0, 256, (12 + number % 5, 14, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[ShardFile]:
+    """Three shards, of 1, 7 and 1,000 samples; some pictures are broken."""
+    folder = tmp_path_factory.mktemp("uneven")
+    number = 0
+    for shard, count in enumerate(COUNTS):
+        with webdataset.TarWriter(str(folder / f"{shard}.tar"), encoder=False) as tar:
+            for _ in range(count):
+                image = picture(number)[: 30 if number % 97 == 5 else None]
+                caption = f"number {number}" + " word" * (number % 7)
+                tar.write({"__key__": f"{number:04d}", "png": image, "txt": caption.encode()})
+                number += 1
+    return [ShardFile.at(folder / f"{shard}.tar") for shard in range(len(COUNTS))]
+
+
+def make_loader(files: list[ShardFile], kind: str, **more: Any) -> Loader:
+    mixture = kind == "mixture"
+    captions = CaptionRule(choice="random", templates=("{}", "a picture of {}", "{}!"))
+    selection = Selection(captions=captions)
+    shards = Shards(make_manifest([[file] for file in files], selection), selection)
+    order = Order(
+        shards.counts,
+        seed=5,
+        batch_size=BATCH,
+        window=2,
+        sources=(1, 1, 1),
+        weights=(0.02, 0.1, 1) if mixture else (),
+    )
+    tokenizer = ClipTokenizer(context_length=16)
+    return Loader(shards=shards, order=order, image_size=8, tokenize=tokenizer, **more)
+
+
+def signs(batch: Batch) -> list[str]:
+    """A hash of each sample: its number, its pixels, its tokens (to the last that is not padding)."""
+    content = (
+        (number, image.numpy().tobytes(), np.trim_zeros(tokens.numpy(), "b").tobytes())
+        for number, image, tokens in zip(batch.ids.tolist(), batch.images, batch.tokens, strict=True)
+    )
+    return [hashlib.sha256(repr(one).encode()).hexdigest()[:16] for one in content]
+
+
+Seen = list[tuple[list[str], list[str]]]  # by step: the samples, and the keys of those that were bad
+
+
+def global_batches(files: list[ShardFile], kind: str, setup: Setup, start: int, stop: int) -> Seen:
+    """What all ranks together see, in the order of ranks."""
+    world, workers = setup
+    of_ranks = [
+        list(make_loader(files, kind, rank=rank, world=world, workers=workers).batches(start, stop))
+        for rank in range(world)
+    ]
+    for batches in of_ranks:  # no rank is without work, or has less of it
+        assert [len(batch.ids) for batch in batches] == [BATCH // world] * (stop - start)
+        assert all(len(batch.images) == len(batch.tokens) == BATCH // world for batch in batches)
+    return [
+        ([sign for part in parts for sign in signs(part)], [bad.key for part in parts for bad in part.bad])
+        for parts in zip(*of_ranks, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(files: list[ShardFile]) -> dict[str, Seen]:
+    """What a single process sees."""
+    return {kind: global_batches(files, kind, ALONE, 0, steps) for kind, steps in STEPS.items()}
+
+
+def test_every_sample_comes_once_an_epoch(files: list[ShardFile], expected: dict[str, Seen]) -> None:
+    loader = make_loader(files, "plain")
+    ids = np.concatenate([loader.order.batch(step).ids for step in range(21)])
+    assert len(np.unique(ids)) == len(ids) == 1008 == sum(COUNTS)
+    assert len({sign for row, _ in expected["plain"][:21] for sign in row}) == 1008
+    bad = {key for _, keys in expected["plain"][:21] for key in keys}
+    assert bad == {f"{number:04d}" for number in range(5, 1008, 97)}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("setup", [FEW, MANY], ids=["2x1", "4x3"])
+def test_other_numbers_of_ranks_and_workers_see_the_same(
+    setup: Setup, kind: str, files: list[ShardFile], expected: dict[str, Seen]
+) -> None:
+    assert global_batches(files, kind, setup, 0, STEPS[kind]) == expected[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "setup"),
+    [
+        ("plain", 1, FEW),
+        ("plain", 20, (3, 0)),
+        ("plain", 21, (6, 0)),
+        ("mixture", 3, (3, 1)),
+        ("mixture", 7, (48, 0)),
+    ],
+)
+def test_a_run_goes_on_with_other_numbers(
+    kind: str, stop: int, setup: Setup, files: list[ShardFile], expected: dict[str, Seen]
+) -> None:
+    """Stopped after any number of steps, in an epoch or at its end, and continued by others."""
+    until = min(stop + 3, STEPS[kind])
+    assert global_batches(files, kind, setup, stop, until) == expected[kind][stop:until]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_from_any_step_on_it_is_the_same(
+    kind: str, files: list[ShardFile], expected: dict[str, Seen]
+) -> None:
+    loaders = [make_loader(files, kind, rank=rank, world=4) for rank in range(4)]
+    for step in range(STEPS[kind] - 1, -1, -3):
+        rank = step % 4
+        part = BATCH // 4
+        assert signs(loaders[rank].batch(step)) == expected[kind][step][0][rank * part : (rank + 1) * part]
+
+
+def test_the_mixture_goes_through_small_sources_often(files: list[ShardFile]) -> None:
+    order = make_loader(files, "mixture").order
+    ids = np.concatenate([order.batch(step).ids for step in range(100)])
+    taken = np.bincount(np.searchsorted(np.cumsum(COUNTS), ids, side="right"))
+    assert np.abs(taken - np.array([0.02, 0.1, 1]) / 1.12 * len(ids)).max() <= 1
+    assert set(range(8)) <= set(ids.tolist())
