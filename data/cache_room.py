@@ -52,8 +52,8 @@ class CacheRoom:
         """
         if size > self._max_bytes:
             raise DataError(
-                f"{of} has {size} bytes or more, but the shard cache may hold {self._max_bytes} in all: let it "
-                "hold more"
+                f"{of} has {size} bytes or more, but the shard cache may hold {self._max_bytes} in all: raise "
+                "data.cache_gb"
             )
         until = time.monotonic() + STILL_SECONDS
         while True:
@@ -66,8 +66,8 @@ class CacheRoom:
                 raise NoRoom
             if time.monotonic() > until:
                 raise DataError(
-                    f"the shard cache {self._folder} is full of shards that are being fetched: let it hold more "
-                    f"than {self._max_bytes} bytes"
+                    f"the shard cache {self._folder} is full of shards that are being fetched, {self._max_bytes} "
+                    "bytes: raise data.cache_gb"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -124,7 +124,7 @@ class CacheRoom:
         if size > free:
             raise DataError(
                 f"the disk of the shard cache {self._folder} has no room for {size} bytes ({max(free, 0)} are "
-                "free): let the cache hold less, or name another folder"
+                "free): lower data.cache_gb, or name another folder by CLIPKIT_CACHE"
             )
 
 

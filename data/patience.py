@@ -16,6 +16,7 @@ from clipkit.errors import DataError
 __all__ = ["PATIENCE", "Attempts", "Patience", "TransferError", "of_status", "shown"]
 
 _log = logging.getLogger(__name__)
+_chance = random.SystemRandom()  # other after a fork, and nothing that anybody has seeded
 _QUIET_FAILURES = 2  # a hiccup is not worth a line in the log
 _PROGRESS = 1 << 20  # bytes that show that the store works again
 _AUTHORITY = re.compile(r"[\w.\-]*(:[0-9]*)?|\[[0-9a-fA-F:.]*\](:[0-9]*)?")
@@ -124,7 +125,7 @@ class Attempts:
         if not error.temporary:
             self.give_up(str(error))
         wait = min(PATIENCE.longest_wait, PATIENCE.first_wait * 2 ** (self._failures - 1))
-        wait *= random.uniform(0.5, 1.0)  # many readers that failed together must not come back together
+        wait *= _chance.uniform(0.5, 1.0)  # many readers that failed together must not come back together
         wait = min(max(wait, error.wait or 0.0), max(wait, PATIENCE.longest_wait))
         spent = time.monotonic() - self._since
         if self._failures >= PATIENCE.tries or spent + wait > PATIENCE.total_seconds:

@@ -271,7 +271,7 @@ class ShardCache:
             if time.monotonic() - since > STILL_SECONDS:
                 raise DataError(
                     f"another process has been fetching {place.file} without getting on for "
-                    f"{STILL_SECONDS:.0f} s: end it, or name another cache folder"
+                    f"{STILL_SECONDS:.0f} s: end it, or name another folder by CLIPKIT_CACHE"
                 )
         return lock
 

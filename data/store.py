@@ -184,7 +184,7 @@ def _read_on(shard: ShardFile, start: int, stop: int, data: bytearray, attempts:
     with closing(open_transfer(shard.url, here, stop)) as transfer:
         _check_same(shard, transfer)
         if transfer.start != here:
-            attempts.give_up("its server does not read from the middle of a file: use the cache for shards")
+            attempts.give_up("its server does not read from the middle of a file: set data.cache_gb above 0")
         while len(data) < stop - start and (part := transfer.read()):
             data += part[: stop - start - len(data)]
             attempts.received(len(part))

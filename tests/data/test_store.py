@@ -192,7 +192,7 @@ def test_the_output_of_a_command(tmp_path: Path) -> None:
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     assert (tmp_path / "got").read_bytes() == data
     assert "nobody knows its size" in error_of(lambda: RangedBytes(shard))
-    assert "use the cache" in error_of(lambda: read_range(shard, 5, 9))
+    assert "data.cache_gb" in error_of(lambda: read_range(shard, 5, 9))
     assert "no folder" in error_of(lambda: list_folder(shard.url))
     # half of it, and a failure; then all
     flag = tmp_path / "flag"

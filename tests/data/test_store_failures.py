@@ -124,7 +124,7 @@ def test_a_server_without_ranges(nginx: Nginx, tmp_path: Path) -> None:
     assert shard.size == len(data)
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     assert read_range(shard, 0, 10) == data[:10]
-    assert "use the cache" in error_of(lambda: read_range(shard, 10, 20))
+    assert "data.cache_gb" in error_of(lambda: read_range(shard, 10, 20))
 
 
 def test_a_full_disk_is_no_failure_of_the_store(nginx: Nginx, tmp_path: Path) -> None:
