@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from clipkit.errors import DataError, nearest, run_command
 from data.index_command import add_index
+from data.inspect_command import add_inspect
 
 if TYPE_CHECKING:
     from data.pack import PackReport
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--quiet", action="store_true", help="no progress bar")
     pack.set_defaults(command=_pack)
     add_index(commands)
+    add_inspect(commands)
     return parser
 
 

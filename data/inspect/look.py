@@ -1,0 +1,189 @@
+"""One shard looked into: which samples it has, how its members are named, or why it cannot be read."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from clipkit.errors import DataError
+from clipkit.tar import sample_name, tar_files
+from data.index import IMAGE, IMAGE_EXTENSIONS, ShardIndex, index_of_members, keep_index
+from data.inspect.findings import Place
+from data.open_shard import OpenShard
+from data.selection import Selection
+from data.shard_file import ShardFile
+
+if TYPE_CHECKING:
+    from data.shard_cache import ShardCache
+
+__all__ = ["Look", "MemberNames", "look_into"]
+
+_BLOCK = 512
+_CHECK_EVERY = 16_384  # members between looks at the clock
+_KNOWN = {*IMAGE_EXTENSIONS, "txt", "json", "cls"}
+_CODES = {extension: code for code, extension in enumerate(IMAGE_EXTENSIONS)}
+
+
+@dataclass(kw_only=True)
+class MemberNames:
+    """What only the names themselves tell, which an index does not keep.
+
+    Attributes:
+        extensions: members by extension, also of a shard that breaks off.
+        upper_case: extensions written in capitals.
+        hidden: members that belong to no sample.
+        repeated: members with the name of an earlier one of the same sample.
+        blocks: where pictures' data begin, in blocks of 512 bytes, rising.
+        codes: number of the extension of each.
+    """
+
+    extensions: Counter[str] = field(default_factory=Counter)
+    upper_case: Counter[str] = field(default_factory=Counter)
+    hidden: int = 0
+    repeated: int = 0
+    blocks: list[int] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+
+    def noted(
+        self, shard: str, members: Iterable[tuple[str, int, int]], until: float
+    ) -> Iterator[tuple[str, int, int]]:
+        """The same members, noted on their way; a DataError if there is no end, nor a pair, at that time."""
+        key, seen, some_pair = "", set[str](), False
+        for count, member in enumerate(members, start=1):
+            yield member
+            found = sample_name(member[0])
+            if found is None:
+                self.hidden += 1
+                continue
+            if found[0] != key:
+                key, seen = found[0], set()
+            extension = found[1]
+            self.extensions[extension] += 1
+            if extension in seen:
+                self.repeated += 1
+            elif (code := _CODES.get(extension)) is not None:
+                self.blocks.append(member[1] // _BLOCK)
+                self.codes.append(code)
+            seen.add(extension)
+            if not member[0].endswith(extension):
+                self.upper_case[member[0][-len(extension) :]] += 1
+            some_pair = some_pair or (bool(seen & {"txt", "json"}) and not seen.isdisjoint(_CODES))
+            if count % _CHECK_EVERY == 0 and not some_pair and time.monotonic() > until:
+                raise DataError(f"shard {shard} has no pair among its first {count} members")
+
+
+@dataclass(kw_only=True)
+class Look:
+    """What was seen of a shard.
+
+    Attributes:
+        number: in the list of shards.
+        file: the shard.
+        cause: why it cannot be read; empty if it can.
+        rows: (M,) uint32, of its index: samples that count.
+        groups: samples, whether they count or not.
+        dropped: those that do not count, by reason.
+        names: of its members.
+        key_hashes: (G,) int64 of its samples' keys.
+        keys: some of them.
+        apart: keys that come twice in it, and one of them.
+    """
+
+    number: int
+    file: ShardFile
+    cause: str = ""
+    rows: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    groups: int = 0
+    without_picture: int = 0
+    without_caption: int = 0
+    names: MemberNames = field(default_factory=MemberNames)
+    key_hashes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    keys: list[str] = field(default_factory=list)
+    apart: int = 0
+    apart_example: Place | None = None
+    _blocks: npt.NDArray[np.int64] | None = None
+
+    def extension_at(self, block: int) -> str:
+        """The extension of the picture whose data begin there, empty if nobody noted it."""
+        if self._blocks is None:
+            self._blocks = np.array(self.names.blocks, dtype=np.int64)
+        at = int(np.searchsorted(self._blocks, block))
+        if at < len(self._blocks) and self._blocks[at] == block:
+            return IMAGE_EXTENSIONS[self.names.codes[at]]
+        kinds = [one for one in self.names.extensions if one in _CODES]
+        return kinds[0] if len(kinds) == 1 else ""
+
+
+def look_into(
+    number: int,
+    file: ShardFile,
+    selection: Selection,
+    *,
+    cache: "ShardCache | None",
+    keys: int,
+    until: float,
+) -> Look:
+    """Look into a shard; what is wrong with it is told, not raised.
+
+    Args:
+        number: of the shard in the list.
+        file: the shard.
+        selection: which samples count.
+        cache: for remote shards.
+        keys: how many keys to keep, spread over the shard.
+        until: time (monotonic) after which a scan that has met no pair ends.
+    """
+    look = Look(number=number, file=file)
+    try:
+        index = _index(look, selection, cache, until)
+    except DataError as error:
+        look.cause = str(error)
+        return look
+    has = index.has()
+    chosen = selection.choose(index, lambda row: (None, {}))
+    look.rows, look.groups = chosen.rows, len(index)
+    picture = has[:, IMAGE]
+    usable = np.zeros(len(index), dtype=np.bool_)
+    usable[chosen.rows] = True
+    look.without_caption = int((picture & ~usable).sum())
+    look.without_picture = int((~picture & has[:, 1:].any(axis=1)).sum())
+    if not look.names.extensions:
+        look.names.extensions = Counter(index.extensions)
+    _note_keys(look, index, keys)
+    return look
+
+
+def _index(look: Look, selection: Selection, cache: "ShardCache | None", until: float) -> ShardIndex:
+    """The shard's index; a local one is scanned even if its index is stored, as that lacks the names."""
+    file = look.file
+    if file.is_remote:
+        return OpenShard(file, selection, cache).index
+    try:
+        members = tar_files(Path(file.url))
+        index = index_of_members(file.url, look.names.noted(file.url, members, until))
+    except OSError as error:
+        raise DataError(f"shard {file.url}: {error.strerror}") from error
+    keep_index(file, index)
+    return index
+
+
+def _note_keys(look: Look, index: ShardIndex, keys: int) -> None:
+    content, ends = index.key_bytes.tobytes(), index.key_ends.tolist()
+    starts = [0, *ends[:-1]]
+    hashes = [hash(content[start:end]) for start, end in zip(starts, ends, strict=True)]
+    look.key_hashes = np.array(hashes, dtype=np.int64)
+    step = max(1, len(index) // max(1, keys))
+    look.keys = [index.key(row) for row in range(0, len(index), step)][:keys]
+    first_at: dict[int, int] = {}
+    for row, one in enumerate(hashes):
+        if one in first_at and content[starts[row] : ends[row]] == index.key(first_at[one]).encode(
+            "utf-8", "replace"
+        ):
+            look.apart += 1
+            look.apart_example = look.apart_example or Place(shard=look.file.url, key=index.key(row))
+        first_at.setdefault(one, row)

@@ -1,0 +1,157 @@
+"""One sample read and made ready as a training would, with what is to be known of its picture on the way."""
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from clipkit.decode import decode_image, jpeg_size, open_image, pillow_errors
+from clipkit.errors import DataError
+from clipkit.tokenizer import CONTEXT_LENGTH, MAX_CHARACTERS, tokenize
+from data.augment import Augmentation, empty_batch, random_of, training_pixels
+from data.captions import CaptionRule
+from data.index import CAPTION, IMAGE, META
+from data.inspect.duplicates import look_code
+from data.inspect.findings import Place
+from data.open_shard import OpenShard, meta_of, text_of
+
+__all__ = ["Making", "Picture", "Trial", "caption_of", "try_sample"]
+
+_ORIENTATION = 0x0112  # the EXIF tag
+_GREY = ("1", "L", "LA", "I", "F")
+_FORMATS = {"MPO": "JPEG", "JPEG2000": "JPEG 2000", "DIB": "BMP"}  # what Pillow calls them
+_LEAST_SIDE = 64  # pixels that are enough to tell how a picture looks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Picture:
+    """What is known of a decoded picture."""
+
+    format: str
+    extension: str
+    width: int
+    height: int
+    file_bytes: int
+    marks: tuple[str, ...]
+    digest: bytes
+    code: npt.NDArray[np.int8]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Trial:
+    """A sample that was tried.
+
+    Attributes:
+        place: where it is.
+        shard, row: the same by numbers: of the shard in the list, of the sample in its index.
+        cause: why it is bad; empty if it is good.
+        caption: None where it was not read.
+        picture: None where it was not decoded.
+        crop: (3, S, S) uint8 as the model sees it.
+        make, text: seconds of a core's time for the picture, from file to crop, and for its caption.
+    """
+
+    place: Place
+    shard: int = 0
+    row: int = 0
+    cause: str = ""
+    caption: str | None = None
+    picture: Picture | None = None
+    crop: Tensor | None = None
+    make: float = 0.0
+    text: float = 0.0
+
+
+def caption_of(rule: CaptionRule, members: list[bytes | None]) -> str:
+    """The caption that a training would take of caption file and json; DataError if there is none."""
+    text, meta = text_of(members[0]), {}
+    if rule.reads_json or text is None:
+        meta = meta_of(members[1])
+    caption = rule.caption(text, meta, 0, None)
+    if caption is None:
+        raise DataError("empty caption")
+    if len(caption) > MAX_CHARACTERS:
+        raise DataError(f"caption of {len(caption)} characters")
+    return caption
+
+
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """How samples are made: the side of the crop in pixels, where captions are, the seed of the crops."""
+
+    image_size: int
+    captions: CaptionRule
+    seed: int = 0
+
+
+def try_sample(shard: OpenShard, row: int, how: Making, *, extension: str = "") -> Trial:
+    """Read, decode, crop and tokenize one sample; what is wrong with it is told in ``cause``."""
+    trial = Trial(place=Place(shard=shard.file.url, key=shard.index.key(row)), row=row)
+    try:
+        data, *rest = shard.read(row, (IMAGE, CAPTION, META))
+        _prepare(trial, data or b"", rest, how, extension)
+    except DataError as error:
+        trial.cause = str(error)
+    return trial
+
+
+def _prepare(trial: Trial, data: bytes, rest: list[bytes | None], how: Making, extension: str) -> None:
+    """The sample's way through a loader, by steps whose time is taken; DataError where it ends."""
+    begin = time.thread_time()
+    trial.caption = ""
+    trial.caption = caption_of(how.captions, rest)
+    tokenize([trial.caption], CONTEXT_LENGTH)
+    trial.text = time.thread_time() - begin
+    crop = empty_batch(1, how.image_size)[0]
+    begin = time.thread_time()
+    with torch.inference_mode():
+        training_pixels(
+            data,
+            image_size=how.image_size,
+            augmentation=Augmentation(),
+            random=random_of(how.seed, trial.row),
+            out=crop,
+        )
+    trial.make = time.thread_time() - begin
+    trial.crop = crop
+    trial.picture = _picture(data, extension)
+
+
+def _picture(data: bytes, extension: str) -> Picture:
+    """What is known of a picture that decodes."""
+    kind, size, marks = _header(data)
+    reduce = next((by for by in (8, 4, 2) if min(size) >= by * _LEAST_SIDE), 1)
+    return Picture(
+        format=kind,
+        extension=extension,
+        height=size[0],
+        width=size[1],
+        file_bytes=len(data),
+        marks=marks,
+        digest=hashlib.blake2b(data, digest_size=16).digest(),
+        code=look_code(decode_image(data, reduce=reduce)),
+    )
+
+
+def _header(data: bytes) -> tuple[str, tuple[int, int], tuple[str, ...]]:
+    """A picture's format by its bytes, its height and width, and what is special about it."""
+    try:
+        with pillow_errors(), open_image(data) as image:
+            kind = _FORMATS.get(image.format or "", image.format or "")
+            mode, size, clear = image.mode, (image.height, image.width), "transparency" in image.info
+            turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+    except DataError:  # simplejpeg reads some that Pillow does not
+        return "JPEG", jpeg_size(data) or decode_image(data).shape[:2], ()
+    grey16 = mode.startswith("I;16")
+    told = {
+        "grey": mode in _GREY or grey16,
+        "CMYK": mode in ("CMYK", "YCCK"),
+        "transparent": mode in ("RGBA", "LA", "PA", "La", "RGBa") or clear,
+        "16 bits": grey16 or (kind == "PNG" and data[24:25] == b"\x10"),
+        "turned by EXIF": turned,
+    }
+    return kind, size, tuple(mark for mark, there in told.items() if there)

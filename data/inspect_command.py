@@ -1,0 +1,141 @@
+"""``python -m data inspect``: what shards hold, before a training reads them."""
+
+import argparse
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clipkit.errors import DataError
+
+if TYPE_CHECKING:
+    from data.inspect.findings import Findings
+
+__all__ = ["add_inspect"]
+
+TEXT = """\
+SOURCE is what data.train takes: a folder, a tar, a brace pattern, a built-in
+corpus, or one of these at s3://, gs://, https:// or hf://. Where training
+would refuse a shard, this says so and goes on. Of many shards it looks into
+some, spread evenly, and says so.
+
+  python -m data inspect pairs --html pairs.html
+  python -m data inspect 'shards/{00000..00331}.tar' --samples 10000
+"""
+
+
+def add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its arguments."""
+    parser = commands.add_parser(
+        "inspect",
+        help="look into shards: what is missing, broken, bad, double, slow",
+        description="Look into shards before training on them.\n\n" + TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sources", metavar="SOURCE", nargs="+")
+    parser.add_argument(
+        "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
+    )
+    parser.add_argument(
+        "--samples", metavar="N", type=int, default=2000, help="how many to decode (default: 2000)"
+    )
+    parser.add_argument(
+        "--shards", metavar="N", type=int, default=64, help="how many to look into (default: 64)"
+    )
+    parser.add_argument(
+        "--image-size", metavar="PIXELS", type=int, default=224, help="of the model (default: 224)"
+    )
+    parser.add_argument(
+        "--rate",
+        metavar="R",
+        type=float,
+        default=1000.0,
+        help="samples/s that one GPU takes, to tell how many workers it needs (default: 1000)",
+    )
+    parser.add_argument(
+        "--captions",
+        metavar="NAMES",
+        default="txt",
+        help="where captions are, as data.captions has it: txt, or fields of the json, with commas (default: txt)",
+    )
+    parser.add_argument(
+        "--cache-gb",
+        metavar="GB",
+        type=float,
+        default=0.0,
+        help="keep so much of remote shards on this disk; 0 reads parts of them (default: 0)",
+    )
+    parser.add_argument("--html", metavar="OUT", type=Path, help="write one page with pictures, too")
+    parser.add_argument("--json", metavar="OUT", type=Path, help="write all figures as JSON, too")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(command=_inspect)
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    for out in (parsed.html, parsed.json):
+        if out is not None and (not out.parent.is_dir() or out.is_dir()):
+            raise DataError(f"cannot write {out}: name a file in a folder that exists")
+    from data.cache import shard_cache
+    from data.inspect import inspect
+    from data.inspect.page import page_of
+    from data.inspect.table import print_table
+
+    with _Bars(shown=not parsed.quiet) as bars:
+        found = inspect(
+            parsed.sources,
+            split=parsed.split,
+            samples=parsed.samples,
+            shards=parsed.shards,
+            image_size=parsed.image_size,
+            rate=parsed.rate,
+            captions=[one.strip() for one in parsed.captions.split(",") if one.strip()] or ["txt"],
+            cache=shard_cache(parsed.sources, parsed.cache_gb),
+            progress=bars.show,
+        )
+    print_table(found)
+    if parsed.html is not None:
+        _write(parsed.html, page_of(found))
+    if parsed.json is not None:
+        _write(parsed.json, _json(found))
+    return 0
+
+
+class _Bars:
+    """A progress bar for each kind of work, one after the other."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown, self._what = shown, ""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Bars":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def show(self, what: str, done: int, failed: int, total: int) -> None:
+        """So much of this is done."""
+        from clipkit.count_progress import CountProgress
+
+        if what != self._what:
+            self._stack.close()
+            self._what = what
+            self._bar = self._stack.enter_context(CountProgress(what, total=total, shown=self._shown))
+        self._bar.show(done, failed)
+
+
+def _json(found: "Findings") -> str:
+    return json.dumps(found.to_dict(), ensure_ascii=False, indent=1) + "\n"
+
+
+def _write(out: Path, text: str) -> None:
+    """A file that appears whole or not at all; half of a surrogate pair becomes a question mark."""
+    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        aside.write_bytes(text.encode("utf-8", "replace"))
+        aside.replace(out)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        aside.unlink(missing_ok=True)
