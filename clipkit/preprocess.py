@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from clipkit.decode import decode_image as decode_image  # where importers still look for it
 from clipkit.decode import decode_jpeg, open_image, pillow_errors
 from clipkit.errors import CheckpointError, ConfigError, DataError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from clipkit.decode import decode_image, jpeg_size
 from clipkit.errors import DataError
 
-__all__ = ["Augmentation", "empty_batch", "preload", "random_of", "train_transform", "training_pixels"]
+__all__ = ["Augmentation", "empty_batch", "preload", "random_of", "training_pixels"]
 
 _ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10
@@ -78,7 +78,11 @@ def training_pixels(
     random: np.random.Generator,
     out: Tensor,
 ) -> None:
-    """An encoded picture → ``out``, (3, S, S) uint8: decoded, then as by ``train_transform``.
+    """An encoded picture → ``out``, (3, S, S) uint8: a random crop resized by antialiased bicubic, flip, colours.
+
+    The crop keeps a share of the area between ``crop_scale`` and 1 at an aspect ratio between 3:4 and 4:3
+    (Szegedy et al. 2015); a ``crop_scale`` of 1 keeps the largest centred square. What bounds the time of a JPEG is
+    libjpeg's decoding, and torch's resizing.
 
     Args:
         data: the file's bytes.
@@ -103,24 +107,6 @@ def training_pixels(
     _augment(image, box, augmentation, random, out)
 
 
-def train_transform(
-    image: npt.NDArray[np.uint8],
-    *,
-    image_size: int,
-    augmentation: Augmentation,
-    random: np.random.Generator,
-) -> Tensor:
-    """(H, W, 3) uint8 → (3, S, S) uint8: a random crop resized by antialiased bicubic, then flip and colours.
-
-    The crop keeps a share of the area between ``crop_scale`` and 1 at an aspect ratio between 3:4 and 4:3
-    (Szegedy et al. 2015); a ``crop_scale`` of 1 keeps the largest centred square.
-    """
-    out = torch.empty((3, image_size, image_size), dtype=torch.uint8)
-    box = _crop(image.shape[0], image.shape[1], augmentation.crop_scale, random)
-    _augment(image, box, augmentation, random, out)
-    return out
-
-
 def _augment(
     image: npt.NDArray[np.uint8],
     box: _Box,
@@ -132,11 +118,13 @@ def _augment(
     top, left, height, width = box
     # torch's fast path for bytes takes pixels without gaps; it would copy them too, but more slowly
     cut = np.require(image[top : top + height, left : left + width], requirements=("C", "W"))
-    pixels = torch.from_numpy(cut).permute(2, 0, 1)  # channels last in memory
-    if pixels.shape != out.shape:
+    # one picture as a batch with channels last; torch would not know pixels[None] for that, and copy the result
+    pixels = torch.from_numpy(cut[None]).permute(0, 3, 1, 2)  # (1, 3, H, W)
+    if pixels.shape[1:] != out.shape:
         pixels = torch.nn.functional.interpolate(
-            pixels[None], size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
-        )[0]
+            pixels, size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
+        )
+    pixels = pixels[0]
     if augmentation.flip and random.random() < augmentation.flip:
         pixels = pixels.flip(-1)
     out.copy_(_recolour(pixels, augmentation, random))
