@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from clipkit.errors import DataError, nearest, run_command
 from data.index_command import add_index
 from data.inspect_command import add_inspect
+from data.speed import add_speed
 
 if TYPE_CHECKING:
     from data.pack import PackReport
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.set_defaults(command=_pack)
     add_index(commands)
     add_inspect(commands)
+    add_speed(commands)
     return parser
 
 
