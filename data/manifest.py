@@ -27,7 +27,7 @@ from data.selection import Selection
 from data.shard_file import ShardFile
 
 if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
 __all__ = ["Manifest", "make_manifest"]
 
@@ -167,7 +167,10 @@ class Manifest:
 
 
 def _name(url: str) -> str:
-    return url if url.startswith("pipe:") else url.rpartition("/")[2].partition("?")[0]
+    if url.startswith("pipe:"):
+        return url
+    path = url.partition("?")[0] if "://" in url else url  # a signature may hold slashes
+    return path.rpartition("/")[2]
 
 
 def _difference(old: tuple[str, int, int, str], new: tuple[str, int, int, str]) -> str:
@@ -255,7 +258,7 @@ def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Select
         extensions.update(census.extensions)
         dropped.update(census.dropped)
     seen = ", ".join(f"{name} ({count})" for name, count in extensions.most_common(8)) or "none"
-    where = f"shard {first.url} holds" if len(found) == 1 else f"the first {len(found)} shards hold"
+    where = f"shard {first.shown} holds" if len(found) == 1 else f"the first {len(found)} shards hold"
     because = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common(4))
     why = f"; left out: {because}" if selection.filters and because else ""
     return f"{where} no sample with {' and '.join(selection.need)}; extensions seen: {seen}{why}"

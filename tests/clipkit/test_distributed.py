@@ -1,5 +1,6 @@
-"""One true gradient: any number of processes and any accumulation give the single process's, by real gloo ranks."""
+"""Real gloo ranks: any number of processes and any accumulation give one process's gradient; bytes arrive."""
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-PROGRAM = Path(__file__).with_name("gradient_program.py")
+from clipkit import distributed
+
+HERE = Path(__file__).parent
+
+
+def _run(program: str, *arguments: str, world: int) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    command = [*(launch if world > 1 else [sys.executable]), str(HERE / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-12000:]
 
 
 def _gradients(out: Path, *, world: int, parts: int) -> dict[str, torch.Tensor]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [*(launch if world > 1 else [sys.executable]), str(PROGRAM), str(out), str(parts)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-12000:]
+    _run("gradient_program.py", str(out), str(parts), world=world)
     return load_file(out)
 
 
@@ -37,3 +44,12 @@ def test_gradients_of_many_processes_are_those_of_one(
         difference = float((gradient.double() - reference).norm() / reference.norm().clamp_min(1e-30))
         assert difference < (1e-10 if dtype == "float64" else 1e-4), (name, difference)
     assert float(one_process["float64/logit_scale"].abs()) > 1e-6  # the temperature takes part
+
+
+@pytest.mark.slow
+def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path) -> None:
+    _run("bytes_program.py", str(tmp_path), world=2)
+    contents = (b"x", bytes(range(256)) * 5000 + b"end", b"\0" * 7)
+    expected = [hashlib.sha256(content).hexdigest() for content in contents]
+    assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [expected] * 2
+    assert [distributed.bytes_of_chief(content) for content in (*contents, b"")] == [*contents, b""]

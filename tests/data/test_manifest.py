@@ -184,7 +184,7 @@ BEFORE = [("/d/0.tar", 10, 5, "aa"), ("/d/1.tar", 20, 6, "bb"), ("/d/2.tar", 30,
         ([BEFORE[0], ("/d/1.tar", 20, 6, "xx"), BEFORE[2]], ["1.tar holds other samples"]),
         ([BEFORE[0], ("/d/1.tar", 20, 9, ""), BEFORE[2]], []),  # only stated: nobody knows better
         ([BEFORE[0], ("/d/1.tar", 20, 9, ""), ("/d/2.tar", 31, 7, "")], ["2.tar has 31 bytes, it had 30"]),
-        ([("/d/0.tar?signature=5", 10, 5, "aa"), *BEFORE[1:]], []),
+        ([("https://h/0.tar?signature=a/b", 10, 5, "aa"), *BEFORE[1:]], []),
     ],
 )  # fmt: skip
 def test_what_is_said_of_changes(now: list[tuple[str, int, int, str]], said: list[str]) -> None:

@@ -16,7 +16,7 @@ from data.order import Order
 
 ROOT = Path(__file__).parents[2]
 
-counts_of_shards = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+counts_of_shards = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
 seeds = st.integers(0, 2**63 - 1)
 
 
@@ -152,6 +152,15 @@ def test_a_far_step_costs_what_a_near_one_does() -> None:
     (source,) = order._sources
     arrays = [array for kept in source._recent.values() for array in kept]
     assert len(source._recent) == 1 and sum(array.nbytes for array in arrays) < 2 << 20
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_trillion_steps_are_as_good_as_one(wrap: bool) -> None:
+    order = Order([7, 0, 30, 13], seed=3, batch_size=10, window=2, wrap=wrap)
+    first = 10**12
+    ids = np.concatenate([order.batch(step).ids for step in range(first, first + 5)])
+    assert sorted(ids.tolist()) == list(range(50))
+    assert order.batch(first).epochs.tolist() == [first // 5] * 10
 
 
 def test_many_small_windows_in_a_batch_cost_no_more_than_few() -> None:

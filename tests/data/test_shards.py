@@ -1,4 +1,4 @@
-"""Shards as one list of samples, and the ways to name them."""
+"""Shards as one list of samples."""
 
 import json
 import multiprocessing
@@ -9,12 +9,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import braceexpand
 import pytest
 import webdataset
 
 from clipkit.errors import DataError
-from data import open_shard, sources
+from data import open_shard
 from data import shards as shards_module
 from data.shard_file import ShardFile
 from data.shards import Sample, Shards
@@ -290,81 +289,11 @@ def test_no_pair_names_the_extensions_seen(tmp_path: Path) -> None:
         Shards.of([])
 
 
-def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = folder / "train"
-    all_of_them = [train / f"{number}.tar" for number in range(12)]
-    assert paths_of(str(folder)) == paths_of(str(train)) == all_of_them
-    assert paths_of(f"{train}/3.tar") == [all_of_them[3]]
-    assert paths_of(f"{train}/{{3..5}}.tar") == all_of_them[3:6]
-    assert paths_of(f"{train}/{{7,3}}.tar") == [all_of_them[7], all_of_them[3]]
-    long = ",".join(str(number) for number in range(12)) + ",0" * 300  # longer than any file name
-    assert len(paths_of(f"{train}/{{{long}}}.tar")) == 312
-    monkeypatch.setenv("HOME", str(folder))
-    assert paths_of("~/train/{3..5}.tar") == all_of_them[3:6]
-    assert paths_of("~") == all_of_them
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{folder}/train/{{0..14}}.tar", "3 of 15 shards are missing, the first is {folder}/train/12.tar"),
-        ("{folder}/train/{{0..3.tar", "the braces of '{folder}/train/{{0..3.tar' do not balance"),
-        ("{folder}/train/99.tar", "no data at '{folder}/train/99.tar': not a folder, a tar, or a built-in"),
-        ("glyph", "no data at 'glyph': not a folder, a tar, or a built-in corpus (digits, glyphs, icons)"),
-        ("", "no data: the source is empty"),
-        ("x" * 300, "cannot look for data at 'xxx"),
-        ("x/" * 2500, "cannot look for data at 'x/x/"),
-        ("{{1,2}}" + "x" * 300, "cannot look for data at '{{1,2}}xxx"),
-        ("~there-is-no-such-user/x", "cannot look for data at '~there-is-no-such-user/x': "),
-        ("x{{0..300000000}}.tar", "the braces of 'x{{0..300000000}}.tar' stand for more than 1000000 shards"),
-        (
-            "{{0..9999}}{{0..9999}}",
-            "the braces of '{{0..9999}}{{0..9999}}' stand for more than 1000000 shards",
-        ),
-        ("{{0,{{0..9}}{{0..999999..-5}}}}", "the braces of '{{0,{{0..9}}{{0..999999..-5}}}}' stand for more"),
-        ("{{0.." + "9" * 5000 + "}}", "the braces of '{{0..999"),
-        ("{{" * 5000 + "1,2" + "}}" * 5000, "the braces of '{{{{{{"),
-    ],
-)
-def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        paths_of(source.format(folder=folder))
-    assert str(caught.value).startswith(message.format(folder=folder))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "count"),
-    [
-        ("a", 1), ("{a}", 1), ("{a,b}", 2), ("{0..9}", 10), ("{9..0..3}", 4), ("{-3..-1}{a,b}", 6),
-        ("{0..9..0}", 10), ("{a,{1..3},c{1,2}}x{3,4}", 12), (r"\{1..9\}", 1), (r"{a\,b,c}", 2),
-        ("{{1..4},{5..6}}", 6), ("a,b", 1),
-    ],
-)  # fmt: skip
-def test_names_are_counted_before_they_are_made(pattern: str, count: int) -> None:
-    assert sources._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
-
-
 def test_a_folder_whose_name_is_no_utf8(folder: Path) -> None:
     moved = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
     shards = Shards.of(find_shards(str(moved)))
     assert len(shards) == 23 and shards.read(3).caption == "caption 3 ü"
     assert len(shards.fingerprint()) == 16
-
-
-def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
-    with pytest.raises(DataError, match=f"no tar of split 'test' in {folder}; it has the folders train"):
-        paths_of(str(folder), split="test")
-    (folder / "train" / "11.tar").unlink()
-    with pytest.raises(DataError, match=r"has 11 shards, but nshards.txt says '12'"):
-        paths_of(str(folder))
-    (folder / "train" / "nshards.txt").write_bytes(b"\xff\n")
-    with pytest.raises(DataError, match=r"nshards.txt says"):
-        paths_of(str(folder))
-    (folder / "train" / "nshards.txt").write_text("9" * 5000)
-    with pytest.raises(DataError, match=r"nshards.txt says"):
-        paths_of(str(folder))
-    (folder / "train" / "nshards.txt").unlink()
-    assert len(paths_of(str(folder))) == 11
 
 
 @pytest.fixture(scope="module", autouse=True)
