@@ -33,7 +33,10 @@ from clipkit.architectures import (
 )
 from clipkit.errors import ConfigError, nearest
 
-__all__ = ["architecture", "check_names", "from_open_clip", "open_clip_config", "to_open_clip"]
+__all__ = [
+    "architecture", "check_names", "from_open_clip", "open_clip_config", "open_clip_files",
+    "to_open_clip",
+]  # fmt: skip
 
 OPEN_CLIP, TIMM, TRANSFORMERS, CBOW = "open_clip:", "timm:", "transformers:", "cbow"
 
@@ -107,11 +110,11 @@ def check_names(name: str, image: str = "", text: str = "") -> None:
         ConfigError: says what is known.
     """
     if name.startswith(OPEN_CLIP):
-        known = _open_clip_files()
+        known = open_clip_files()
         if name.removeprefix(OPEN_CLIP) not in known:
             hint = nearest(name.removeprefix(OPEN_CLIP), known)
             raise ConfigError(f"model.name = {name!r} is no architecture of open_clip: {hint}")
-    elif name in _open_clip_files() and name not in ARCHITECTURES:
+    elif name in open_clip_files() and name not in ARCHITECTURES:
         raise ConfigError(
             f"model.name = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}"
         )
@@ -125,13 +128,13 @@ def check_names(name: str, image: str = "", text: str = "") -> None:
 
 def open_clip_config(name: str) -> dict[str, Any]:
     """The configuration that open_clip has for ``open_clip:NAME``, as it is stored in that package."""
-    config = json.loads(_open_clip_files()[name.removeprefix(OPEN_CLIP)].read_text(encoding="utf-8"))
+    config = json.loads(open_clip_files()[name.removeprefix(OPEN_CLIP)].read_text(encoding="utf-8"))
     assert isinstance(config, dict)
     return config
 
 
 @cache
-def _open_clip_files() -> dict[str, Path]:
+def open_clip_files() -> dict[str, Path]:
     package = importlib.util.find_spec("open_clip")  # found without importing it, which would load far more
     assert package is not None and package.origin is not None
     return {path.stem: path for path in Path(package.origin).with_name("model_configs").glob("*.json")}

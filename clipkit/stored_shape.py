@@ -15,7 +15,7 @@ from torch import Tensor
 from clipkit.architectures import ARCHITECTURES, Architecture, OpenClipVision, TextTower, VisionTower
 from clipkit.checkpoint import check_weights
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.family import OPEN_CLIP, _open_clip_files, from_open_clip, open_clip_config
+from clipkit.family import OPEN_CLIP, open_clip_files, from_open_clip, open_clip_config
 from clipkit.model import CLIP
 from clipkit.resample import fit_positions
 
@@ -129,7 +129,7 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
     except CheckpointError:
         return []
     known = dict(ARCHITECTURES)
-    for name in sorted(_open_clip_files().keys() - known.keys()):
+    for name in sorted(open_clip_files().keys() - known.keys()):
         config = open_clip_config(name)
         if config["embed_dim"] == found.embed_dim and not config["text_cfg"].get("hf_model_name"):
             known[OPEN_CLIP + name] = from_open_clip(config)

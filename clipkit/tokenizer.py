@@ -30,7 +30,10 @@ from clipkit.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tokenizers.models import BPE
 
-__all__ = ["CONTEXT_LENGTH", "END_OF_TEXT", "MAX_CHARACTERS", "START_OF_TEXT", "VOCABULARY", "tokenize"]
+__all__ = [
+    "CONTEXT_LENGTH", "END_OF_TEXT", "MAX_CHARACTERS", "START_OF_TEXT", "VOCABULARY", "byte_symbols",
+    "pair_merges", "tokenize", "tokens_in_order",
+]  # fmt: skip
 
 CONTEXT_LENGTH = 77
 START_OF_TEXT, END_OF_TEXT = 49406, 49407
@@ -278,10 +281,8 @@ class _Model(NamedTuple):
 def _model() -> _Model:
     from tokenizers.models import BPE
 
-    merges = _merges()
-    symbols = _byte_symbols()
-    tokens = [*symbols.values(), *(symbol + "</w>" for symbol in symbols.values()), *map("".join, merges)]
-    vocabulary = {token: i for i, token in enumerate([*tokens, *_SPECIAL])}
+    merges, symbols = pair_merges(), byte_symbols()
+    vocabulary = {token: i for i, token in enumerate([*tokens_in_order(), *_SPECIAL])}
     bpe = BPE(vocabulary, merges, end_of_word_suffix="</w>", cache_capacity=0)
     words = {token[:-4]: i for token, i in vocabulary.items() if token.isascii() and token.endswith("</w>")}
     words |= {token: vocabulary[token] for token in _SPECIAL}
@@ -290,7 +291,14 @@ def _model() -> _Model:
     return _Model(bpe=bpe, symbols=symbols, words=ids, plain_words=letters)
 
 
-def _merges() -> list[tuple[str, str]]:
+def tokens_in_order() -> list[str]:
+    """The vocabulary without its two special tokens; a token's place is its id."""
+    symbols = list(byte_symbols().values())
+    return [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, pair_merges())]
+
+
+def pair_merges() -> list[tuple[str, str]]:
+    """The pairs of the byte-pair encoding in their order, from the file that open_clip_torch ships."""
     package = importlib.util.find_spec("open_clip")  # found without importing it, which would load far more
     assert package is not None and package.origin is not None
     path = Path(package.origin).with_name(f"{VOCABULARY}.txt.gz")
@@ -298,7 +306,7 @@ def _merges() -> list[tuple[str, str]]:
     return [(left, right) for left, right in (line.split() for line in lines)]
 
 
-def _byte_symbols() -> dict[int, str]:
+def byte_symbols() -> dict[int, str]:
     """A printable character for each byte in the vocabulary's order: itself, or the next from U+0100 on."""
     printable = [
         *range(ord("!"), ord("~") + 1),

@@ -29,7 +29,7 @@ from clipkit.export.samples import Samples, difference
 from clipkit.huggingface import to_transformers, transformers_configs
 from clipkit.model import CLIP
 from clipkit.text_input import ClipTokenizer
-from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT, _byte_symbols, _merges
+from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT, pair_merges, tokens_in_order
 
 __all__ = [
     "check", "check_sentence_transformers", "obstacle", "write", "write_clip_tokenizer",
@@ -112,9 +112,8 @@ def write_clip_tokenizer(folder: Path) -> list[str]:
         processors,
     )
 
-    symbols, merges = list(_byte_symbols().values()), _merges()
-    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *("".join(pair) for pair in merges)]
-    vocabulary = {token: number for number, token in enumerate([*tokens, START, END])}
+    merges = pair_merges()
+    vocabulary = {token: number for number, token in enumerate([*tokens_in_order(), START, END])}
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>"))
     made.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
