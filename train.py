@@ -39,7 +39,13 @@ from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
 from clipkit.optim import adamw, learning_rate
 from clipkit.process import StopRequest, check_launch, loss_after
 from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
-from clipkit.run_folder import append_bad_samples, bad_samples_file, check_bad_samples, only_trainer_of
+from clipkit.run_folder import (
+    append_bad_samples,
+    bad_samples_file,
+    check_bad_samples,
+    manifest_file,
+    only_trainer_of,
+)
 from clipkit.text_input import tokenizer_of
 from data.augment import Augmentation
 from data.cache import shard_cache
@@ -48,7 +54,7 @@ from data.loader import Batch, Loader
 from data.manifest import Manifest, make_manifest
 from data.order import Order
 from data.selection import Filter, Selection
-from data.shard_cache import ShardCache
+from data.remote.shard_cache import ShardCache
 from data.shards import Shards
 from data.sources import find_shards
 from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_datasets, read_results
@@ -59,7 +65,7 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 
 
 def main() -> int:
-    # 1. The configuration: printed, and never changed from here on.
+    # 1. The configuration, which never changes from here on.
     options = parse_arguments()
     stop = StopRequest()
     config = load_config(options.config, options.overrides)
@@ -79,8 +85,6 @@ def main() -> int:
     # 3. The run folder: ours alone, and of this configuration.
     with only_trainer_of(run, config, chief=chief):
         # 4. The data, training and evaluation, checked before anything is computed.
-        if chief:
-            print(to_toml(config), file=sys.stderr)
         selection = selection_of(config)
         cache = shard_cache(config.data.sources, config.data.cache_gb)
         shards = Shards(manifest_of(config, selection, cache, run, chief=chief), selection, cache=cache)
@@ -143,6 +147,8 @@ def main() -> int:
             trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
         # 7. The loop.
+        if chief:
+            print(to_toml(config), file=sys.stderr)
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
         progress.say(describe(model, order, shards, world, device, bf16=bf16, steps=config.steps))
         progress.say(beginning(run, state.step, config))
@@ -309,12 +315,12 @@ def manifest_of(
         sources = [find_shards(source) for source in config.data.sources]
         with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
             manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
-        earlier = Manifest.load(run / "data.manifest")
+        earlier = Manifest.load(manifest_file(run))
         if earlier is not None and latest_checkpoint(run) is not None:
             if changes := manifest.changes_since(earlier):
                 raise other_data(run, "; ".join(changes))
             manifest = manifest.with_counts_of(earlier)
-        manifest.save(run / "data.manifest")
+        manifest.save(manifest_file(run))
         content = manifest.to_bytes()
     shared = Manifest.from_bytes(distributed.bytes_of_chief(content))
     assert shared is not None
@@ -370,7 +376,7 @@ def describe(
     skipped = ", ".join(f"{count} {reason}" for reason, count in shards.manifest.dropped.items())
     return (
         f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}; "
-        f"{order.samples} samples in {len(shards.manifest)} shards (skipped: {skipped or 'none'}), "
+        f"{order.samples} samples, skipped: {skipped or 'none'}; "
         f"{order.describe(steps)}"
     )
 

@@ -349,8 +349,19 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     return kind(**given)
 
 
+# what other trainers call the same
+_ALSO_CALLED = {
+    "learning_rate": "optim.lr", "wd": "optim.weight_decay", "warmup_steps": "optim.warmup",
+    "num_workers": "data.workers", "train_data": "data.train", "max_steps": "steps", "epochs": "steps",
+    "local_batch_size": "batch_size", "accum_freq": "accumulate", "amp": "precision", "output": "out",
+    "output_dir": "out", "pretrained": "model.weights", "dataset_resampled": "data.resample",
+}  # fmt: skip
+
+
 def _nearest_key(key: str) -> str:
     known = list(_flat(Config()))
+    if also := _ALSO_CALLED.get(key.rsplit(".", 1)[-1]):
+        return f"did you mean {also!r}?"
     last = {one.rsplit(".", 1)[-1]: one for one in reversed(known)}
     name = key.rsplit(".", 1)[-1]
     return f"did you mean {last[name]!r}?" if name in last else nearest(key, known)

@@ -33,11 +33,18 @@ class CheckpointError(ClipkitError):
     """A checkpoint or run folder that is missing, incomplete, or belongs to something else."""
 
 
+_MOST_NAMES = 1200  # characters of known names that a message may list
+_SOME = 12  # of them, where there are more
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the nearest known one if there is one, else all of them."""
+    """A hint for an unknown name: the nearest known one if there is one, else all of them, or the first of many."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(names)
+    if close := get_close_matches(name, names, n=1):
+        return f"did you mean {close[0]!r}?"
+    shown = len(names) if len(", ".join(names)) <= _MOST_NAMES else _SOME
+    more = f" and {len(names) - shown:,} more" if shown < len(names) else ""
+    return f"known: {', '.join(names[:shown])}{more}"
 
 
 def run_command(command: Callable[[], int | None]) -> NoReturn:

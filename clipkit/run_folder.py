@@ -2,6 +2,7 @@
 
 RUN/.lock                     held by the process that trains, whose name it holds
 RUN/config.toml               the configuration
+RUN/data.manifest             what it is trained on, see data/manifest.py
 RUN/bad_samples.jsonl         samples that were replaced, a line each; of rank 3: bad_samples-3.jsonl
 """
 
@@ -17,9 +18,11 @@ from typing import Any, TextIO
 from clipkit.config import Config, changes, load_config, to_toml
 from clipkit.errors import ConfigError, DataError
 
-__all__ = ["append_bad_samples", "bad_samples_file", "check_bad_samples", "only_trainer_of"]
+__all__ = [
+    "append_bad_samples", "bad_samples_file", "check_bad_samples", "manifest_file", "only_trainer_of",
+]  # fmt: skip
 
-_LOCK, _CONFIG = ".lock", "config.toml"
+_LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
 _FIRST_SAMPLES = 1000
 _LONGEST_NAME = 200  # characters of a process's name
 
@@ -81,7 +84,7 @@ def _claim(run: Path, config: Config) -> None:
                 f"set out=… for a new run (model.weights={run} starts from this one's weights), "
                 "or remove that folder"
             )
-    elif any(path.name not in (_LOCK, _CONFIG) and not _is_aside(path) for path in run.iterdir()):
+    elif any(path.name not in (_LOCK, _CONFIG, _MANIFEST) and not _is_aside(path) for path in run.iterdir()):
         raise ConfigError(f"{run} exists and is no run folder: set another out=")
     try:
         aside.write_text(to_toml(config), encoding="utf-8")
@@ -94,6 +97,11 @@ def _claim(run: Path, config: Config) -> None:
 def _is_aside(path: Path) -> bool:
     """Whether a file was being written when its writer was killed, or the disk was full."""
     return path.name.startswith(".") and path.name.endswith(".partial")
+
+
+def manifest_file(run: Path) -> Path:
+    """Where it is written what the run is trained on."""
+    return run / _MANIFEST
 
 
 def bad_samples_file(run: Path, rank: int) -> Path:

@@ -58,8 +58,12 @@ def sample_name(name: str) -> tuple[str, str] | None:
     return f"{folder}/{stem}" if folder else stem, extension.lower()
 
 
-def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
+def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
     """Name, data offset and size of every regular file of a tar, in its order; GNU and PAX long names are followed.
+
+    Args:
+        path: the tar.
+        called: its name in messages, if it is another one.
 
     Raises:
         DataError: the file is compressed, not a tar, or not whole; what lies before the fault was given.
@@ -67,9 +71,9 @@ def tar_files(path: Path) -> Iterator[tuple[str, int, int]]:
     """
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
-            raise DataError(f"shard {path} is empty (0 bytes)")
+            raise DataError(f"shard {called or path} is empty (0 bytes)")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as tar:
-            yield from tar_files_of(str(path), tar)
+            yield from tar_files_of(called or str(path), tar)
 
 
 def tar_files_of(shard: str, tar: Content) -> Iterator[tuple[str, int, int]]:

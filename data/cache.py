@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from data.shard_file import is_remote
 
 if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
 __all__ = ["cache_folder", "shard_cache"]
 
@@ -26,6 +26,6 @@ def shard_cache(sources: Sequence[str], gigabytes: float) -> "ShardCache | None"
     """Where this machine keeps up to so much of remote shards; None if there are none, or nothing is to be kept."""
     if not gigabytes or not any(map(is_remote, sources)):
         return None
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
     return ShardCache(cache_folder() / "shards", int(gigabytes * 1e9))

@@ -20,7 +20,7 @@ from data.selection import Selection
 from data.shard_file import ShardFile
 
 if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
 __all__ = ["Census", "take_census"]
 
@@ -135,7 +135,7 @@ def _stated(shard: ShardFile) -> int | None:
 
 def _small_file(url: str, *, remote: bool) -> str | None:
     if remote:
-        from data import store
+        from data.remote import store
 
         return store.read_text(url, limit=_MAX_STATS_BYTES)
     try:

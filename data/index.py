@@ -110,9 +110,9 @@ def index_shard(shard: ShardFile, path: Path | None = None) -> ShardIndex:
     if index is not None:
         return index
     try:
-        index = index_of_members(shard.url, tar_files(path or Path(shard.url)))
+        index = index_of_members(shard.shown, tar_files(path or Path(shard.url), called=shard.shown))
     except OSError as error:
-        raise DataError(f"shard {shard.url}: {error.strerror}") from error
+        raise DataError(f"shard {shard.shown}: {error.strerror}") from error
     keep_index(shard, index)
     return index
 
@@ -126,7 +126,7 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
 
 def index_place(shard: ShardFile) -> Path:
     """Where the index of a shard is kept."""
-    identity = f"{_VERSION}\n{shard.url}\n{shard.size}\n{shard.version}"
+    identity = f"{_VERSION}\n{shard.shown}\n{shard.size}\n{shard.version}"
     digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
     return cache_folder() / "index" / digest[:2] / f"{digest}.index"
 

@@ -23,11 +23,12 @@ from data.selection import Chosen, Selection
 from data.shard_file import ShardFile
 
 if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
 __all__ = ["MAX_MEMBER_BYTES", "OpenShard"]
 
 MAX_MEMBER_BYTES = 256 << 20  # a single picture or caption file beyond this is an attack or an accident
+_TRIES = 5
 _NEAR = 16 << 10  # bytes between members that are read along rather than asked for apart
 
 
@@ -50,13 +51,9 @@ class OpenShard:
     def __init__(self, file: ShardFile, selection: Selection, cache: "ShardCache | None") -> None:
         self.file = file
         self._descriptor = -1
-        path = _path(file, selection, cache)
-        if path is not None:
-            try:
-                self._descriptor = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise DataError(f"shard {file.url}: {error.strerror}") from error
-        self.index = _index(file, path)
+        if not file.is_remote or cache is not None:
+            self._descriptor = _opened(file, cache)
+        self.index = _index(file, self._descriptor)
         self.chosen = self._choose(selection)
 
     def __del__(self) -> None:
@@ -110,7 +107,7 @@ class OpenShard:
         if size > MAX_MEMBER_BYTES:
             raise DataError(f"a member of {size} bytes is over the limit of {MAX_MEMBER_BYTES}")
         if self._descriptor < 0:
-            from data import store
+            from data.remote import store
 
             return store.read_range(self.file, offset, offset + size)
         try:
@@ -174,24 +171,27 @@ def label_of(data: bytes | None) -> int | None:
     return int(text)
 
 
-def _path(file: ShardFile, selection: Selection, cache: "ShardCache | None") -> Path | None:
-    """Where its bytes lie on this machine, fetched if they must be; None to read them over the network."""
-    if not file.is_remote:
-        return Path(file.url)
-    if cache is not None:
-        return cache.fetch(file)
+def _opened(file: ShardFile, cache: "ShardCache | None") -> int:
+    """A descriptor of a shard's bytes on this machine, fetched if they must be."""
+    for tried in range(_TRIES):
+        try:
+            return os.open(cache.fetch(file) if cache is not None else file.url, os.O_RDONLY)
+        except OSError as error:
+            # between fetching and opening it may have had to make room
+            if cache is None or not isinstance(error, FileNotFoundError) or tried + 1 == _TRIES:
+                raise DataError(f"shard {file.shown}: {error.strerror}") from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _index(file: ShardFile, descriptor: int) -> ShardIndex:
+    if descriptor >= 0:
+        return index_shard(file, Path(f"/dev/fd/{descriptor}") if file.is_remote else None)
     if file.size < 0:
-        raise DataError(f"shard {file.url} can be read only once: it needs data.cache_gb above 0")
-    return None
-
-
-def _index(file: ShardFile, path: Path | None) -> ShardIndex:
-    if path is not None:
-        return index_shard(file, path)
+        raise DataError(f"shard {file.shown} can be read only once: it needs data.cache_gb above 0")
     index = stored_index(file)
     if index is None:
-        from data import store
+        from data.remote import store
 
-        index = index_of_members(file.url, tar_files_of(file.url, store.RangedBytes(file)))
+        index = index_of_members(file.shown, tar_files_of(file.shown, store.RangedBytes(file)))
         keep_index(file, index)
     return index

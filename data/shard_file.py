@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipkit.errors import DataError
+from data.remote.patience import shown
 
 __all__ = ["ShardFile", "is_remote"]
 
@@ -33,6 +34,11 @@ class ShardFile:
     def name(self) -> str:
         """The last part of the URL."""
         return self.url.rstrip("/").rpartition("/")[2].partition("?")[0]
+
+    @property
+    def shown(self) -> str:
+        """The URL as messages may show it, without secrets."""
+        return shown(self.url)
 
     @property
     def is_remote(self) -> bool:

@@ -18,7 +18,7 @@ from data.selection import Selection
 from data.shard_file import ShardFile
 
 if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
 __all__ = ["Sample", "Shards"]
 
@@ -123,13 +123,13 @@ class Shards:
         shard, within = self._position(number)
         file = self.manifest.shard(shard)
         try:
-            return file.url, self._opened(shard).key(within)
+            return file.shown, self._opened(shard).key(within)
         except DataError:  # the shard is gone; its index may still be there
             index = stored_index(file)
             if index is None or self.selection.reads_json:
-                return file.url, ""
+                return file.shown, ""
             rows = self.selection.choose(index, lambda row: (None, {})).rows
-            return file.url, index.key(int(rows[within])) if within < len(rows) else ""
+            return file.shown, index.key(int(rows[within])) if within < len(rows) else ""
 
     def read(self, number: int) -> Sample:
         """Read sample ``number`` (0 ≤ number < len).
@@ -152,7 +152,7 @@ class Shards:
                 caption = meta["caption"]
         return Sample(
             id=number,
-            shard=opened.file.url,
+            shard=opened.file.shown,
             key=opened.index.key(row),
             image=found[IMAGE] or b"",
             caption=caption,

@@ -43,7 +43,7 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
 
 
 def _remote_shards(source: str, split: str) -> list[ShardFile]:
-    from data import store
+    from data.remote import store
 
     if source.startswith("pipe:") or "{" in source or source.partition("?")[0].endswith(".tar"):
         return store.describe(list(_expanded(source)))

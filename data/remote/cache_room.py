@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipkit.errors import DataError
-from data.node_lock import NodeLock
+from data.remote.node_lock import NodeLock
 
 __all__ = ["STILL_SECONDS", "CacheRoom", "NoRoom"]
 

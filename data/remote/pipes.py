@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from clipkit.errors import DataError
-from data import patience
-from data.patience import TransferError
+from data.remote import patience
+from data.remote.patience import TransferError
 
 __all__ = ["STREAMS", "PipeTransfer"]
 

@@ -21,13 +21,13 @@ from PIL import Image
 from clipkit.text_input import ClipTokenizer
 from data.loader import Batch, Loader
 from data.order import Order
-from data.shard_cache import ShardCache
+from data.remote.shard_cache import ShardCache
 from data.shards import Shards
 from data.sources import find_shards
 from data.writer import DatasetWriter, Record
-from tests.data import servers
+from tests.data.remote import servers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SAMPLES, BATCH, STEPS = 50, 8, 14  # six batches an epoch: into the third one
 
 nginx, s3, impatient = servers.nginx, servers.s3, servers.impatient
@@ -182,8 +182,8 @@ def test_a_server_that_is_killed_again_and_again(
 PROGRAM = """
 import sys, time
 sys.path.insert(0, {root!r})
-from tests.data import test_same_batches as own
-from data.shard_cache import ShardCache
+from tests.data.remote import test_same_batches as own
+from data.remote.shard_cache import ShardCache
 from pathlib import Path
 source, folder, start = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 for batch in own.loader(source, ShardCache(folder / "shards", 10**9), workers=2).batches(start, own.STEPS):

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from clipkit.errors import DataError
-from data import clients, patience
+from data.remote import clients, patience
 from data.shard_file import ShardFile
 
 __all__ = [

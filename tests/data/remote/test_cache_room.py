@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import cache_room, shard_cache
-from data.shard_cache import ShardCache
+from data.remote import cache_room, shard_cache
+from data.remote.shard_cache import ShardCache
 from data.shard_file import ShardFile
 
 

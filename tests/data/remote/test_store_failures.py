@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
-from data import patience
+from data.remote import patience
+from data.remote.store import describe, download, list_folder, read_range, shown
 from data.shard_file import ShardFile
-from data.store import describe, download, list_folder, read_range, shown
-from tests.data import servers
-from tests.data.servers import S3, SECRETS, Nginx, Unruly, error_of, whole
+from tests.data.remote import servers
+from tests.data.remote.servers import S3, SECRETS, Nginx, Unruly, error_of, whole
 
 impatient = servers.impatient
 nginx = servers.nginx

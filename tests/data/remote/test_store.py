@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipkit.tar import tar_files, tar_files_of
-from data import clients, patience, store
+from data.remote import clients, patience, store
+from data.remote.store import RangedBytes, describe, download, list_folder, read_range, read_text
 from data.shard_file import ShardFile
-from data.store import RangedBytes, describe, download, list_folder, read_range, read_text
-from tests.data import servers
-from tests.data.servers import S3, Nginx, error_of, whole
+from tests.data.remote import servers
+from tests.data.remote.servers import S3, Nginx, error_of, whole
 
 impatient = servers.impatient
 nginx = servers.nginx

@@ -11,10 +11,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from data import patience
-from data.clients import ask, call, client_of, failure_of, library_errors, told
-from data.patience import TransferError, of_status
-from data.pipes import STREAMS, PipeTransfer
+from data.remote import patience
+from data.remote.clients import ask, call, client_of, failure_of, library_errors, told
+from data.remote.patience import TransferError, of_status
+from data.remote.pipes import STREAMS, PipeTransfer
 
 __all__ = ["Transfer", "facts", "listing", "open_transfer", "protocol_of"]
 

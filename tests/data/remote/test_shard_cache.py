@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from data import shard_cache
-from data.node_lock import NodeLock
-from data.shard_cache import ShardCache
+from data.remote import shard_cache
+from data.remote.node_lock import NodeLock
+from data.remote.shard_cache import ShardCache
+from data.remote.store import describe
 from data.shard_file import ShardFile
-from data.store import describe
-from tests.data import servers
-from tests.data.servers import S3, Nginx, Unruly, error_of
+from tests.data.remote import servers
+from tests.data.remote.servers import S3, Nginx, Unruly, error_of
 
 impatient = servers.impatient
 nginx = servers.nginx

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.request import getproxies
 
 from clipkit.errors import DataError
-from data import patience
-from data.patience import TransferError, of_status
+from data.remote import patience
+from data.remote.patience import TransferError, of_status
 
 __all__ = ["ask", "call", "client_of", "failure_of", "library_errors", "told"]
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
-from data.cache_room import STILL_SECONDS, CacheRoom, NoRoom
-from data.node_lock import NodeLock
+from data.remote.cache_room import STILL_SECONDS, CacheRoom, NoRoom
+from data.remote.node_lock import NodeLock
+from data.remote.store import download, shown
 from data.shard_file import ShardFile
-from data.store import download, shown
 
 __all__ = ["ShardCache"]
 

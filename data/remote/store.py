@@ -1,8 +1,8 @@
 """Shards that lie in a store: what is there, ranges of them, and whole files.
 
 s3, gs, http(s) and hf are read through fsspec; ``pipe:COMMAND`` and other streams that only begin at their start
-through webdataset's programs. Failures that pass by themselves are tried again (see ``data.patience``), from the
-byte that was reached. Credentials come from the environment or the store's standard configuration alone, and no
+through webdataset's programs. Failures that pass by themselves are tried again (see ``data.remote.patience``), from
+the byte that was reached. Credentials come from the environment or the store's standard configuration alone, and no
 message holds more of a URL than ``shown`` leaves.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 from clipkit.errors import DataError
-from data.patience import Attempts, TransferError, shown
-from data.pipes import STREAMS
+from data.remote.patience import Attempts, TransferError, shown
+from data.remote.pipes import STREAMS
+from data.remote.transfers import Transfer, facts, listing, open_transfer, protocol_of
 from data.shard_file import ShardFile, is_remote
-from data.transfers import Transfer, facts, listing, open_transfer, protocol_of
 
 __all__ = ["RangedBytes", "describe", "download", "list_folder", "read_range", "read_text", "shown"]
 
