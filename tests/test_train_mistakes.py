@@ -99,11 +99,11 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "bad config file": (("{root}/bad.toml", "data.train={root}/good"), "{root}/bad.toml"),
     "a bad picture": (
         ("data.train={root}/broken", "data.max_bad=0", "data.workers=1"),
-        "1 of the first 4 samples are bad, more than data.max_bad = 0 allows: see ",
+        " of the first 4 samples are bad, more than data.max_bad = 0 allows: see ",
     ),
     "an empty caption": (
         ("data.train={root}/no_caption", "data.max_bad=0"),
-        "1 of the first 4 samples are bad, more than data.max_bad = 0 allows: see ",
+        " of the first 4 samples are bad, more than data.max_bad = 0 allows: see ",
     ),
     "all bad": (("data.train={root}/all_bad", "data.workers=1"), "32 samples in a row are bad, the last is "),
 }
