@@ -165,7 +165,7 @@ def test_strength_bounds_the_change_of_brightness() -> None:
 
 
 def test_a_row_is_made_from_what_decoding_gives() -> None:
-    options = {"crop_scale": 0.2, "flip": 0.5, "color_jitter": 0.4, "grayscale": 0.3}
+    options: dict[str, Any] = {"crop_scale": 0.2, "flip": 0.5, "color_jitter": 0.4, "grayscale": 0.3}
     for seed, name in enumerate(sorted(PICTURES.keys() - {"32-bit grey tiff", "float tiff"})):
         data = picture_file(name)
         assert torch.equal(row(data, seed, **options), transform(decode_image(data), seed, **options))
