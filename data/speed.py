@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipkit.errors import ConfigError
+from data.remote.patience import shown
 
 if TYPE_CHECKING:
     from data.loader import Loader
@@ -115,7 +116,11 @@ def _speed(parsed: argparse.Namespace) -> int:
         found.append(measure(loader, workers, seconds=parsed.seconds, bytes_per_sample=bytes_per_sample))
     batch_size = loader.order.batch_size
     if parsed.json:
-        about = {"sources": parsed.sources, "image_size": parsed.image_size, "batch_size": batch_size}
+        about = {
+            "sources": list(map(shown, parsed.sources)),
+            "image_size": parsed.image_size,
+            "batch_size": batch_size,
+        }
         print(json.dumps({**about, "cores": _cores(), "measured": [asdict(one) for one in found]}))
     else:
         _print(found, parsed.image_size, batch_size)

@@ -1,6 +1,7 @@
 """One shard looked into: which samples it has, how its members are named, or why it cannot be read."""
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from data.selection import Selection
 from data.shard_file import ShardFile
 
 if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
 __all__ = ["Look", "MemberNames", "look_into"]
 
 _BLOCK = 512
 _CHECK_EVERY = 16_384  # members between looks at the clock
-_KNOWN = {*IMAGE_EXTENSIONS, "txt", "json", "cls"}
+_MOST_NOTED = 200_000  # pictures of a shard whose extension is remembered
+_MOST_HASHES = 50_000  # of a shard's keys
 _CODES = {extension: code for code, extension in enumerate(IMAGE_EXTENSIONS)}
 
 
@@ -38,7 +40,7 @@ class MemberNames:
         upper_case: extensions written in capitals.
         hidden: members that belong to no sample.
         repeated: members with the name of an earlier one of the same sample.
-        blocks: where pictures' data begin, in blocks of 512 bytes, rising.
+        blocks: where the first pictures' data begin, in blocks of 512 bytes, rising.
         codes: number of the extension of each.
     """
 
@@ -46,8 +48,8 @@ class MemberNames:
     upper_case: Counter[str] = field(default_factory=Counter)
     hidden: int = 0
     repeated: int = 0
-    blocks: list[int] = field(default_factory=list)
-    codes: list[int] = field(default_factory=list)
+    blocks: "array[int]" = field(default_factory=lambda: array("Q"))
+    codes: "array[int]" = field(default_factory=lambda: array("B"))
 
     def noted(
         self, shard: str, members: Iterable[tuple[str, int, int]], until: float
@@ -66,7 +68,7 @@ class MemberNames:
             self.extensions[extension] += 1
             if extension in seen:
                 self.repeated += 1
-            elif (code := _CODES.get(extension)) is not None:
+            elif (code := _CODES.get(extension)) is not None and len(self.blocks) < _MOST_NOTED:
                 self.blocks.append(member[1] // _BLOCK)
                 self.codes.append(code)
             seen.add(extension)
@@ -89,7 +91,7 @@ class Look:
         groups: samples, whether they count or not.
         dropped: those that do not count, by reason.
         names: of its members.
-        key_hashes: (G,) int64 of its samples' keys.
+        key_hashes: (K,) int64 of its samples' keys, rising; the lowest ones of many.
         keys: some of them.
         apart: keys that come twice in it, and one of them.
     """
@@ -111,7 +113,7 @@ class Look:
     def extension_at(self, block: int) -> str:
         """The extension of the picture whose data begin there, empty if nobody noted it."""
         if self._blocks is None:
-            self._blocks = np.array(self.names.blocks, dtype=np.int64)
+            self._blocks = np.frombuffer(self.names.blocks, dtype=np.uint64).astype(np.int64)
         at = int(np.searchsorted(self._blocks, block))
         if at < len(self._blocks) and self._blocks[at] == block:
             return IMAGE_EXTENSIONS[self.names.codes[at]]
@@ -165,18 +167,19 @@ def _index(look: Look, selection: Selection, cache: "ShardCache | None", until: 
         return OpenShard(file, selection, cache).index
     try:
         members = tar_files(Path(file.url))
-        index = index_of_members(file.url, look.names.noted(file.url, members, until))
+        index = index_of_members(file.shown, look.names.noted(file.shown, members, until))
     except OSError as error:
-        raise DataError(f"shard {file.url}: {error.strerror}") from error
+        raise DataError(f"shard {file.shown}: {error.strerror}") from error
     keep_index(file, index)
     return index
 
 
 def _note_keys(look: Look, index: ShardIndex, keys: int) -> None:
     content, ends = index.key_bytes.tobytes(), index.key_ends.tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]
     hashes = [hash(content[start:end]) for start, end in zip(starts, ends, strict=True)]
-    look.key_hashes = np.array(hashes, dtype=np.int64)
+    # of many the lowest: the same keys in all shards, so that those that come twice are found among them
+    look.key_hashes = np.unique(np.array(hashes, dtype=np.int64))[:_MOST_HASHES]
     step = max(1, len(index) // max(1, keys))
     look.keys = [index.key(row) for row in range(0, len(index), step)][:keys]
     first_at: dict[int, int] = {}
@@ -185,5 +188,5 @@ def _note_keys(look: Look, index: ShardIndex, keys: int) -> None:
             "utf-8", "replace"
         ):
             look.apart += 1
-            look.apart_example = look.apart_example or Place(shard=look.file.url, key=index.key(row))
+            look.apart_example = look.apart_example or Place(shard=look.file.shown, key=index.key(row))
         first_at.setdefault(one, row)

@@ -90,7 +90,7 @@ class Making:
 
 def try_sample(shard: OpenShard, row: int, how: Making, *, extension: str = "") -> Trial:
     """Read, decode, crop and tokenize one sample; what is wrong with it is told in ``cause``."""
-    trial = Trial(place=Place(shard=shard.file.url, key=shard.index.key(row)), row=row)
+    trial = Trial(place=Place(shard=shard.file.shown, key=shard.index.key(row)), row=row)
     try:
         data, *rest = shard.read(row, (IMAGE, CAPTION, META))
         _prepare(trial, data or b"", rest, how, extension)

@@ -24,7 +24,7 @@ def no_pair(looks: Sequence[Look], selection: Selection) -> str:
     if not sound and not extensions:
         more = f" (and {len(looks) - 1} more cannot be read)" if len(looks) > 1 else ""
         return f"{looks[0].cause}{more}"
-    first = looks[0].file.url
+    first = looks[0].file.shown
     where = f"shard {first} holds" if len(looks) == 1 else f"the first {len(looks)} shards looked into hold"
     nameless = f"; {hidden} files have no extension" if hidden else ""
     return (

@@ -83,7 +83,7 @@ def _those_there(source: str, split: str, refusal: str) -> tuple[list[ShardFile]
 
 
 def _remote(url: str) -> ShardFile | None:
-    from data import store
+    from data.remote import store
 
     try:
         return store.describe([url])[0]
@@ -98,7 +98,7 @@ def _local(name: str) -> ShardFile | None:
 
 def _of_folder(source: str, split: str) -> list[ShardFile]:
     if is_remote(source):
-        from data import store
+        from data.remote import store
 
         base = source.rstrip("/")
         return store.list_folder(f"{base}/{split}") or store.list_folder(base)

@@ -23,7 +23,6 @@ _RUN = 12  # of digits or letters that are written out in a pattern
 _FIRST_PLACES = 3
 _MOST_CAUSES = 20
 _MOST_LISTED = 50  # shards
-_KEYS_COMPARED = 5_000_000  # over all shards
 _PART = re.compile(r"(?P<hex>(?<![^\W_])[0-9a-f]{16,}(?![^\W_]))|[0-9]+|[^\W\d_]+")  # of a key
 
 
@@ -47,11 +46,13 @@ def shards_of(
         missing_count=listed.missing_count,
         refused=listed.refused,
         broken=tuple(
-            Broken(shard=look.file.url, cause=look.cause.removeprefix(f"shard {look.file.url}").lstrip(": "))
+            Broken(
+                shard=look.file.shown, cause=look.cause.removeprefix(f"shard {look.file.shown}").lstrip(": ")
+            )
             for look in looks
             if look.cause
         )[:_MOST_LISTED],
-        empty=tuple(look.file.url for look in sound if not len(look.rows))[:_MOST_LISTED],
+        empty=tuple(look.file.shown for look in sound if not len(look.rows))[:_MOST_LISTED],
         least=int(known.min()) if len(known) else 0,
         median=float(np.median(known)) if len(known) else 0.0,
         greatest=int(known.max()) if len(known) else 0,
@@ -113,15 +114,9 @@ def key_pattern(key: str, *, words: bool = True) -> str:
 
 def _across(looks: Sequence[Look]) -> tuple[int, str]:
     """How many keys are in more than one shard, and one of them."""
-    taken: list[npt.NDArray[np.int64]] = []
-    room = _KEYS_COMPARED
-    for look in looks:
-        hashes = np.unique(look.key_hashes)[:room]
-        room -= len(hashes)
-        taken.append(hashes)
-    if not taken:
+    if not looks:
         return 0, ""
-    values, counts = np.unique(np.concatenate(taken), return_counts=True)
+    values, counts = np.unique(np.concatenate([look.key_hashes for look in looks]), return_counts=True)
     twice = values[counts > 1]
     some = {key for look in looks for key in look.keys}
     repeated = set(twice.tolist())

@@ -30,10 +30,11 @@ from data.inspect.shard_list import ShardList, check_ends, list_shards
 from data.inspect.sheet import sheet_entry
 from data.inspect.summary import bad_samples, names_of, shards_of, speed_of
 from data.open_shard import OpenShard
+from data.remote.patience import shown
 from data.selection import Selection
 
 if TYPE_CHECKING:
-    from data.shard_cache import ShardCache
+    from data.remote.shard_cache import ShardCache
 
 __all__ = ["RATE", "SHARDS", "inspect"]
 
@@ -116,7 +117,7 @@ def inspect(
         tuple(sheet_entry(one) for one in course.again(group, how)) for group in pictures.groups_shown()
     )
     return Findings(
-        sources=tuple(sources),
+        sources=tuple(map(shown, sources)),
         image_size=image_size,
         context_length=CONTEXT_LENGTH,
         max_bad=max_bad,
@@ -236,7 +237,7 @@ class _Course:
                 caption = caption_of(self.selection.captions, shard.read(spot.row, (CAPTION, META)))
             except DataError:
                 caption = ""
-            texts.add(caption, Place(shard=spot.look.file.url, key=shard.index.key(spot.row)))
+            texts.add(caption, Place(shard=spot.look.file.shown, key=shard.index.key(spot.row)))
 
     def again(self, group: list[tuple[int, int]], how: Making) -> Iterator[Trial]:
         """Samples that were tried before, with their crops: shard and row of each."""

@@ -1,0 +1,481 @@
+"""What is told of shards before a training, with real tars of every kind of fault."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from clipkit.errors import ConfigError, DataError, run_command
+from data.__main__ import main
+from data.inspect import Findings, inspect
+from data.inspect.caption_survey import token_counts
+from data.inspect.duplicates import groups_alike, groups_equal, look_code
+from data.inspect.findings import Histogram, wilson
+from data.inspect.page import page_of
+from data.inspect.shard_list import missing_numbers
+from data.inspect.summary import key_pattern
+from data.inspect.told import notes, parts, plain
+from tests.data.remote import servers
+
+REPOSITORY = Path(__file__).parents[2]
+Members = Sequence[tuple[str, bytes]]
+
+nginx = servers.nginx
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 36), form: str = "jpeg", **options: Any) -> bytes:
+    """A picture of soft spots, other ones for each seed."""
+    spots = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(spots).resize(size, Image.Resampling.BICUBIC).save(file, form, **options)
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: Members) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+
+
+def pairs(first: int, count: int, **more: Mapping[int, bytes]) -> list[tuple[str, bytes]]:
+    """Good samples with keys of six digits; ``pictures`` and ``captions`` replace some of their content."""
+    members = []
+    for number in range(first, first + count):
+        key = f"{number:06d}"
+        caption = f"a picture of thing {number}".encode()
+        members += [
+            (f"{key}.jpg", more.get("pictures", {}).get(number, picture(number))),
+            (f"{key}.txt", more.get("captions", {}).get(number, caption)),
+        ]
+    return members
+
+
+def look(sources: Sequence[str], **options: Any) -> Findings:
+    """Inspect for a small model."""
+    return inspect(sources, image_size=32, **options)
+
+
+def row(found: Findings, part: str, label: str) -> str:
+    """What the report says there."""
+    return " | ".join(
+        line
+        for one in parts(found)
+        if one.name == part
+        for row in one.rows
+        if row.label == label
+        for line in row.lines
+    )
+
+
+def told(found: Findings) -> str:
+    return "\n".join(note.text for note in notes(found))
+
+
+@pytest.fixture(scope="module")
+def good(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards of twelve good samples."""
+    folder = tmp_path_factory.mktemp("good")
+    for number in range(3):
+        write_tar(folder / f"{number:05d}.tar", pairs(100 * number, 12))
+    return folder
+
+
+def test_good_shards(good: Path) -> None:
+    found = look([str(good)])
+    shards, names, sampled = found.shards, found.names, found.sampled
+    assert (shards.count, shards.looked_into, shards.samples, shards.samples_known) == (3, 3, 36, True)
+    assert (shards.least, shards.median, shards.greatest) == (12, 12, 12)
+    assert shards.bytes == sum(path.stat().st_size for path in good.iterdir())
+    assert (shards.missing, shards.broken, shards.empty, shards.suspicious) == ((), (), (), 0)
+    assert names.patterns == {"######": 36} and names.extensions == {"jpg": 36, "txt": 36}
+    assert (sampled.tried, sampled.bad, sampled.low) == (36, 0, 0.0) and 0.05 < sampled.high < 0.15
+    assert found.captions.read == 36 and found.captions.repeated == 0
+    assert sum(found.captions.tokens.counts) == 36
+    assert found.pictures.formats == {"JPEG": 36} and not found.pictures.misnamed
+    assert found.pictures.same_bytes.groups == found.pictures.same_look.groups == 0
+    assert len(found.sheet) == 24 and all(entry.picture[8:12] == b"WEBP" for entry in found.sheet)
+    assert found.speed.per_core > 0 and found.speed.workers >= 1 and found.speed.read > 0
+    assert not any(note.grave for note in notes(found))
+
+
+def test_a_second_look_sees_the_same(good: Path) -> None:
+    first, second = (look([str(good)], samples=10).to_dict() for _ in range(2))
+    for one in (first, second):
+        del one["speed"], one["seconds"]
+    assert first == second
+    assert first["sampled"]["tried"] == 10 and len(first["sheet"]) == 10
+    shards = {entry["place"]["shard"] for entry in first["sheet"]}
+    assert len(shards) == 3  # spread over all
+
+
+def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+    for number in (0, 1, 4, 7):
+        write_tar(tmp_path / f"{number:05d}.tar", pairs(100 * number, 5))
+    cut = (tmp_path / "00001.tar").read_bytes()
+    (tmp_path / "00001.tar").write_bytes(cut[: len(cut) // 2])
+    (tmp_path / "00002.tar").write_bytes(b"")
+    (tmp_path / "00005.tar").write_bytes(b"<html>not found</html>" * 100)
+    write_tar(tmp_path / "00008.tar", [("a.txt", b"alone"), ("b.txt", b"too")])
+    pattern = f"{tmp_path}/{{00000..00009}}.tar"
+    for source, missing in ((str(tmp_path), ("00003", "00006")), (pattern, ("00003", "00006", "00009"))):
+        found = look([source])
+        assert found.shards.missing == missing and found.shards.missing_count == len(missing)
+        assert found.shards.samples == 15
+        broken = {Path(one.shard).name: one.cause for one in found.shards.broken}
+        assert set(broken) == {"00001.tar", "00002.tar", "00005.tar"}
+        assert "truncated" in broken["00001.tar"] and "empty" in broken["00002.tar"]
+        assert [Path(one).name for one in found.shards.empty] == ["00008.tar"]
+        assert found.names.without_picture == 2
+        assert "3 of the 7 shards looked into cannot be read" in told(found)
+    assert "3 of 10 shards are missing" in told(found)
+
+
+def test_a_count_of_shards_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train/0.tar", pairs(0, 3))
+    (tmp_path / "train/nshards.txt").write_text("4\n")
+    found = look([str(tmp_path)])
+    assert "nshards.txt says '4'" in told(found) and found.shards.samples == 3
+
+
+def test_bad_samples_by_cause(tmp_path: Path) -> None:
+    pictures = {3: b"no picture", 5: picture(5)[:300], 9: b"no picture", 11: b""}
+    captions = {2: b" \n", 7: b"x" * 200_001}
+    write_tar(tmp_path / "0.tar", pairs(0, 20, pictures=pictures, captions=captions))
+    found = look([str(tmp_path)])
+    assert (found.sampled.tried, found.sampled.bad) == (20, 6)
+    causes = {one.cause: (one.count, [place.key for place in one.first]) for one in found.sampled.causes}
+    assert causes["empty caption"] == (1, ["000002"])
+    assert causes["not a picture in a known format"] == (3, ["000003", "000009", "000011"])
+    assert any("200001 characters" in cause for cause in causes)
+    assert "30.0% of the samples are bad; training stops beyond 5%" in told(found)
+    assert found.captions.empty == 2  # no text, and one too long to read
+    assert found.pictures.read == 14
+
+
+def test_captions(tmp_path: Path) -> None:
+    long = "a very long description of a thing " * 20
+    captions = dict.fromkeys(range(6), b"the same") | {7: long.encode(), 8: long.encode()}
+    write_tar(tmp_path / "0.tar", pairs(0, 12, captions=captions))
+    found = look([str(tmp_path)])
+    assert found.captions.repeated == 6
+    assert found.captions.frequent[0] == ("the same", 6) and found.captions.frequent[1][1] == 2
+    assert found.captions.cut == 2 and found.captions.longest == token_counts([long])[0] == 142
+    cut = next(entry for entry in found.sheet if entry.rest)
+    assert long.startswith(cut.caption + cut.rest[:20]) and token_counts([cut.caption])[0] == 77
+
+
+def test_captions_in_json(tmp_path: Path) -> None:
+    members = []
+    for number in range(4):
+        texts = {"caption": f"in json {number}", "alt": ["one", "two"]}
+        members += [(f"{number}.jpg", picture(number)), (f"{number}.json", json.dumps(texts).encode())]
+    write_tar(tmp_path / "0.tar", members)
+    assert {entry.caption for entry in look([str(tmp_path)]).sheet} == {f"in json {n}" for n in range(4)}
+    assert {entry.caption for entry in look([str(tmp_path)], captions=["alt"]).sheet} == {"one"}
+
+
+def test_pictures_and_what_is_special_about_them(tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    grey = io.BytesIO()
+    Image.fromarray(np.arange(1600, dtype=np.uint16).reshape(40, 40) * 40).save(grey, "png")
+    cmyk, clear = io.BytesIO(), io.BytesIO()
+    Image.new("CMYK", (40, 40), (9, 99, 0, 0)).save(cmyk, "jpeg")
+    Image.new("RGBA", (40, 40), (9, 99, 0, 0)).save(clear, "png")
+    again = io.BytesIO()
+    Image.open(io.BytesIO(picture(9, (200, 200)))).resize((128, 128)).save(again, "jpeg", quality=70)
+    contents = [
+        picture(0, exif=turned), grey.getvalue(), cmyk.getvalue(), clear.getvalue(),
+        picture(4, (300, 20)), picture(5, (20, 240)), picture(6, form="webp"), picture(6, form="webp"),
+        picture(9, (200, 200)), again.getvalue(),
+    ]  # fmt: skip
+    write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=dict(enumerate(contents))))
+    pictures = look([str(tmp_path)]).pictures
+    assert pictures.read == 10
+    assert pictures.marks == {"grey": 1, "16 bits": 1, "CMYK": 1, "transparent": 1, "turned by EXIF": 1}
+    assert pictures.misnamed == {".jpg is PNG": 2, ".jpg is WEBP": 2}
+    assert (pictures.widest, pictures.tallest) == (15.0, 12.0)
+    assert pictures.widest_at is not None and pictures.widest_at.key == "000004"
+    assert pictures.small == 2
+    assert [[place.key for place in group] for group in pictures.same_bytes.shown] == [["000006", "000007"]]
+    assert [[place.key for place in group] for group in pictures.same_look.shown] == [["000008", "000009"]]
+
+
+def test_keys_and_members(tmp_path: Path) -> None:
+    members = [
+        ("a/one.JPG", picture(1)), ("a/one.txt", b"one"), ("a/one.jpg", picture(1)),
+        ("a/two.jpg", picture(2)), ("a/three.txt", b"three"), ("a/two.txt", b"two"),
+        ("a/x.1.jpg", picture(3)), ("a/x.1.txt", b"x"), (".hidden.jpg", b""), ("README", b""),
+        ("a/four.jpeg", picture(4)), ("a/four.txt", b"four"),
+    ]  # fmt: skip
+    write_tar(tmp_path / "0.tar", members)
+    write_tar(tmp_path / "1.tar", [("a/one.jpg", picture(7)), ("a/one.txt", b"another")])
+    found = look([str(tmp_path)])
+    names = found.names
+    assert names.upper_case == {"JPG": 1} and names.repeated == 1
+    assert names.extensions == {"jpg": 4, "txt": 5, "1.jpg": 1, "1.txt": 1, "jpeg": 1}
+    assert (names.second_dot, names.hidden, names.apart, names.across) == (2, 2, 1, 1)
+    assert names.apart_example is not None and names.apart_example.key == "a/two"
+    assert names.across_example == "a/one"
+    assert (names.without_picture, names.without_caption) == (2, 1)
+    assert found.shards.samples == 3
+    assert "2 files have a second dot" in told(found) and "1 keys come back later" in told(found)
+
+
+@pytest.mark.parametrize(
+    ("members", "seen", "hint"),
+    [
+        ([("a.jpg", b""), ("a.caption", b"")], "'caption' (1)", "name the .caption files .txt"),
+        ([("a.jpg", b""), ("a.text", b"")], "'text' (1)", "name the .text files .txt"),
+        ([("a.JPG.txt", b""), ("a.JPG", b"")], "'jpg.txt' (1)", "leave no other dots in names"),
+        ([("0.jpg", b""), ("1.txt", b"")], "'jpg' (1)", "follow one another"),
+        ([("README", b""), (".x.jpg", b"")], "none; 2 files have no extension", "expected are KEY.jpg/"),
+        ([], "none", "expected are KEY.jpg/jpeg/png/webp/… with KEY.txt"),
+    ],
+)
+def test_no_pair_says_what_was_seen_and_what_is_expected(
+    members: Members, seen: str, hint: str, tmp_path: Path
+) -> None:
+    write_tar(tmp_path / "0.tar", members)
+    with pytest.raises(DataError) as error:
+        look([str(tmp_path)])
+    assert seen in str(error.value) and hint in str(error.value)
+
+
+def test_ten_thousand_shards_of_the_wrong_kind_end_soon(tmp_path: Path) -> None:
+    write_tar(tmp_path / "00000.tar", [("a.jpg", b"x"), ("a.caption", b"y")])
+    for number in range(1, 10_000):
+        os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"the first 8 shards looked into hold no pair .*'caption' \(8\)"):
+        look([str(tmp_path)])
+    assert time.monotonic() - begin < 10
+
+
+def test_many_shards_are_sampled(tmp_path: Path) -> None:
+    write_tar(tmp_path / "00000.tar", pairs(0, 3))
+    for number in range(1, 300):
+        os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
+    for number in range(0, 300, 2):
+        (tmp_path / f"{number:05d}_stats.json").write_text('{"successes": 3}')
+    write_tar(tmp_path / "00299.tar.new", pairs(0, 3))
+    (tmp_path / "00299.tar.new").replace(tmp_path / "00299.tar")  # else it would be the same file
+    cut = (tmp_path / "00000.tar").read_bytes()[:-3000]
+    (tmp_path / "00151.tar").unlink()
+    (tmp_path / "00151.tar").write_bytes(cut)
+    found = look([str(tmp_path)], shards=4, samples=6)
+    assert (found.shards.count, found.shards.looked_into, found.shards.suspicious) == (300, 5, 1)
+    assert [Path(one.shard).name for one in found.shards.broken] == ["00151.tar"]
+    assert not found.shards.samples_known and found.shards.counted >= 150
+    assert abs(found.shards.samples - 3 * 299) <= 3
+    assert found.sampled.tried == 6
+    assert "5 of 300, spread evenly" in row(found, "shards", "looked into")
+    assert "about" in row(found, "shards", "samples")
+
+
+def test_nothing_decodes(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pairs(0, 70, pictures=dict.fromkeys(range(70), b"no")))
+    with pytest.raises(
+        DataError, match=r"none of the first 64 samples can be used: not a picture.*'jpg' \(70\)"
+    ):
+        look([str(tmp_path)])
+
+
+def test_nothing_can_be_read(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.tar").write_bytes(b"junk" * 1000)
+    with pytest.raises(DataError, match=r"is not a tar file.*and 1 more"):
+        look([str(tmp_path)])
+    with pytest.raises(DataError, match="no tar of split"):
+        (tmp_path / "empty").mkdir()
+        look([str(tmp_path / "empty")])
+    for name in ("samples", "shards", "image_size", "rate"):
+        with pytest.raises(ConfigError, match=f"{name} = 0"):
+            wrong: dict[str, Any] = {name: 0}
+            inspect([str(tmp_path)], **wrong)
+
+
+HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e&\"'\x00]]>[bold]\ud800"
+
+
+class _Strict(HTMLParser):
+    """Notes the elements of a page and where they point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.pointers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.pointers += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_hostile_text_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = HOSTILE.encode("utf-8", "surrogatepass")
+    members = [(name.replace("0", "<b>\x1b[31m", 1), content) for name, content in pairs(0, 6)]
+    members = [(name, text if name.endswith(".txt") else content) for name, content in members]
+    write_tar(tmp_path / "<i>&.tar", members)
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    options = ["--image-size", "16", "--html", str(page), "--json", str(figures), "--quiet"]
+    assert main(["inspect", str(tmp_path), *options]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert max(map(len, output.out.splitlines())) <= 80
+    assert all(character.isprintable() or character == "\n" for character in output.out)
+    strict = _Strict()
+    strict.feed(page.read_text(encoding="utf-8"))
+    assert not strict.tags & {"script", "b", "iframe", "object"}
+    assert all(pointer.startswith(("#", "data:image/webp;base64,")) for pointer in strict.pointers)
+    assert "\x1b" not in page.read_text() and "\u202e" not in page.read_text()
+    told = json.loads(figures.read_text())
+    assert told["captions"]["frequent"][0][1] == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["<i>&.tar", "figures.json", "page.html"]
+
+
+def test_as_a_user_runs_it(good: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "data", "inspect", str(good), "--image-size", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and "\x1b" not in done.stdout
+    assert "3 shards, 36 samples" in done.stdout
+    assert re.search(r"for 1,000/s +\d+ workers a GPU", done.stdout)
+    wrong = tmp_path / "none/page.html"
+    with pytest.raises(SystemExit) as stop:
+        run_command(partial(main, ["inspect", str(good), "--html", str(wrong)]))
+    assert stop.value.code == 1
+
+
+def test_several_sources(good: Path, tmp_path: Path) -> None:
+    write_tar(tmp_path / "more.tar", pairs(900, 2))
+    found = look([str(good), str(tmp_path / "more.tar")])
+    assert (found.shards.count, found.shards.samples) == (4, 38)
+    assert page_of(found).count("<img ") == 24
+
+
+def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
+    nginx: servers.Nginx, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for number in (0, 1, 3):
+        write_tar(tmp_path / "one.tar", pairs(100 * number, 4))
+        nginx.put(f"set/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())
+    pattern = nginx.url("set/{00000..00003}.tar?token=s3cret")
+    found = look([pattern])
+    assert (found.shards.samples, found.shards.missing, found.sampled.bad) == (12, ("00002",), 0)
+    assert found.sampled.tried == 12 and len(found.sheet) == 12
+    page = page_of(found)
+    assert "s3cret" not in page and "s3cret" not in json.dumps(found.to_dict())
+    assert look([nginx.url("set")]).shards.missing == ("00002",)
+
+
+# Its parts
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))
+def test_missing_numbers_are_those_between(numbers: list[int], width: int) -> None:
+    ranges, count = missing_numbers([f"/a/x{number:0{width}d}.tar" for number in numbers])
+    missing = sorted(set(range(min(numbers), max(numbers))) - set(numbers))
+    if len(missing) > 10 * len(numbers):
+        assert (ranges, count) == ([], 0)
+        return
+    assert count == len(missing)
+    stated: list[int] = []
+    for one in ranges:
+        first, _, last = one.partition("–")
+        stated += range(int(first), int(last or first) + 1)
+    assert stated == missing
+
+
+def test_missing_numbers_of_several_folders_and_names() -> None:
+    urls = ["/a/0.tar", "/a/2.tar", "/b/0.tar", "s3://b/t-08.tar?v=1", "s3://b/t-10.tar?v=1", "/c/only.tar"]
+    assert missing_numbers(urls) == (["1", "09"], 2)
+    assert missing_numbers(["/a/1700000000.tar", "/a/1800000000.tar"]) == ([], 0)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_wilson_holds_the_share(part: int, more: int) -> None:
+    low, high = wilson(part, part + more)
+    assert 0 <= low <= (part / (part + more) if part + more else 0.5) <= high <= 1
+    if part + more:
+        assert wilson(2 * part, 2 * (part + more))[1] - wilson(2 * part, 2 * (part + more))[0] <= high - low
+    assert wilson(3, 100) == pytest.approx(
+        (0.010254, 0.084515), abs=1e-5
+    )  # by the formula, worked out by hand
+
+
+@given(st.text(st.characters(codec=None), max_size=300))
+def test_plain_text_moves_nothing(text: str) -> None:
+    shown = plain(text)
+    assert shown.isprintable() or not shown
+    assert shown.startswith(text[:160]) or not text[:160].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "form"),
+    [
+        ("000012", True, "######"),
+        ("train/00/cat_7", True, "train/##/cat_#"),
+        ("train/00/cat_7", False, "abc/#…/abc_#…"),
+        ("12345678901234567890", True, "#×20"),
+        ("d41d8cd98f00b204e9800998ecf8427e", True, "hex×32"),
+        ("bäume-3", False, "abc-#…"),
+        ("", True, ""),
+    ],
+)
+def test_key_pattern(key: str, words: bool, form: str) -> None:
+    assert key_pattern(key, words=words) == form
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=30)
+@given(st.lists(st.integers(0, 12), max_size=30))
+def test_groups_of_the_same(kinds: list[int]) -> None:
+    expected = sorted(
+        [n for n, one in enumerate(kinds) if one == kind] for kind in set(kinds) if kinds.count(kind) > 1
+    )
+    assert sorted(groups_equal([bytes([kind]) for kind in kinds])) == expected
+    codes = [np.random.default_rng(kind).integers(-1, 2, 256).astype(np.int8) for kind in kinds]
+    assert sorted(groups_alike(codes)) == expected
+
+
+def test_plain_pictures_do_not_look_the_same() -> None:
+    codes = [look_code(np.full((50, 50, 3), value, dtype=np.uint8)) for value in (0, 100, 255)]
+    assert groups_alike(codes) == []
+    assert look_code(np.zeros((1, 1, 3), dtype=np.uint8)).shape == (256,)
+
+
+@given(st.lists(st.integers(0, 400), max_size=40))
+def test_histogram_counts_each_once(values: list[int]) -> None:
+    bins = Histogram.of("x", values, (0, 10, 100))
+    assert bins.labels == ("0–9", "10–99", "100 and more")
+    assert sum(bins.counts) == len(values) and bins.counts[1] == sum(10 <= one < 100 for one in values)
+
+
+def test_tokens_are_counted_to_the_end() -> None:
+    assert token_counts(["", "!", "a cat !!!", "<end_of_text> a"]) == [2, 3, 5, 4]
