@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make(parsed: argparse.Namespace) -> int:
-    from data.builtin import BUILTIN
+    from data.corpora.builtin import BUILTIN
 
     if parsed.name not in BUILTIN:
         raise DataError(f"there is no built-in data set {parsed.name!r}: {nearest(parsed.name, BUILTIN)}")

@@ -33,7 +33,7 @@ class ShardFile:
     @property
     def name(self) -> str:
         """The last part of the URL."""
-        return self.url.rstrip("/").rpartition("/")[2].partition("?")[0]
+        return self.url.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     @property
     def shown(self) -> str:

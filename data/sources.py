@@ -12,7 +12,7 @@ from pathlib import Path
 import braceexpand
 
 from clipkit.errors import DataError
-from data.builtin import BUILTIN, built_in
+from data.corpora.builtin import BUILTIN, built_in
 from data.shard_file import ShardFile, is_remote
 
 __all__ = ["find_shards"]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError, nearest
-from data.builtin import BUILTIN, built_in
+from data.corpora.builtin import BUILTIN, built_in
 from data.shards import Sample, Shards
 from data.sources import find_shards
 from eval.image_folder import ImageFolder, visible_folders

@@ -1,0 +1,81 @@
+"""The built-in data sets: nothing to download, made on first use and kept in the user's cache."""
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipkit.errors import DataError, nearest
+from data.cache import cache_folder
+
+__all__ = ["BUILTIN", "BuiltIn", "built_in"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """How one built-in set is made; a new revision is made anew beside the old one."""
+
+    make: Callable[[Path, bool], None]  # (the folder to make, whether to show progress)
+    revision: str
+
+
+# The makers are imported when they are needed: they bring fonts, pictures and scikit-learn with them.
+def _make_glyphs(out: Path, progress: bool) -> None:
+    from data.corpora import glyphs
+
+    glyphs.make(out, progress=progress)
+
+
+def _make_digits(out: Path, progress: bool) -> None:
+    from data.corpora import digits
+
+    digits.make(out)
+
+
+def _make_icons(out: Path, progress: bool) -> None:
+    from data.corpora import icons
+
+    icons.make(out, progress=progress)
+
+
+BUILTIN: dict[str, BuiltIn] = {
+    "glyphs": BuiltIn(make=_make_glyphs, revision="3"),
+    "digits": BuiltIn(make=_make_digits, revision="1"),
+    "icons": BuiltIn(make=_make_icons, revision="1"),
+}
+
+
+def built_in(name: str, *, progress: bool = True) -> Path:
+    """The folder of a built-in set, which is made now if it is not there yet.
+
+    Several processes may ask at once: one makes the set, the others wait for it.
+
+    Raises:
+        DataError: there is no such set, or it cannot be made here.
+    """
+    if name not in BUILTIN:
+        raise DataError(f"there is no built-in data set {name!r}: {nearest(name, BUILTIN)}")
+    chosen = BUILTIN[name]
+    folder = cache_folder() / f"{name}-{chosen.revision}"
+    if folder.is_dir():  # a folder appears by renaming, so it is whole
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f".{folder.name}.lock")):
+            if not folder.is_dir():
+                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # by someone who was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                chosen.make(folder, progress)
+    except OSError as error:
+        raise DataError(f"cannot make {name} in {folder.parent} ({error}): set CLIPKIT_CACHE") from error
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that other processes wait for; the system lets go of it when the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

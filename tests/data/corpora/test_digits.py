@@ -1,0 +1,58 @@
+"""The evaluation set `digits`: scikit-learn's pictures and labels, unchanged."""
+
+import io
+import json
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from clipkit.errors import DataError
+from data.corpora import digits
+
+
+def test_pictures_and_labels_are_scikit_learns(tmp_path: Path) -> None:
+    digits.make(tmp_path / "digits")
+    bunch = load_digits()
+    pictures, labels = [], []
+    with tarfile.open(tmp_path / "digits" / "test" / "0.tar") as tar:
+        for member in tar:
+            content = tar.extractfile(member)
+            assert content is not None
+            if member.name.endswith(".png"):
+                pictures.append(np.asarray(Image.open(content)))
+            elif member.name.endswith(".cls"):
+                labels.append(int(content.read()))
+    assert labels == bunch.target.tolist()
+    assert np.array_equal(np.rint(np.stack(pictures) * (16 / 255)), bunch.images)
+
+
+def test_there_is_a_test_split_only_and_a_card(tmp_path: Path) -> None:
+    digits.make(tmp_path / "digits")
+    names = sorted(path.name for path in (tmp_path / "digits").iterdir())
+    assert names == ["card.json", "classnames.txt", "test", "zeroshot_classification_templates.txt"]
+    card = json.loads((tmp_path / "digits" / "card.json").read_text())
+    assert card["samples"] == {"test": 1797} and card["license"] and card["revision"] == digits.REVISION
+    names = (tmp_path / "digits" / "classnames.txt").read_text().split()
+    assert names == ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    assert all("{c}" in template for template in digits.TEMPLATES)
+
+
+def test_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'clipkit\[eval\]'"):
+        digits.make(tmp_path / "digits")
+    assert not (tmp_path / "digits").exists()
+
+
+def test_the_pictures_are_small_grey_pngs(tmp_path: Path) -> None:
+    digits.make(tmp_path / "digits")
+    with tarfile.open(tmp_path / "digits" / "test" / "0.tar") as tar:
+        content = tar.extractfile("00000000.png")
+        assert content is not None
+        with Image.open(io.BytesIO(content.read())) as image:
+            assert (image.format, image.mode, image.size) == ("PNG", "L", (8, 8))

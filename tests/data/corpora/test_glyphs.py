@@ -1,0 +1,307 @@
+"""The corpus `glyphs`: what it shows, what it says, what it keeps back, and that it is always the same."""
+
+import io
+import json
+import re
+import string
+import tarfile
+import unicodedata
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+from PIL import Image
+
+from clipkit.errors import DataError
+from data.corpora import glyphs
+from data.corpora.glyph_captions import (
+    CLASS_CHARACTERS,
+    CLASS_NAMES,
+    TEMPLATES,
+    character_name,
+    write_caption,
+)
+from data.corpora.glyph_distortion import Distortion, draw_distortions, draw_pictures
+from data.corpora.glyph_fonts import (
+    CANVAS,
+    FACES,
+    HELD_OUT,
+    PRUNED,
+    Glyph,
+    glyphs_of,
+    outline_field,
+    rasterize,
+    skeleton_fields,
+)
+
+SAMPLES = 700
+
+
+def read(folder: Path) -> list[dict[str, bytes]]:
+    """The samples of one split."""
+    samples: dict[str, dict[str, bytes]] = {}
+    for number in range(int((folder / "nshards.txt").read_text())):
+        with tarfile.open(folder / f"{number}.tar") as tar:
+            for member in tar:
+                key, extension = member.name.split(".", 1)
+                content = tar.extractfile(member)
+                assert content is not None
+                samples.setdefault(key, {})[extension] = content.read()
+    return list(samples.values())
+
+
+def pixels(sample: dict[str, bytes]) -> NDArray[np.uint8]:
+    with Image.open(io.BytesIO(sample["png"])) as image:
+        assert image.mode == "L"
+        return np.asarray(image)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("glyphs") / "corpus"
+    glyphs.make(out, samples=SAMPLES, processes=1, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def train(corpus: Path) -> list[dict[str, bytes]]:
+    return read(corpus / "train")
+
+
+@pytest.fixture(scope="module")
+def test(corpus: Path) -> list[dict[str, bytes]]:
+    return read(corpus / "test")
+
+
+def meta(sample: dict[str, bytes]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(sample["json"])
+    return found
+
+
+def glyph(file: str, character: str) -> Glyph:
+    face = next(face for face in FACES if face.file == file)
+    return next(g for g in glyphs_of(face) if g.character == character and g.styles == face.styles)
+
+
+def test_the_same_bytes_from_any_number_of_processes(corpus: Path, tmp_path: Path) -> None:
+    glyphs.make(tmp_path / "again", samples=SAMPLES, processes=2, progress=False)
+    files = [path.relative_to(corpus) for path in corpus.rglob("*") if path.is_file()]
+    assert len(files) == 7
+    for file in files:
+        assert (corpus / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
+
+
+def test_a_longer_corpus_and_another_seed() -> None:
+    chunk = glyphs._Chunk(split="train", start=0, count=20, size=32, seed=0)
+    again, other = (glyphs._make_chunk(replace(chunk, seed=seed)) for seed in (0, 1))
+    assert again == glyphs._make_chunk(chunk)
+    assert all(a.image != b.image for a, b in zip(again, other, strict=True))
+
+
+def test_card_and_class_files(corpus: Path) -> None:
+    card = json.loads((corpus / "card.json").read_text())
+    assert card["samples"] == {"train": SAMPLES, "test": 10 * 5 * 62}
+    assert card["license"] and card["how"] and card["seed"] == 0 and card["revision"] == glyphs.REVISION
+    assert (corpus / "classnames.txt").read_text().splitlines() == list(CLASS_NAMES)
+    templates = (corpus / "zeroshot_classification_templates.txt").read_text().splitlines()
+    assert templates == list(TEMPLATES) and all("{c}" in template for template in templates)
+    assert len({*CLASS_NAMES}) == 62
+    assert CLASS_NAMES[CLASS_CHARACTERS.index("7")] == "digit seven"
+    assert CLASS_NAMES[CLASS_CHARACTERS.index("Q")] == "latin capital letter q"
+
+
+def test_held_out_families_are_never_trained_on(
+    train: list[dict[str, bytes]], test: list[dict[str, bytes]]
+) -> None:
+    assert not {meta(sample)["family"] for sample in train} & HELD_OUT
+    assert {meta(sample)["family"] for sample in test} == HELD_OUT
+    for pool in glyphs._pools().values():
+        for ways in (*pool.plain.values(), *pool.ornate.values()):
+            assert not {way.face.family for way in ways} & HELD_OUT
+
+
+def test_no_held_out_shape_is_also_a_training_shape() -> None:
+    pools = glyphs._pools()
+    trained = {
+        rasterize(way).tobytes()
+        for share in ("digit", "letter")
+        for pool in (pools[share].plain, pools[share].ornate)
+        for ways in pool.values()
+        for way in ways
+    }
+    assert len(trained) > 1000
+    for held_out in glyphs._held_out():
+        assert rasterize(held_out).tobytes() not in trained, held_out
+
+
+def test_labels_of_the_test_split(test: list[dict[str, bytes]]) -> None:
+    counts = Counter(int(sample["cls"]) for sample in test)
+    assert counts == dict.fromkeys(range(62), 50)
+    for sample in test:
+        assert CLASS_CHARACTERS[int(sample["cls"])] == meta(sample)["character"]
+        assert CLASS_NAMES[int(sample["cls"])] in sample["txt"].decode()
+
+
+def test_pictures_are_grey_squares_with_something_on_them(
+    train: list[dict[str, bytes]], test: list[dict[str, bytes]]
+) -> None:
+    for sample in train + test:
+        picture = pixels(sample)
+        assert picture.shape == (32, 32)
+        assert int(picture.max()) - int(picture.min()) >= 8, sample["json"]
+
+
+def test_shares_of_the_corpus(train: list[dict[str, bytes]]) -> None:
+    characters = [meta(sample)["character"] for sample in train]
+    digits = sum(character in string.digits for character in characters) / SAMPLES
+    letters = sum(character in string.ascii_letters for character in characters) / SAMPLES
+    assert 0.25 < digits < 0.35 and 0.35 < letters < 0.45
+    assert len({*characters}) > 200
+
+
+def test_captions_name_the_character(train: list[dict[str, bytes]]) -> None:
+    lengths = []
+    for sample in train:
+        caption, character = sample["txt"].decode(), meta(sample)["character"]
+        words = caption.replace(",", "").split()
+        lengths.append(len(words))
+        if character in string.digits:
+            assert character in words or character_name(character).split()[-1] in words, caption
+        elif character in string.ascii_letters:
+            assert character.lower() in [word.lower() for word in words], caption
+        else:
+            name = character_name(character).removeprefix("latin ").replace(" letter ", " ")
+            assert name in caption.replace(" letter ", " "), caption
+    assert 4 < np.mean(lengths) < 8 and max(lengths) < 20
+
+
+@pytest.mark.parametrize("figure", string.digits)
+def test_digits_come_by_word_and_by_figure(figure: str) -> None:
+    rng = np.random.default_rng(0)
+    word = unicodedata.name(figure).split()[-1].lower()
+    said = [write_caption(rng, figure).split() for _ in range(100)]
+    assert sum(figure in words for words in said) > 20
+    assert sum(word in words for words in said) > 40
+
+
+def test_only_characters_that_the_font_has() -> None:
+    for face in FACES:
+        every = glyphs_of(face)
+        assert every, face
+        nothing = Glyph(face=face, draw="\U0010fff0", character="\U0010fff0", styles=())
+        box = rasterize(nothing)  # what a font shows for what it lacks
+        for one in every[::5]:
+            ink = rasterize(one)
+            assert ink.any() and not np.array_equal(ink, box), one
+
+
+def test_fonts_with_an_encoding_of_their_own() -> None:
+    assert glyph("cmmi10.ttf", "α").draw == "\u00ae"  # where TeX's mathematics keeps it
+    calligraphic = glyphs_of(next(face for face in FACES if face.file == "cmsy10.ttf"))
+    assert {g.character for g in calligraphic} & {*string.ascii_lowercase, *string.digits} == set()
+    one = glyph("cmmi10.ttf", "3")  # an old-style three hangs below the line
+    assert (
+        np.flatnonzero(rasterize(one).any(1))[-1]
+        > np.flatnonzero(rasterize(glyph("cmr10.ttf", "3")).any(1))[-1]
+    )
+
+
+def clean(count: int) -> Distortion:
+    """Cropped to the ink, dark on light, and nothing else done."""
+    drawn = draw_distortions(np.random.default_rng(0), pen=np.zeros(count, bool), crop=np.ones(count, bool))
+    zero = {
+        f.name: np.zeros_like(getattr(drawn, f.name))
+        for f in fields(drawn)
+        if f.name not in ("crop", "knots")
+    }
+    return replace(drawn, **{**zero, "contrast": np.ones(count, np.float32)})
+
+
+def drawn(some: list[Glyph]) -> NDArray[np.uint8]:
+    shape, reach, boxes = glyphs._shapes(some, [-1] * len(some))
+    return draw_pictures(np.random.default_rng(0), shape, reach, boxes, clean(len(some)), size=32)
+
+
+def test_cropping_keeps_the_aspect_ratio() -> None:
+    some = [glyph("DejaVuSans.ttf", c) for c in "il|I-mW1.8"] + [glyph("cmr10.ttf", c) for c in "il1-mW.8"]
+    for one, picture in zip(some, drawn(some), strict=True):
+        ink = rasterize(one) > 127
+        wide, high = (np.ptp(np.flatnonzero(ink.any(axis))) + 1 for axis in (0, 1))
+        dark = picture < 128
+        seen_wide, seen_high = (np.ptp(np.flatnonzero(dark.any(axis))) + 1 for axis in (0, 1))
+        assert max(seen_wide, seen_high) >= 28, one.character
+        scale = max(seen_wide, seen_high) / max(wide, high)
+        assert abs(min(seen_wide, seen_high) - min(wide, high) * scale) <= 2 + scale, one.character
+
+
+def test_narrow_letters_stay_apart() -> None:
+    i, l, bar, one = drawn([glyph("DejaVuSerif.ttf", c) for c in "il|1"]).astype(float)  # noqa: E741
+    for a, b in ((i, l), (i, bar), (l, bar), (l, one), (bar, one)):
+        assert np.abs(a - b).mean() > 10
+
+
+@settings(max_examples=30, deadline=None)
+@given(arrays.arrays(np.uint8, (2, 12, 12), elements=st.sampled_from([0, 0, 255])))
+def test_distances_against_the_definition(ink: NDArray[np.uint8]) -> None:
+    field = outline_field(ink)
+    for picture, found in zip(ink, field, strict=True):
+        places = np.argwhere(np.ones((12, 12)))
+        for kind, sign in ((255, 1), (0, -1)):
+            there = np.argwhere(picture == kind)
+            away = np.sqrt(((places[:, None] - there[None]) ** 2).sum(2)).min(1, initial=9).reshape(12, 12)
+            other = picture != kind
+            assert np.allclose(found[other], sign * np.minimum(away[other], 9), atol=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(arrays.arrays(np.uint8, (3, 16, 16), elements=st.sampled_from([0, 255, 255])))
+def test_a_skeleton_lies_in_the_ink_and_never_vanishes(ink: NDArray[np.uint8]) -> None:
+    for field in skeleton_fields(ink):
+        for picture, found in zip(ink, field, strict=True):
+            lines = found == 0
+            assert not (lines & (picture == 0)).any()
+            assert lines.any() == picture.any()
+
+
+def test_shortening_a_stroke() -> None:
+    ink = np.zeros((1, CANVAS, CANVAS), np.uint8)
+    ink[0, 10:60, 30:34] = 255
+    lengths = [int((field == 0).sum()) for field in skeleton_fields(ink)]
+    assert [lengths[0] - length for length in lengths] == [2 * pixels for pixels in PRUNED]
+
+
+def test_own_png_files_are_what_was_drawn() -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (5, 24, 24)).astype(np.uint8)
+    for picture, content in zip(pictures, glyphs._pngs(pictures), strict=True):
+        with Image.open(io.BytesIO(content)) as image:
+            image.verify()
+        with Image.open(io.BytesIO(content)) as image:
+            assert np.array_equal(np.asarray(image), picture)
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 0}, {"size": 8}, {"seed": -1}])
+def test_numbers_out_of_range(wrong: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot make"):
+        glyphs.make(tmp_path / "glyphs", progress=False, **wrong)
+    assert not (tmp_path / "glyphs").exists()
+
+
+def test_where_there_is_no_terminal_a_line_tells_of_the_start_and_of_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chunks = [glyphs._Chunk(split="train", start=start, count=20, size=32, seed=0) for start in (0, 20)]
+    assert list(glyphs._shown(chunks, [[], []], progress=True)) == [(chunk, []) for chunk in chunks]
+    output = capsys.readouterr()
+    start, end = output.err.splitlines()
+    assert start.startswith("drawing 40 glyphs; 60,000 take about a minute")
+    assert re.fullmatch(r"drew 40 glyphs in \d+ s", end)
+    assert output.out == ""
+    assert len(list(glyphs._shown(chunks, [[], []], progress=False))) == 2
+    assert capsys.readouterr().err == ""
