@@ -17,7 +17,9 @@ from clipkit.preprocess import Preprocess
 from clipkit.stored_shape import mlp_ratio
 from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
 
-__all__ = ["from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs"]
+__all__ = [
+    "end_of_text", "from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs",
+]  # fmt: skip
 
 # our name, theirs; what ends in a dot is a module with weight and bias
 _NAMES = (
@@ -59,7 +61,6 @@ _TEXT: dict[str, Any] = {
     "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
     "eos_token_id": END_OF_TEXT,
 }  # fmt: skip
-_ANY_END = 2  # in files from before transformers read this setting; the largest token of a text is meant
 
 
 def from_transformers(
@@ -98,10 +99,20 @@ def from_transformers(
         )
     except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"config.json does not fit: {error}") from error
-    end = text["eos_token_id"]
-    if end not in (_ANY_END, text["vocab_size"] - 1, END_OF_TEXT) or end >= text["vocab_size"]:
-        raise CheckpointError(f"config.json: texts are read at token {end!r}, CLIP's at the largest one")
     return shape, _own_names(tensors)
+
+
+def end_of_text(config: Mapping[str, Any]) -> int:
+    """The token at which a ``CLIPModel`` reads a text; see ``clipkit.folder_tokenizer``.
+
+    Raises:
+        CheckpointError: it is none of the vocabulary's.
+    """
+    text = _tower(config, "text", _TEXT)
+    end, size = text["eos_token_id"], text["vocab_size"]
+    if type(end) is not int or not 0 <= end < size:
+        raise CheckpointError(f"config.json: eos_token_id = {end!r} is no token of {size}")
+    return end
 
 
 def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> dict[str, Any]:

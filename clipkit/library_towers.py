@@ -7,7 +7,6 @@ An image tower takes normalized float images (B, 3, S, S), a text tower int64 to
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from clipkit.architectures import OpenClipText, OpenClipVision, TimmVision, TransformersText
 from clipkit.errors import ConfigError, nearest
+from clipkit.hub import from_hub
 
 __all__ = [
     "TransformersTower", "build_text", "build_vision", "describe_encoder",
@@ -174,20 +174,6 @@ def describe_open_clip_encoder(config: Mapping[str, Any]) -> TransformersText:
         pooling=pooling,
         projection=config.get("hf_proj_type", "mlp"),
     )
-
-
-@contextmanager
-def from_hub(name: str) -> Any:
-    """Around what reads a folder or fetches from the Hugging Face hub: its many errors become one line."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        yield
-    except (OSError, ValueError, KeyError, HfHubHTTPError, HFValidationError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"{name!r} is no usable folder, and the Hugging Face hub did not give it: {first}"
-        ) from error
 
 
 def _width(config: Any) -> int:

@@ -26,25 +26,23 @@ from clipkit.architectures import ARCHITECTURES, Architecture, OpenClipText, Tex
 from clipkit.checkpoint import load_model, resolve_checkpoint, with_weights
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError
 from clipkit.family import OPEN_CLIP, architecture, check_names, from_open_clip, open_clip_config
-from clipkit.huggingface import from_transformers, preprocess_from_transformers
+from clipkit.folder_tokenizer import folder_tokenizer, has_tokenizer
+from clipkit.hub import HUB, fetch_published, fetch_repository
+from clipkit.huggingface import end_of_text, from_transformers, preprocess_from_transformers
 from clipkit.model import CLIP
 from clipkit.open_clip_run import TrainingRecord, newest_epoch, training_record
 from clipkit.preprocess import Preprocess
 from clipkit.stored_shape import OPENAI_MARKS, check_claims, fitting_names, inferred, own_names
-from clipkit.tokenizer import END_OF_TEXT
+from clipkit.text_input import Tokenizer
 from clipkit.weights import read_weights
 
 __all__ = ["from_open_clip_tensors", "open_source"]
 
-_HUB = "hf-hub:"
 _OPEN_CLIP_WEIGHTS = (
     "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin",
 )  # fmt: skip
 _TRANSFORMERS_WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
-_HUB_FILES = (
-    "*.json", "*.txt", "*.model", "*.safetensors", "open_clip_pytorch_model.bin", "pytorch_model*.bin",
 )  # fmt: skip
 # settings of a text tower's tokenizer that run nothing
 _TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
@@ -83,8 +81,8 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         check_names(name)
     if source.startswith(OPEN_CLIP):
         model = _published(source, wanted)
-    elif source.startswith(_HUB):
-        model = _local(_from_hub(source), wanted)
+    elif source.startswith(HUB):
+        model = _local(fetch_repository(source), wanted)
         model.origin = f"{source}: {model.origin}"
     else:
         model = _local(Path(source).expanduser(), wanted)
@@ -103,7 +101,7 @@ def _local(path: Path, wanted: _Wanted) -> CLIP:
     if not is_folder:
         raise CheckpointError(
             f"no model at {path}: give a run, a checkpoint, a weights file, a folder of open_clip or transformers, "
-            f"{OPEN_CLIP}NAME/TAG or {_HUB}OWNER/REPOSITORY"
+            f"{OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
         )
     if (path / "open_clip_config.json").is_file():
         return _open_clip_folder(path, wanted)
@@ -135,9 +133,7 @@ def _published(source: str, wanted: _Wanted) -> CLIP:
         raise CheckpointError(
             f"{source}: give one of the published weights as {OPEN_CLIP}{name}/TAG; known: {known}"
         )
-    with _fetching(source):
-        _ask_hub(published.get("hf_hub", ""))
-        file = Path(open_clip.download_pretrained(published))
+    file = fetch_published(source, published)
     config = open_clip_config(name)
     quick_gelu = bool(config.get("quick_gelu") or published.get("quick_gelu"))
     shape = from_open_clip({**config, "quick_gelu": quick_gelu})
@@ -146,33 +142,6 @@ def _published(source: str, wanted: _Wanted) -> CLIP:
     model = _built(shape, tensors, file, wanted, name=OPEN_CLIP + name, preprocess=published)
     model.origin = f"open_clip's published weights {name}/{tag}"
     return model
-
-
-def _ask_hub(path: str) -> None:
-    """One question to the Hugging Face hub. open_clip's downloader would ask many times, for a minute, before it
-    says that there is no network."""
-    from huggingface_hub import constants, snapshot_download
-
-    if path and not constants.HF_HUB_OFFLINE:
-        snapshot_download(path.rpartition("/")[0], allow_patterns=["open_clip_config.json"])
-
-
-def _from_hub(source: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with _fetching(source):
-        return Path(snapshot_download(source.removeprefix(_HUB), allow_patterns=list(_HUB_FILES)))
-
-
-@contextmanager
-def _fetching(source: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        cause = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"{source} is not stored on this machine, and fetching it failed; is there a network? {cause}"
-        ) from error
 
 
 def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
@@ -229,14 +198,14 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
         if not isinstance(processor, dict | None):
             raise CheckpointError("processor_config.json: image_processor is no object")
         shape, tensors = from_transformers(config, read_weights(file).tensors)
-        if isinstance(shape.text, TextTower) and shape.text.vocab_size <= END_OF_TEXT:
-            raise CheckpointError(
-                f"config.json: vocab_size = {shape.text.vocab_size} is less than CLIP's tokenizer has"
-            )
+        _, text = shape.own_towers()
+        tokenizer = folder_tokenizer(folder, text, end_of_text(config))
         preprocess = preprocess_from_transformers(processor or {}, shape.vision.image_size)
     _agree(wanted, shape, folder)
-    model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict())
+    model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict(), tokenizer=tokenizer)
     model.origin = f"transformers folder {folder}"
+    if not has_tokenizer(folder):
+        model.origin += " without a tokenizer, so with CLIP's"
     return model
 
 
@@ -302,6 +271,7 @@ def _built(
     *,
     name: str = "",
     preprocess: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> CLIP:
     original, shape = shape, shape.resized(**wanted.sizes)
     known = Preprocess(image_size=shape.vision.image_size).to_dict()
@@ -316,6 +286,7 @@ def _built(
             origin=origin,
             name=plain[0] if plain else name,
             preprocess=made,
+            tokenizer=tokenizer and tokenizer.of_length(shape.text.context_length),
             resample=any(wanted.sizes.values()),
         )
     except CheckpointError as error:
@@ -331,6 +302,7 @@ def from_open_clip_tensors(
     origin: Path,
     name: str = "",
     preprocess: Preprocess | None = None,
+    tokenizer: Tokenizer | None = None,
     resample: bool = False,
 ) -> CLIP:
     """A model that holds a state dict of open_clip's; see ``clipkit.checkpoint.with_weights``.
@@ -344,7 +316,9 @@ def from_open_clip_tensors(
     shape = replace(shape, logit_bias="logit_bias" in tensors)
     own = own_names(tensors, flat=isinstance(shape.text, TextTower))
     check_claims(shape, own, origin=origin, resample=resample)
-    return with_weights(shape, own, origin=origin, name=name, preprocess=preprocess, resample=resample)
+    return with_weights(
+        shape, own, origin=origin, name=name, preprocess=preprocess, tokenizer=tokenizer, resample=resample
+    )
 
 
 def _try_sizes(model: CLIP) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from clipkit.architectures import ARCHITECTURES, Architecture, OpenClipVision, TextTower, VisionTower
 from clipkit.checkpoint import check_weights
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.family import OPEN_CLIP, open_clip_files, from_open_clip, open_clip_config
+from clipkit.family import OPEN_CLIP, from_open_clip, open_clip_config, open_clip_files
 from clipkit.model import CLIP
 from clipkit.resample import fit_positions
 

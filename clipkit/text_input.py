@@ -1,4 +1,8 @@
-"""How texts become a model's tokens: CLIP's byte-pair encoding, or a tokenizer of the transformers library."""
+"""How texts become a model's tokens: CLIP's byte-pair encoding, or a tokenizer of the transformers library.
+
+open_clip cleans texts before it hands them to such a tokenizer, transformers itself does not: there is a kind for
+each, so that a model gets the tokens that it was trained with.
+"""
 
 import os
 from collections.abc import Sequence
@@ -10,12 +14,14 @@ import torch
 from torch import Tensor
 
 from clipkit.architectures import Architecture, BagOfWords, OpenClipText, TextTower, TransformersText
-from clipkit.errors import CheckpointError
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.tokenizer import VOCABULARY, tokenize
 
-__all__ = ["ClipTokenizer", "LibraryTokenizer", "Tokenizer", "tokenizer_of"]
+__all__ = ["ClipTokenizer", "LibraryTokenizer", "Tokenizer", "TransformersTokenizer", "tokenizer_of"]
 
 _FOLDER = "tokenizer"  # of a checkpoint
+_PLAIN = "transformers without cleaning"
+_SHOWN = 200  # characters of a library's message
 
 
 class Tokenizer(Protocol):
@@ -89,7 +95,7 @@ class LibraryTokenizer:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
             from open_clip.tokenizer import HFTokenizer
 
-            from clipkit.library_towers import from_hub
+            from clipkit.hub import from_hub
 
             with from_hub(self.source):
                 self._made = HFTokenizer(
@@ -112,6 +118,76 @@ class LibraryTokenizer:
         return replace(self, context_length=context_length, _made=None)
 
 
+@dataclass(kw_only=True)
+class TransformersTokenizer:
+    """The tokenizer of a folder as transformers itself runs it: texts are not cleaned before.
+
+    Rows end where their text does, with zeros behind. For a tower that reads a text at its largest token and sees
+    nothing behind it, that is the same as any padding.
+
+    Attributes:
+        source: the folder; read at the first text.
+        context_length: L, of the longest text; more is cut.
+    """
+
+    source: str
+    context_length: int
+    _made: Any = field(default=None, compare=False, repr=False)
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """N texts → (N, L) int64, L that of the longest.
+
+        Raises:
+            ConfigError: the tokenizer cannot be had.
+        """
+        if not texts:
+            return torch.zeros(0, self.context_length, dtype=torch.int64)
+        rows = self.rows(texts)
+        longest = max(1, *map(len, rows))
+        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+
+    def rows(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, cut, without padding; errors as for a call."""
+        rows: list[list[int]] = self.library()(
+            list(texts), truncation=True, max_length=self.context_length, return_attention_mask=False
+        )["input_ids"]
+        return rows
+
+    def library(self) -> Any:
+        """transformers' object.
+
+        Raises:
+            ConfigError: it cannot be had, or has not enough in it.
+        """
+        if self._made is None:
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
+            from transformers import AutoTokenizer
+
+            try:
+                made = AutoTokenizer.from_pretrained(
+                    self.source, trust_remote_code=False, local_files_only=True
+                )
+            except Exception as error:  # the Rust library raises nothing more special
+                cause = " ".join(str(error).split())[:_SHOWN]
+                raise ConfigError(
+                    f"transformers does not read the tokenizer in {self.source}: {cause}"
+                ) from error
+            made.model_max_length = self.context_length  # as other libraries will cut texts after an export
+            if made.pad_token is None:
+                made.pad_token = made.eos_token
+            self._made = made
+        return self._made
+
+    def store(self, folder: Path) -> Any:
+        """Write the tokenizer's files into a checkpoint."""
+        self.library().save_pretrained(folder / _FOLDER)
+        return {"kind": _PLAIN, "context_length": self.context_length}
+
+    def of_length(self, context_length: int) -> "TransformersTokenizer":
+        """The same for texts of up to that many tokens."""
+        return replace(self, context_length=context_length, _made=None)
+
+
 def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None = None) -> Tokenizer:
     """The tokenizer that goes with an architecture.
 
@@ -123,8 +199,11 @@ def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None
     Raises:
         CheckpointError: this version cannot make the stored one.
     """
-    if isinstance(stored, dict) and stored.get("kind") == "transformers" and folder is not None:
+    if isinstance(stored, dict) and stored.get("kind") in ("transformers", _PLAIN) and folder is not None:
         try:
+            if stored["kind"] == _PLAIN:
+                length = int(stored["context_length"])
+                return TransformersTokenizer(source=str(folder / _FOLDER), context_length=length)
             return LibraryTokenizer(
                 source=str(folder / _FOLDER),
                 context_length=int(stored["context_length"]),

@@ -19,7 +19,7 @@ from clipkit.errors import ConfigError
 from clipkit.export.samples import Samples, difference
 from clipkit.family import to_open_clip
 from clipkit.model import CLIP
-from clipkit.text_input import LibraryTokenizer
+from clipkit.text_input import LibraryTokenizer, TransformersTokenizer
 
 __all__ = ["check", "obstacle", "store_tokenizer", "write"]
 
@@ -32,6 +32,8 @@ def obstacle(model: CLIP) -> str:
         to_open_clip(model.architecture)
     except ConfigError as error:
         return str(error)
+    if isinstance(model.tokenizer, TransformersTokenizer):
+        return "open_clip has CLIP's tokenizer for this kind of text tower, and this model has another"
     return ""
 
 
@@ -61,7 +63,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
     """The files of a tokenizer of the transformers library; none for CLIP's own. Returns their names."""
-    if not isinstance(model.tokenizer, LibraryTokenizer):
+    if not isinstance(model.tokenizer, LibraryTokenizer | TransformersTokenizer):
         return []
     inner = folder / ".tokenizer"
     model.tokenizer.store(inner)

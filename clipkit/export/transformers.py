@@ -25,10 +25,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipkit.architectures import TextTower, VisionTower
+from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.samples import Samples, difference
+from clipkit.folder_tokenizer import ANY_END, end_of_texts
 from clipkit.huggingface import to_transformers, transformers_configs
 from clipkit.model import CLIP
-from clipkit.text_input import ClipTokenizer
+from clipkit.text_input import ClipTokenizer, TransformersTokenizer
 from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT, pair_merges, tokens_in_order
 
 __all__ = [
@@ -54,6 +56,8 @@ def obstacle(model: CLIP) -> str:
     if model.preprocess.resize_mode == "longest":
         return "transformers' CLIPImageProcessor cannot resize the longer side and add a border"
     assert isinstance(shape.text, TextTower)
+    if isinstance(model.tokenizer, TransformersTokenizer):
+        return ""
     if not isinstance(model.tokenizer, ClipTokenizer) or shape.text.vocab_size <= END_OF_TEXT:
         return "transformers' CLIPTokenizer needs CLIP's 49,408 tokens"
     return ""
@@ -69,11 +73,17 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     """
     configs = transformers_configs(model.architecture, model.preprocess)
     _fit_processor(configs["preprocessor_config.json"], model)
+    _fit_special_tokens(configs["config.json"]["text_config"], model)
     for name, content in configs.items():
         _write_json(folder / name, content)
     if not (folder / WEIGHTS).exists():  # the other library's target may have written it
         save_file(to_transformers(tensors), folder / WEIGHTS, metadata={"format": "pt"})
-    _, text = model.architecture.own_towers()
+    tokenizer = store_tokenizer(model, folder) or _write_clips(model, folder)
+    return [*configs, WEIGHTS, *tokenizer]
+
+
+def _write_clips(model: CLIP, folder: Path) -> list[str]:
+    """CLIP's tokenizer, and its settings."""
     special = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
     _write_json(folder / "special_tokens_map.json", special)
     _write_json(
@@ -81,12 +91,20 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
         {
             "tokenizer_class": "CLIPTokenizer",
             "processor_class": "CLIPProcessor",
-            "model_max_length": text.context_length,
+            "model_max_length": model.architecture.text.context_length,
             **special,
         },
     )
-    tokenizer = write_clip_tokenizer(folder)
-    return [*configs, WEIGHTS, "special_tokens_map.json", "tokenizer_config.json", *tokenizer]
+    return ["special_tokens_map.json", "tokenizer_config.json", *write_clip_tokenizer(folder)]
+
+
+def _fit_special_tokens(config: dict[str, Any], model: CLIP) -> None:
+    """The numbers that a model's own tokenizer has for them; our text tower reads a text at its largest token."""
+    if isinstance(own := model.tokenizer, TransformersTokenizer):
+        library = own.library()
+        numbers = {name: getattr(library, name) for name in ("bos_token_id", "pad_token_id")}
+        end = end_of_texts(own)
+        config.update({**numbers, "eos_token_id": ANY_END if end is None else end})
 
 
 def _fit_processor(config: dict[str, Any], model: CLIP) -> None:

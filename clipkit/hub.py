@@ -1,0 +1,92 @@
+"""All that is fetched from the network: from the Hugging Face hub, and by open_clip's downloader.
+
+Whatever fails there becomes one line, and soon: without a network these libraries would ask many times, wait in
+between, and tell of each try.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from clipkit.errors import ConfigError
+
+__all__ = ["HUB", "fetch_published", "fetch_repository", "from_hub"]
+
+HUB = "hf-hub:"
+_FILES = (
+    "*.json", "*.txt", "*.model", "*.safetensors", "open_clip_pytorch_model.bin", "pytorch_model*.bin",
+)  # fmt: skip
+
+
+def fetch_repository(source: str) -> Path:
+    """A repository of the hub, ``hf-hub:OWNER/REPOSITORY``, as a folder.
+
+    Raises:
+        ConfigError: it is not stored here, and could not be fetched.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _fetching(source), _few_words():
+        return Path(snapshot_download(source.removeprefix(HUB), allow_patterns=list(_FILES)))
+
+
+def fetch_published(source: str, published: Mapping[str, Any]) -> Path:
+    """The file of weights of open_clip's registry; errors as for ``fetch_repository``.
+
+    Args:
+        source: how it was asked for, for a message.
+        published: what the registry says of it.
+    """
+    import open_clip
+    from huggingface_hub import constants, snapshot_download
+
+    with _fetching(source), _few_words():
+        repository = str(published.get("hf_hub") or "").rpartition("/")[0]
+        if repository and not constants.HF_HUB_OFFLINE:
+            # one question first, as the downloader would ask many times, for a minute
+            snapshot_download(repository, allow_patterns=["open_clip_config.json"])
+        return Path(open_clip.download_pretrained(dict(published)))
+
+
+@contextmanager
+def _fetching(source: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        cause = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{source} is not stored on this machine, and fetching it failed; is there a network? {cause}"
+        ) from error
+
+
+@contextmanager
+def from_hub(name: str) -> Iterator[None]:
+    """Around a library's reading of a folder or of a name on the hub: its many errors become one line.
+
+    Raises:
+        ConfigError: it was not to be had.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        with _few_words():
+            yield
+    except (OSError, ValueError, KeyError, HfHubHTTPError, HFValidationError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"{name!r} is no usable folder, and the Hugging Face hub did not give it: {first}"
+        ) from error
+
+
+@contextmanager
+def _few_words() -> Iterator[None]:
+    """No remarks on each try."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
