@@ -69,9 +69,9 @@ def _chart(chart: Histogram, found: Findings) -> str:
     for number in range(there[0], there[-1] + 1):
         count, label = chart.counts[number], escape(chart.labels[number])
         share = f"{100 * count / total:.1f}%"
+        bar = f'<i style="width:{100 * count / most:.1f}%"></i>' if count else ""
         bars.append(
-            f'<span class="bin">{label}</span>'
-            f'<span class="bar"><i style="width:{100 * count / most:.1f}%"></i></span>'
+            f'<span class="bin">{label}</span><span class="bar">{bar}</span>'
             f'<span class="count">{count:,} <small>{share}</small></span>'
         )
     return f"<figure><figcaption>{escape(chart.title)}</figcaption><div class=bars>{''.join(bars)}</div></figure>"

@@ -13,20 +13,20 @@ __all__ = ["sheet_entry"]
 
 _MAX_SIDE = 224  # pixels of a picture on the page
 _QUALITY = 80
-_MAX_CAPTION = 600  # characters
+_MAX_CAPTION, _MAX_REST = 500, 160  # characters
 
 
 def sheet_entry(trial: Trial) -> SheetEntry:
     """A good sample, with its crop, as a page shows it."""
     assert trial.crop is not None and trial.caption is not None
-    caption = trial.caption[: 20 * _MAX_CAPTION]
+    caption = trial.caption[: 10 * _MAX_CAPTION]
     tokens = token_counts([caption])[0]
     seen = _seen(caption) if tokens > CONTEXT_LENGTH else caption
     rest = caption[len(seen) :]
     return SheetEntry(
         picture=_webp(trial.crop),
         caption=seen[:_MAX_CAPTION] + "…" * (len(seen) > _MAX_CAPTION),
-        rest=rest[:_MAX_CAPTION] + "…" * (len(rest) > _MAX_CAPTION),
+        rest=rest[:_MAX_REST] + "…" * (len(rest) > _MAX_REST),
         tokens=tokens,
         place=trial.place,
     )

@@ -59,6 +59,11 @@ def size_of(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def _many(count: int, one: str) -> str:
+    """A number and what it counts, in the plural that ends in s."""
+    return f"{count:,} {one}" + ("" if count == 1 else "s")
+
+
 def _percent(part: float, whole: float) -> str:
     share = 100 * part / max(1, whole)
     return f"{share:.2g}%" if 0 < share < 1 else f"{share:.1f}%" if 0 < share < 100 else f"{share:.0f}%"
@@ -100,30 +105,32 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
         yield Note(text=f"training refuses this list of shards: {plain(refusal, 300)}", grave=True)
     if shards.broken:
         yield Note(
-            text=f"{len(shards.broken):,} of the {shards.looked_into:,} shards looked into cannot be read; "
+            text=f"{len(shards.broken):,} of {_many(shards.looked_into, 'shard')} looked into cannot be read; "
             "training refuses them: fetch them again or leave them out",
             grave=True,
         )
     if shards.suspicious > len(shards.broken):
         yield Note(
-            text=f"{shards.suspicious:,} shards do not end as a tar does: they are likely cut short",
+            text=f"{_many(shards.suspicious, 'shard')} not ending as a tar does: likely cut short",
             grave=True,
         )
     if shards.missing_count:
         yield Note(
-            text=f"{shards.missing_count:,} shard numbers are missing: {', '.join(shards.missing[:6])}"
+            text=f"missing {_many(shards.missing_count, 'shard number')}: {', '.join(shards.missing[:6])}"
         )
     if shards.empty:
-        yield Note(text=f"{len(shards.empty):,} shards hold no pair, among them {_name(shards.empty[0])}")
+        yield Note(
+            text=f"{_many(len(shards.empty), 'shard')} without a pair, among them {_name(shards.empty[0])}"
+        )
     if names.apart:
         yield Note(
-            text=f"{names.apart:,} keys come back later in their shard ({_place(names.apart_example)}): "
+            text=f"{_many(names.apart, 'key')} coming back later in the shard ({_place(names.apart_example)}): "
             "the files of one sample must follow one another",
             grave=True,
         )
     if names.second_dot:
         yield Note(
-            text=f"{names.second_dot:,} files have a second dot in their name; all behind the first dot is "
+            text=f"{_many(names.second_dot, 'file')} with a second dot in the name; all behind the first dot is "
             "taken for the extension, so they are not seen: leave no dots in keys",
             grave=True,
         )
@@ -166,7 +173,8 @@ def _picture_notes(found: Findings) -> Iterator[Note]:
         )
     if speed.workers > speed.cores:
         yield Note(
-            text=f"{speed.rate:,.0f} samples/s need {speed.workers} workers; this machine has {speed.cores} cores"
+            text=f"{speed.rate:,.0f} samples/s need {_many(speed.workers, 'worker')}; "
+            f"this machine has {_many(speed.cores, 'core')}"
         )
 
 
@@ -195,7 +203,7 @@ def _shards(found: Findings) -> Part:
         rows.append(_row("looked into", f"{shards.looked_into:,} of {shards.count:,}, spread evenly"))
     if shards.ends_checked:
         rows.append(
-            _row("ends checked", f"of {shards.ends_checked:,}; {shards.suspicious:,} are not as a tar's")
+            _row("ends as a tar", f"{shards.ends_checked - shards.suspicious:,} of {shards.ends_checked:,}")
         )
     missing = ", ".join(shards.missing[:10]) + (", …" if len(shards.missing) > 10 else "")
     rows.append(_row("missing numbers", f"{shards.missing_count:,}: {missing}" if missing else "none"))
@@ -229,8 +237,8 @@ def _names(found: Findings) -> Part:
         f", such as {plain(names.across_example, 60)}" if names.across_example else ""
     )
     counts = (
-        ("second dot in name", names.second_dot, f"{names.second_dot:,} files"),
-        ("no sample's", names.hidden, f"{names.hidden:,} files, hidden or without an extension"),
+        ("second dot in name", names.second_dot, f"{_many(names.second_dot, 'file')}"),
+        ("no sample's", names.hidden, f"{_many(names.hidden, 'file')}, hidden or without an extension"),
         ("file twice", names.repeated, f"{names.repeated:,} times in one sample; the first counts"),
         ("key twice in a shard", names.apart, f"{names.apart:,}, such as {_place(names.apart_example)}"),
         ("key in two shards", names.across, f"{across}; does no harm in training"),
@@ -308,7 +316,7 @@ def _duplicates(found: Duplicates) -> Sequence[str]:
     if not found.groups:
         return ["none among those decoded"]
     shown = ["; ".join(map(_place, group)) for group in found.shown[:3]]
-    return [f"{found.pictures:,} pictures in {found.groups:,} groups, such as", *shown]
+    return [f"{found.pictures:,} pictures in {_many(found.groups, 'group')}, such as", *shown]
 
 
 def _speed(found: Findings) -> Part:
@@ -322,7 +330,8 @@ def _speed(found: Findings) -> Part:
         ),
         _row("one reader gets", f"{speed.read:,.0f} samples/s, {size_of(speed.read_bytes)}/s"),
         _row(
-            f"for {speed.rate:,.0f}/s", f"{speed.workers} workers a GPU (data.workers; --rate sets the rate)"
+            f"for {speed.rate:,.0f}/s",
+            f"{_many(speed.workers, 'worker')} a GPU (data.workers; --rate sets the rate)",
         ),
         _row("for other rates", needed),
         _row("this machine", f"{speed.cores} cores: at most {speed.cores * speed.per_core:,.0f} samples/s"),

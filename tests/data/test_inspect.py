@@ -152,7 +152,7 @@ def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: 
         assert "truncated" in broken["00001.tar"] and "empty" in broken["00002.tar"]
         assert [Path(one).name for one in found.shards.empty] == ["00008.tar"]
         assert found.names.without_picture == 2
-        assert "3 of the 7 shards looked into cannot be read" in told(found)
+        assert "3 of 7 shards looked into cannot be read" in told(found)
     assert "3 of 10 shards are missing" in told(found)
 
 
@@ -245,7 +245,7 @@ def test_keys_and_members(tmp_path: Path) -> None:
     assert names.across_example == "a/one"
     assert (names.without_picture, names.without_caption) == (2, 1)
     assert found.shards.samples == 3
-    assert "2 files have a second dot" in told(found) and "1 keys come back later" in told(found)
+    assert "2 files with a second dot" in told(found) and "1 key coming back later" in told(found)
 
 
 @pytest.mark.parametrize(
