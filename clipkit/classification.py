@@ -1,16 +1,20 @@
 """``clipkit classify``: the best labels of pictures by zero-shot, as a table on the terminal and as CSV or JSON.
 
-Pictures stream through: what is printed and written goes out batch by batch, and nothing is kept.
+Pictures stream through: what is printed or written goes out batch by batch, and nothing is kept.
 
-    .csv      a line a picture: picture, label_1, probability_1, label_2, …
-    .json     an array with a line a picture: {"picture": …, "labels": [{"label": …, "probability": …}, …]}
+    .csv      a line a picture: picture, source, label_1, probability_1, label_2, …
+    .json     an array with a line a picture:
+              {"picture": …, "source": …, "labels": [{"label": …, "probability": …}, …]}
     .jsonl    the same objects, a line each, without the array
+
+Where a file is written the terminal gets failures and a summary; else it gets the table.
 
 Letters: B batch, C classes, O embedding dimension.
 """
 
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,15 +28,17 @@ from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
 from clipkit.api import load
+from clipkit.count_progress import CountProgress, counted
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, FeatureStream, pick_device
+from clipkit.picture_folder import user_path
 from clipkit.pictures import Stream
 from clipkit.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
 __all__ = ["ClassifyOptions", "Guess", "guesses", "labels_of", "run", "templates_of"]
 
 _WIDTH = 80
-_LABEL, _PROBABILITY = 30, 6
+_LABEL, _PROBABILITY = 30, len("probability")
 _PICTURE = _WIDTH - _LABEL - _PROBABILITY - 4  # two blanks between columns
 _LARGEST_LIST = 16 << 20  # bytes of a file of labels or templates
 
@@ -60,6 +66,7 @@ class Guess:
     """The best labels of one picture, the most probable first; probabilities are over all labels."""
 
     picture: str
+    source: str  # the folder, file, shard or table that it comes from
     labels: list[tuple[str, float]]
 
 
@@ -74,9 +81,14 @@ def guesses(
         labels: C names.
         weights: (O, C), see ``clipkit.zero_shot_classifier``.
         top: how many labels of each picture.
+
+    Raises:
+        DataError: the model gives numbers that are not finite.
     """
     weights = weights.float().cpu()
     scale = features.model.logit_scale.detach().float().exp().cpu()
+    if not (math.isfinite(scale.item()) and weights.isfinite().all()):
+        raise DataError("the model gives no finite numbers for the labels: its weights are damaged")
     for outcome in features.run(((0, item) for item in stream), kind="image"):
         if isinstance(outcome, Failure):
             yield outcome
@@ -87,16 +99,16 @@ def guesses(
             outcome.items, best.values.tolist(), best.indices.tolist(), strict=True
         ):
             named = [(labels[place], value) for place, value in zip(places, values, strict=True)]
-            yield Guess(picture=item.key, labels=named)
+            yield Guess(picture=item.key, source=item.source, labels=named)
 
 
 def labels_of(given: str) -> list[str]:
     """The labels of a file, one a line, or of a list separated by commas.
 
     Raises:
-        DataError: there are fewer than two, one is there twice, or the file cannot be read.
+        DataError: there are fewer than two, one is there twice or is no UTF-8, or the file cannot be read.
     """
-    path = Path(given).expanduser()
+    path = user_path(given)
     if _is_file(path):
         found = _lines(path)
     elif "," not in given:
@@ -105,11 +117,14 @@ def labels_of(given: str) -> list[str]:
         found = [label.strip() for label in given.split(",")]
     labels = [label for label in found if label]
     if len(labels) < 2:
-        raise DataError(f"{given!r} has {len(labels)} labels: at least two are needed to choose from")
+        raise DataError(
+            f"{given!r} has {counted(len(labels), 'label')}: at least two are needed to choose from"
+        )
     seen: set[str] = set()
     for label in labels:
         if label in seen:
             raise DataError(f"label {label!r} is there twice")
+        _check_text(label, "label")
         seen.add(label)
     return labels
 
@@ -118,15 +133,21 @@ def templates_of(given: Sequence[str] | None) -> list[str]:
     """Templates as given, or the lines of a file of them.
 
     Raises:
-        DataError: one has no ``{c}``, or the file cannot be read or is empty.
+        DataError: one has no ``{c}`` or is no UTF-8, or the file is not there, cannot be read or is empty.
     """
     if not given:
         return list(DEFAULT_TEMPLATES)
     templates: list[str] = []
     for one in given:
-        path = Path(one).expanduser()
-        templates += [line for line in _lines(path) if line] if "{" not in one and _is_file(path) else [one]
+        path = user_path(one)
+        if "{" in one:
+            templates.append(one)
+        elif _is_file(path):
+            templates += [line for line in _lines(path) if line]
+        else:
+            raise DataError(f"{one!r} is no file of templates, and has no {{c}} where the label would stand")
     for template in templates:
+        _check_text(template, "template")
         fill_template(template, "")
     if not templates:
         raise DataError("the file of templates is empty")
@@ -150,30 +171,51 @@ def run(options: ClassifyOptions) -> int:
             model, batch_size=options.batch_size, precision=options.precision, workers=options.workers
         )
         weights = zero_shot_classifier(model, labels, templates)
-        print(_line("picture", "label", ""))
-        done = failed = 0
-        for outcome in guesses(stream, features, labels, weights, top=top):
+        done, failed = _classified(guesses(stream, features, labels, weights, top=top), writer)
+    if failed:
+        print(f"{failed:,} of {counted(done + failed, 'picture')} failed", file=sys.stderr)
+    if options.out is not None:
+        _say(f"{counted(done, 'picture')} in {options.out}")
+    return 0 if done else 1
+
+
+def _classified(outcomes: Iterator[Guess | Failure], writer: "_Writer | None") -> tuple[int, int]:
+    """Write each guess, or print it where nothing is written; how many there were, and how many failures."""
+    done = failed = 0
+    if writer is None:
+        _say(_line("picture", "label", "probability"))
+    with CountProgress("classifying", total=None, shown=writer is not None) as bar:
+        for outcome in outcomes:
             if isinstance(outcome, Failure):
                 failed += 1
                 where = f" (in {outcome.item.source})" if outcome.item.source not in outcome.item.key else ""
                 print(f"failed: {_shown(outcome.item.key + where)}: {outcome.cause}", file=sys.stderr)
-                continue
-            done += 1
-            _print(outcome)
-            if writer is not None:
-                writer.write(outcome)
-    if failed:
-        print(f"{failed:,} of {done + failed:,} pictures failed", file=sys.stderr)
-    if options.out is not None:
-        print(f"{done:,} pictures in {options.out}", file=sys.stderr)
-    return 0 if done else 1
+            else:
+                done += 1
+                if writer is not None:
+                    writer.write(outcome)
+                else:
+                    _say(_rows_of(outcome))
+            bar.show(done + failed, failed)
+    return done, failed
 
 
-def _print(guess: Guess) -> None:
-    picture = guess.picture
-    for label, probability in guess.labels:
-        print(_line(picture, label, f"{probability:.1%}"))
-        picture = ""
+def _say(text: str) -> None:
+    """Print, and say so where that is not possible: there may be another file in play."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DataError(f"cannot write to standard output: {error.strerror}") from error
+
+
+def _rows_of(guess: Guess) -> str:
+    pictures = [guess.picture] + [""] * (len(guess.labels) - 1)
+    return "\n".join(
+        _line(picture, label, f"{probability:.1%}")
+        for picture, (label, probability) in zip(pictures, guess.labels, strict=True)
+    )
 
 
 def _line(picture: str, label: str, probability: str) -> str:
@@ -206,12 +248,16 @@ class _Csv:
     def __init__(self, file: TextIO, top: int) -> None:
         self._rows = csv.writer(file, lineterminator="\n")
         self._rows.writerow(
-            ["picture", *(f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))]
+            [
+                "picture",
+                "source",
+                *(f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability")),
+            ]
         )
 
     def write(self, guess: Guess) -> None:
         cells = (cell for label, value in guess.labels for cell in (label, f"{value:.6f}"))
-        self._rows.writerow([guess.picture, *cells])
+        self._rows.writerow([guess.picture, guess.source, *cells])
 
     def end(self) -> None:
         """Nothing closes a CSV file."""
@@ -225,7 +271,8 @@ class _Json:
         labels = [{"label": label, "probability": round(value, 6)} for label, value in guess.labels]
         if self._array:
             self._file.write("[\n" if self._first else ",\n")
-        self._file.write(json.dumps({"picture": guess.picture, "labels": labels}, ensure_ascii=False))
+        one = {"picture": guess.picture, "source": guess.source, "labels": labels}
+        self._file.write(json.dumps(one, ensure_ascii=False, allow_nan=False))
         self._file.write("" if self._array else "\n")
         self._first = False
 
@@ -243,6 +290,8 @@ def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
     suffix = path.suffix.lower()
     if suffix not in (".csv", ".json", ".jsonl"):
         raise ConfigError(f"--out {path}: it must end in .csv, .json or .jsonl")
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder: name a file")
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with aside.open("w", encoding="utf-8", newline="") as file:
@@ -250,13 +299,21 @@ def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
             yield writer
             writer.end()
         aside.replace(path)
-    except BrokenPipeError:  # of the terminal's table
+    except BrokenPipeError:  # of the terminal
         raise
     except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}") from error
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # it is not there after success, and may never have been
             aside.unlink()
+
+
+def _check_text(text: str, what: str) -> None:
+    """Refuse now what could not be written in the end: arguments hold other bytes than UTF-8 as half pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} {text!r} is not UTF-8") from error
 
 
 def _is_file(path: Path) -> bool:

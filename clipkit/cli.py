@@ -14,7 +14,7 @@ __all__ = ["dispatch", "main"]
 
 SOURCES = """\
 SOURCE is
-  a folder        every picture below it
+  a folder        every picture below it, and the shards directly in it
   a picture       .jpg, .png, .webp, .gif, .tif, .bmp, .avif, ...
   shards          WebDataset tars: one, a folder of them, or a pattern
                   'pairs/{00000..00041}.tar'
@@ -87,6 +87,9 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
         help="pictures of a file; what a stop can lose (default: 10000)",
     )
     parser.add_argument("--caption-column", metavar="C", help="column of tables (default: guessed)")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="encode files again in which something failed"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -183,7 +186,24 @@ COMMANDS = {
         epilog=SOURCES
         + TEXTS
         + """
-The same command goes on where it was stopped. Over several processes:
+DIR gets
+  img_emb/img_emb_0.npy        (N, D) float16, each row of length 1
+  metadata/metadata_0.parquet  a row for each: image_path, caption if there are
+                               any, source
+  failures.jsonl               what could not be encoded: source, key, cause
+  manifest.json                what it was made from, and how
+and with --text text_emb/text_emb_0.npy and the columns caption, key, source.
+Files are numbered _0, _1, ...; with more than 9 of them _00, _01, ...
+To read them:
+  import numpy as np, pyarrow.parquet as pq
+  from pathlib import Path
+  files = sorted(Path("DIR/img_emb").glob("*.npy"))
+  rows = np.concatenate([np.load(file) for file in files])   # (N, D) float16
+  names = pq.read_table("DIR/metadata")["image_path"]        # N, same order
+
+The same command goes on where it was stopped. When there are more pictures or
+sources, or files have another size or time than before, it encodes those files
+of embeddings again that hold what has changed. Over several processes:
   torchrun --nproc-per-node 8 -m clipkit encode ...""",
         arguments=_encode_arguments,
         run=_encode,

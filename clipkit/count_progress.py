@@ -1,4 +1,4 @@
-"""How far some counted work has come, on stderr: a bar on a terminal, a line every ten seconds elsewhere."""
+"""Counts in words, and how far counted work has come: on a terminal a bar, elsewhere a line every ten seconds."""
 
 import sys
 import time
@@ -6,13 +6,18 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["CountProgress"]
+__all__ = ["CountProgress", "counted"]
 
 _PLAIN_EVERY_SECONDS = 10.0
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 picture``, ``2,000 pictures``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 class CountProgress:
-    """Counts pictures, texts or shards.
+    """Shows on stderr how many pictures, texts or shards are done.
 
     Args:
         what: is done, to begin the line with.

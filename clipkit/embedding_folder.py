@@ -5,63 +5,43 @@
                                          (for texts: caption, key, source)
     OUT/failures.jsonl                   what could not be encoded: source, key, cause; missing if there is nothing
     OUT/manifest.json                    what all of it was made from, and how
-    OUT/.parts/0.jsonl                   that file 0 is complete, with its counts and failures
+    OUT/.parts/0.jsonl                   that file 0 is complete: a digest of its items, its counts, its failures
+    OUT/.lock-0                          held by the process with that number while it writes
 
 Items are cut into parts of equal length; a part is a file, and has a row less for each of its failures. Numbers are
 padded with zeros to the digits of how many files there are, as clip-retrieval does, because its readers sort names.
 A part is written aside, synced, renamed, and only then does its record in ``.parts`` appear.
+
+Sources may have changed when a folder is gone on with: parts whose digest is no longer that of their items are
+taken away first, and made again. What lies in the folder is at any time what the manifest says, or a part of it.
 """
 
+import errno
+import fcntl
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import re
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
+from clipkit.embedding_manifest import Manifest, difference
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, Features
 
-__all__ = ["EmbeddingFolder", "Manifest", "Part", "Totals"]
+__all__ = ["EmbeddingFolder", "Part", "Totals", "only_writer"]
 
-_FORMAT = 1
-# what must be the same for a run to be gone on with, and how an error names it
-_SETTINGS = {
-    "format": "the format", "kind": "the kind (pictures or texts)", "weights": "the model",
-    "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
-    "device": "--device", "items": "the number of pictures or texts", "digest": "the sources' content",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What embeddings were made from, and how."""
-
-    kind: str  # "image" or "caption"
-    model: str  # as it was named
-    weights: str  # hash of the weights and of what else makes the model
-    sources: Sequence[str]  # as they were named
-    items: int
-    digest: str  # of the items' names
-    captions: bool  # whether the metadata of pictures have captions
-    rows_per_file: int
-    batch_size: int
-    precision: str
-    device: str  # its type: other devices round differently
-    format: int = _FORMAT
-
-    @property
-    def files(self) -> int:
-        """How many files the items fill."""
-        return -(-self.items // self.rows_per_file)
-
-    def items_of(self, part: int) -> int:
-        """How many items a part has."""
-        return min(self.rows_per_file, self.items - part * self.rows_per_file)
+_CONTENT = ("sources", "items", "digest", "captions")  # what may change
+_NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
+_LONGEST_NAME = 200  # characters of a process's name
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Part:
@@ -95,67 +75,131 @@ class Totals:
     failures: int
 
 
+@contextmanager
+def only_writer(out: Path, process: int) -> Iterator[None]:
+    """Make the folder if need be, and hold it against another process of the same number.
+
+    Raises:
+        ConfigError: another one holds it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f".lock-{process}").open("a+", encoding="utf-8", errors="replace") as lock:
+        _hold(lock, out)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.ftruncate(lock.fileno(), 0)
+
+
+def _hold(lock: TextIO, out: Path) -> None:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+    except OSError as error:
+        if error.errno in _NO_LOCKS:  # of the file system: no name that we write can be another's
+            return
+        if not isinstance(error, BlockingIOError | PermissionError):
+            raise
+        lock.seek(0)
+        who = f" ({name})" if (name := lock.read(_LONGEST_NAME).strip()) else ""
+        raise ConfigError(
+            f"another encode{who} is writing to {out}: wait for it, or give another --out"
+        ) from error
+    with suppress(OSError):  # the name is a help and no more
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
 class EmbeddingFolder:
     """Embeddings that are being written, by one or more processes.
 
     Args:
-        out: the folder; it is made if need be.
+        out: the folder, see ``only_writer``.
         manifest: what is to be in it.
-        process: this one's number among those that write.
+        digests: of the items of each part.
+        process: this one's number among those that write; every so many-th part is its own.
+        processes: how many there are.
+        retry_failed: whether parts with failures are to be made again.
 
     Raises:
         ConfigError: the folder holds embeddings of other sources, or made by another model or setting.
         DataError: it holds embeddings without a manifest, or a damaged one.
+
+    Attributes:
+        stale: how many of this process's parts were there, and have to be made again.
     """
 
-    def __init__(self, out: Path, manifest: Manifest, *, process: int = 0) -> None:
-        self.out, self.manifest, self._process = out, manifest, process
+    def __init__(
+        self,
+        out: Path,
+        manifest: Manifest,
+        digests: Sequence[str],
+        *,
+        process: int = 0,
+        processes: int = 1,
+        retry_failed: bool = False,
+    ) -> None:
+        assert len(digests) == manifest.files
+        self.out, self.manifest, self._digests = out, manifest, digests
+        self._process, self._processes = process, processes
         self.embeddings = "img_emb" if manifest.kind == "image" else "text_emb"
         self._records = out / ".parts"
         self._folders = (out / self.embeddings, out / "metadata", self._records)
         self._settle_manifest()
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
+        self.stale = self._take_away_stale(retry_failed)
 
     def is_done(self, part: int) -> bool:
-        """Whether a part is complete on the disk."""
-        return all(path.is_file() for path in (self._record(part), *self._files(part)))
+        """Whether a part is complete on the disk, and made from the items that it has now."""
+        return all(path.is_file() for path in self._files(part)) and self._is_current(
+            part, self._record(part)
+        )
 
     def write(self, part: Part) -> None:
         """Bring a complete part to the disk; one all of whose items failed has rows too, (0, O)."""
         assert len(part) == self.manifest.items_of(part.number)
         array = np.concatenate(part.rows)
         writers: list[Callable[[BinaryIO], None]] = [
-            lambda file: np.save(file, array, allow_pickle=False),
+            lambda file: _write_array(file, array),
             lambda file: _write_parquet(file, self._columns(part)),
-            lambda file: _write_record(file, len(array), part.failures),
+            lambda file: _write_record(file, self._digests[part.number], len(array), part.failures),
         ]
         finals = [*self._files(part.number), self._record(part.number)]
-        # a part belongs to one process: nobody else writes under these names
-        asides = [final.with_name(f".{final.name}.partial") for final in finals]
-        for aside, write in zip(asides, writers, strict=True):
-            with aside.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-        for aside, final in zip(asides, finals, strict=True):  # the record comes last
-            aside.replace(final)
-            _sync(final.parent)
+        asides = [_aside(final) for final in finals]
+        try:
+            for aside, write in zip(asides, writers, strict=True):
+                with aside.open("wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for aside, final in zip(asides, finals, strict=True):  # the record comes last
+                aside.replace(final)
+                _sync(final.parent)
+        except OSError:
+            for aside in asides:  # a full disk should not stay so
+                aside.unlink(missing_ok=True)
+            raise
 
     def finish(self) -> Totals | None:
         """List all failures and clean up, if every part is complete; else None.
 
         Of several processes the last one gets the totals; all of them do where they end at the same time.
+
+        Raises:
+            DataError: another process saw other items in the same sources.
         """
+        if any(self._stored().get(name) != getattr(self.manifest, name) for name in ("items", "digest")):
+            raise DataError("the sources have changed while they were read: run the same command again")
         if not all(self.is_done(part) for part in range(self.manifest.files)):
             return None
         rows = failures = 0
         listing = self.out / "failures.jsonl"
-        aside = self._aside(listing)
+        aside = _aside(listing)
         with aside.open("wb") as file:
             for part in range(self.manifest.files):
                 with self._record(part).open("rb") as record:
-                    counts = json.loads(record.readline())
+                    counts = _first_line(record)
                     rows, failures = rows + counts["rows"], failures + counts["failures"]
                     file.writelines(record)
             file.flush()
@@ -165,8 +209,9 @@ class EmbeddingFolder:
                 FileNotFoundError
             ):  # another process was as far at the same time, and has cleaned up
                 aside.replace(listing)
-        for left in self.out.glob(".*.partial"):  # also by processes that were killed
-            left.unlink(missing_ok=True)
+        for folder in (self.out, *self._folders):
+            for left in folder.glob(".*.partial"):  # by processes that were killed
+                left.unlink(missing_ok=True)
         _sync(self.out)
         width = np.load(self._files(0)[0], mmap_mode="r").shape[1]
         return Totals(rows=rows, width=width, failures=failures)
@@ -179,13 +224,46 @@ class EmbeddingFolder:
         )
 
     def _record(self, part: int) -> Path:
-        return self._records / f"{self._number(part)}.jsonl"
+        return self._records / f"{part}.jsonl"
 
     def _number(self, part: int) -> str:
         return str(part).zfill(len(str(self.manifest.files)))
 
-    def _aside(self, path: Path) -> Path:
-        return path.with_name(f".{path.name}.{self._process}.partial")
+    def _is_current(self, part: int, record: Path) -> bool:
+        try:
+            with record.open("rb") as file:
+                return part < len(self._digests) and _first_line(file)["digest"] == self._digests[part]
+        except (FileNotFoundError, ValueError, KeyError):
+            return False
+
+    def _take_away_stale(self, retry_failed: bool) -> int:
+        """Remove those of this process's parts that are not what they should be; how many are to be made again.
+
+        Names get the zeros that they now need. The record goes first and comes last: what has one is complete.
+        """
+        current, stale = set[int](), list[int]()
+        for part, path in self._own(self._records):
+            if self._is_current(part, path) and not (retry_failed and _has_failures(path)):
+                current.add(part)
+            else:
+                path.unlink()
+                stale.append(part)
+        for folder in self._folders[:2]:
+            for part, path in self._own(folder):
+                wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
+                if part not in current:
+                    path.unlink()
+                elif path != wanted:
+                    path.replace(wanted)
+        if stale:
+            (self.out / "failures.jsonl").unlink(missing_ok=True)
+        return sum(part < self.manifest.files for part in stale)
+
+    def _own(self, folder: Path) -> list[tuple[int, Path]]:
+        """The files of this process's parts in a folder, with the parts' numbers."""
+        found = ((_NUMBERED.fullmatch(path.name), path) for path in folder.iterdir())
+        numbered = ((int(match[1]), path) for match, path in found if match)
+        return [(part, path) for part, path in numbered if part % self._processes == self._process]
 
     def _columns(self, part: Part) -> dict[str, list[str | None]]:
         keys, captions, sources = zip(*part.metadata, strict=True) if part.metadata else ((), (), ())
@@ -200,9 +278,7 @@ class EmbeddingFolder:
             if any(folder.exists() for folder in self._folders):
                 raise DataError(f"{self.out} holds embeddings but no manifest.json: give another --out")
             self.out.mkdir(parents=True, exist_ok=True)
-            aside = self._aside(path)
-            aside.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
-            _sync(aside)
+            aside = self._manifest_aside(wanted)
             # of several processes that start at the same time one comes first; the others compare with it
             try:
                 os.link(aside, path)
@@ -212,21 +288,28 @@ class EmbeddingFolder:
             except OSError:  # a file system without links
                 aside.replace(path)
             _sync(self.out)
-        self._compare(path, wanted)
+        stored = self._stored()
+        if differing := difference(stored, wanted):
+            raise ConfigError(f"{self.out} holds embeddings of another run: {differing}; give another --out")
+        if any(stored.get(name) != wanted[name] for name in _CONTENT):
+            self._manifest_aside(wanted).replace(path)
+            _sync(self.out)
 
-    def _compare(self, path: Path, wanted: dict[str, Any]) -> None:
+    def _manifest_aside(self, manifest: dict[str, Any]) -> Path:
+        aside = _aside(self.out / "manifest.json")
+        aside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _sync(aside)
+        return aside
+
+    def _stored(self) -> dict[str, Any]:
+        path = self.out / "manifest.json"
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            differing = [name for name in _SETTINGS if stored.get(name) != wanted[name]]
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}; give another --out") from error
-        if differing:
-            name = differing[0]
-            then, now = (str(values.get(name))[:20] for values in (stored, wanted))
-            raise ConfigError(
-                f"{self.out} holds embeddings of another run: {_SETTINGS[name]} was {then}, now it is {now}; "
-                "give another --out"
-            )
+        if not isinstance(stored, dict) or not isinstance(stored.get("sources", []), list):
+            raise DataError(f"{path} cannot be read: it is no manifest; give another --out")
+        return stored
 
 
 def _write_parquet(file: BinaryIO, columns: dict[str, list[str | None]]) -> None:
@@ -237,11 +320,33 @@ def _write_parquet(file: BinaryIO, columns: dict[str, list[str | None]]) -> None
     pyarrow.parquet.write_table(table, file)
 
 
-def _write_record(file: BinaryIO, rows: int, failures: Sequence[Failure]) -> None:
-    file.write(json.dumps({"rows": rows, "failures": len(failures)}).encode() + b"\n")
+def _write_array(file: BinaryIO, array: npt.NDArray[np.float16]) -> None:
+    """As ``np.save`` does, which does not say what the system says where it cannot write."""
+    header = np.lib.format.header_data_from_array_1_0(array)
+    np.lib.format.write_array_header_1_0(file, header)
+    file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _write_record(file: BinaryIO, digest: str, rows: int, failures: Sequence[Failure]) -> None:
+    file.write(json.dumps({"digest": digest, "rows": rows, "failures": len(failures)}).encode() + b"\n")
     for one in failures:
         line = {"source": one.item.source, "key": one.item.key, "cause": one.cause}
         file.write(json.dumps(line).encode() + b"\n")
+
+
+def _first_line(record: BinaryIO) -> dict[str, Any]:
+    counts: dict[str, Any] = json.loads(record.readline())
+    return counts
+
+
+def _has_failures(record: Path) -> bool:
+    with record.open("rb") as file:
+        return bool(_first_line(file)["failures"])
+
+
+def _aside(path: Path) -> Path:
+    """Where a file is written before it is complete; no two processes anywhere get the same name."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def _sync(path: Path) -> None:

@@ -2,11 +2,12 @@
 
 The items of all sources are numbered. Part p holds items p·n to (p + 1)·n - 1 and is encoded by process p mod the
 number of processes, batch by batch from its beginning: which process does it, and after how many stops, changes
-no bit of its file.
+no bit of its file. A part's digest is of its items' names, and of the sizes and times of the files that hold them:
+where one has changed since, the part is encoded again.
 """
 
+import errno
 import hashlib
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,15 @@ import numpy as np
 import torch
 
 from clipkit.api import load
-from clipkit.count_progress import CountProgress
-from clipkit.embedding_folder import EmbeddingFolder, Manifest, Part, Totals
+from clipkit.count_progress import CountProgress, counted
+from clipkit.embedding_folder import EmbeddingFolder, Part, Totals, only_writer
+from clipkit.embedding_manifest import Manifest
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, FeatureStream, pick_device
 from clipkit.model import CLIP
 from clipkit.pictures import Item, Stream
+from clipkit.process import rank_and_world
+from clipkit.shard_members import Member
 
 __all__ = ["EncodeOptions", "Encoded", "encode", "model_hash", "run"]
 
@@ -43,6 +47,7 @@ class EncodeOptions:
     name: str
     image_column: str | None
     caption_column: str | None
+    retry_failed: bool
     quiet: bool
 
 
@@ -55,6 +60,8 @@ class Encoded:
         files: how many there are in all.
         written: how many of them this process wrote.
         found: how many of them were there before.
+        stale: how many of its own were there too, but made of what has changed since.
+        empty_lines: texts that are empty, which are encoded like any other.
         done: items that this process took in.
         failed: those of them that could not be encoded.
         seconds: that this took.
@@ -65,6 +72,8 @@ class Encoded:
     files: int
     written: int
     found: int
+    stale: int
+    empty_lines: int
     done: int
     failed: int
     seconds: float
@@ -76,8 +85,9 @@ class _Survey:
     """What a look through the sources has shown."""
 
     items: int
-    digest: str
+    digests: list[str]  # of each part
     captions: bool
+    empty_lines: int
 
 
 def encode(
@@ -90,24 +100,28 @@ def encode(
     rows_per_file: int,
     process: int = 0,
     processes: int = 1,
+    retry_failed: bool = False,
     progress: bool = True,
 ) -> Encoded:
     """Encode the pictures, or the captions, of a stream into a folder; see ``clipkit.embedding_folder``.
 
     Args:
         stream: what to encode.
-        out: the folder; a former run with the same settings is gone on with.
+        out: the folder; a former run of the same sources, or fewer of them, with the same settings is gone on with.
         features: the model and how it is used.
         model_name: for the manifest.
-        sources: for the manifest.
+        sources: as they were named, for the manifest.
         rows_per_file: items of a part.
         process: this one's number; each does its own parts.
         processes: how many there are.
+        retry_failed: whether files with failures are encoded again.
         progress: whether to show how far it has come, on stderr.
 
     Raises:
-        ConfigError: a setting is out of range, or the folder holds embeddings made from or by something else.
-        DataError: a source is missing or empty, or has changed while it was read.
+        ConfigError: a setting is out of range, the folder holds embeddings made from or by something else, or
+            another process is writing there.
+        DataError: a source is missing or empty, or has changed while it was read, or the model gives no finite
+            numbers.
     """
     if rows_per_file < 1:
         raise ConfigError(f"rows_per_file = {rows_per_file}: it must be 1 or more")
@@ -118,26 +132,35 @@ def encode(
             "metadata are Parquet files, which need pyarrow: pip install 'pyarrow>=18'"
         ) from error
     with CountProgress("counting", total=None, shown=progress) as bar:
-        survey = _look_through(stream, bar.show)
+        survey = _look_through(stream, rows_per_file, bar.show)
     manifest = Manifest(
         kind=stream.kind,
         model=model_name,
         weights=model_hash(features.model),
         sources=list(sources),
         items=survey.items,
-        digest=survey.digest,
+        digest=hashlib.sha256("".join(survey.digests).encode()).hexdigest()[:32],
         captions=survey.captions,
         rows_per_file=rows_per_file,
         batch_size=features.batch_size,
         precision=features.precision,
         device=features.device.type,
     )
-    folder = EmbeddingFolder(out, manifest, process=process)
-    return _encode_parts(stream, folder, features, _Own(folder, process, processes), progress)
+    with only_writer(out, process):
+        folder = EmbeddingFolder(
+            out, manifest, survey.digests, process=process, processes=processes, retry_failed=retry_failed
+        )
+        own = _Own(folder, process, processes)
+        return _encode_parts(stream, folder, features, own, survey.empty_lines, progress)
 
 
 def _encode_parts(
-    stream: Stream, folder: EmbeddingFolder, features: FeatureStream, own: "_Own", progress: bool
+    stream: Stream,
+    folder: EmbeddingFolder,
+    features: FeatureStream,
+    own: "_Own",
+    empty_lines: int,
+    progress: bool,
 ) -> Encoded:
     """Encode this process's parts that are not there yet."""
     manifest = folder.manifest
@@ -160,12 +183,14 @@ def _encode_parts(
                 written += 1
             bar.show(done, failed)
     if parts:
-        raise DataError("the sources have become shorter while they were read: run the same command again")
+        raise DataError("the sources have changed while they were read: run the same command again")
     return Encoded(
         folder=folder.out / folder.embeddings,
         files=manifest.files,
         written=written,
         found=found,
+        stale=folder.stale,
+        empty_lines=empty_lines,
         done=done,
         failed=failed,
         seconds=time.monotonic() - began,
@@ -202,17 +227,53 @@ class _Own:
                 yield part, item
 
 
-def _look_through(stream: Stream, show: Callable[[int], None]) -> _Survey:
-    """Count the items, and take a digest of them: what a folder was begun with must be what it is finished with."""
-    digest, count, captions = hashlib.sha256(), 0, False
+def _look_through(stream: Stream, length: int, show: Callable[[int], None]) -> _Survey:
+    """Count the items, and take a digest of every ``length`` of them, by which a change will be known."""
+    digests: list[str] = []
+    digest, count, captions, empty = hashlib.sha256(), 0, False, 0
+    stamps = _Stamps(stream)
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
-        for part in (item.source, item.key, text):
+        for part in (item.source, item.key, text, stamps.of(item)):
             digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
         captions = captions or item.caption is not None
+        empty += isinstance(item.caption, str) and not text.strip()
+        if count % length == 0:
+            digests.append(digest.hexdigest())
+            digest = hashlib.sha256()
         if count % 1000 == 0:
             show(count)
-    return _Survey(items=count, digest=digest.hexdigest()[:32], captions=captions)
+    if count % length:
+        digests.append(digest.hexdigest())
+    # whether there are captions says which columns all files have
+    return _Survey(
+        items=count,
+        digests=[f"{one[:31]}{captions:d}" for one in digests],
+        captions=captions,
+        empty_lines=empty if stream.kind == "caption" else 0,
+    )
+
+
+class _Stamps:
+    """Sizes and times of the files that hold the items of a stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._kind = stream.kind
+        self._last: tuple[Path | None, str] = (None, "")
+
+    def of(self, item: Item) -> str:
+        """That of one item; "" where there is no such file, or the item's text is all there is of it."""
+        held = item.image if self._kind == "image" else item.caption
+        path = held.shard if isinstance(held, Member) else held
+        if not isinstance(path, Path):
+            return ""
+        if path != self._last[0]:  # a shard holds many
+            try:
+                status = path.stat()
+                self._last = path, f"{status.st_size} {status.st_mtime_ns}"
+            except (OSError, ValueError):
+                self._last = path, ""
+        return self._last[1]
 
 
 def model_hash(model: CLIP) -> str:
@@ -234,9 +295,7 @@ def run(options: EncodeOptions) -> int:
     Raises:
         ClipkitError: a mistake that the user can mend.
     """
-    process, processes = (
-        int(os.environ.get(name, value)) for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"))
-    )
+    process, processes = rank_and_world()
     if "-" in options.sources and processes > 1:
         raise ConfigError("standard input goes to one process only: save the texts in a .txt file")
     stream = Stream(
@@ -259,27 +318,43 @@ def run(options: EncodeOptions) -> int:
             rows_per_file=options.rows_per_file,
             process=process,
             processes=processes,
+            retry_failed=options.retry_failed,
             progress=not options.quiet and process == 0,
         )
-    except OSError as error:  # a full disk, a folder without permission
-        raise DataError(f"cannot write {options.out}: {error}") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"cannot write {options.out}: the disk is full; with more room the same command goes on"
+            ) from error
+        raise DataError(f"cannot write {options.out}: {error.strerror or error}") from error
     _report(encoded, options, f"process {process + 1} of {processes}: " if processes > 1 else "")
     return 1 if encoded.totals and not encoded.totals.rows else 0
 
 
 def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     """What was done; the last line says what the whole folder holds, once it is complete."""
-    what = "texts" if options.text else "pictures"
+    totals, listing = encoded.totals, options.out / "failures.jsonl"
+    if totals is not None and not encoded.written and not who:
+        failed = f", {totals.failures:,} failed before ({listing})" if totals.failures else ""
+        are = "is" if totals.rows == 1 else "are"
+        print(f"nothing to do: {counted(totals.rows, 'embedding')} {are} there{failed}")
+        return
+    what = counted(encoded.done, "text" if options.text else "picture")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
     found = f"; {encoded.found:,} were there" if encoded.found else ""
+    again = "" if options.retry_failed else ", because what they are made of has changed"
+    stale = f"; {encoded.stale:,} of them again{again}" if encoded.stale else ""
     print(
-        f"{who}{encoded.done:,} {what} in {encoded.seconds:,.1f} s ({rate}), "
-        f"wrote {encoded.written:,} of {encoded.files:,} files{found}"
+        f"{who}{what} in {encoded.seconds:,.1f} s ({rate}), "
+        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}"
     )
-    totals = encoded.totals
     if totals is None:
         return
+    if encoded.empty_lines:
+        print(f"{counted(encoded.empty_lines, 'empty line')} encoded like any other text")
     if totals.failures:
-        print(f"{totals.failures:,} failed, listed in {options.out / 'failures.jsonl'}")
-    files = f"{encoded.files:,} file{'s' if encoded.files != 1 else ''}"
-    print(f"{totals.rows:,} embeddings of {totals.width} numbers in {files} of {encoded.folder}")
+        print(f"{totals.failures:,} failed, listed in {listing}")
+    print(
+        f"{counted(totals.rows, 'embedding')} of {totals.width} numbers "
+        f"in {counted(encoded.files, 'file')} of {encoded.folder}"
+    )

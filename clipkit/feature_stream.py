@@ -115,6 +115,10 @@ class FeatureStream:
     ) -> Iterator[Features | Failure]:
         """Encode the pictures, or the captions, of items.
 
+        Raises:
+            ConfigError: a batch does not fit into the memory.
+            DataError: the model gives numbers that are not finite.
+
         Args:
             items: with the number of the part that each belongs to; a batch never spans two parts.
             kind: which of the two.
@@ -170,6 +174,15 @@ class FeatureStream:
             raise ConfigError(
                 f"out of memory with --batch-size {self.batch_size}: take a smaller one"
             ) from error
+        if not np.isfinite(rows).all():
+            raise DataError(
+                f"the model gives no finite numbers in {self.precision}: "
+                + (
+                    "its weights are damaged"
+                    if dtype is None
+                    else "try --precision fp32, or see to its weights"
+                )
+            )
         return rows
 
     def _encode_images(self, pixels: list[Tensor]) -> Tensor:
@@ -249,7 +262,7 @@ def pick_device(asked: str | None) -> torch.device:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).cpu()  # "meta" makes tensors, but holds nothing
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clipkit.errors import DataError
 
-__all__ = ["IMAGE_SUFFIXES", "pictures_below", "readable", "shards_in"]
+__all__ = ["IMAGE_SUFFIXES", "pictures_below", "readable", "shards_in", "user_path"]
 
 IMAGE_SUFFIXES = frozenset(
     (
@@ -71,8 +71,20 @@ def pictures_below(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def readable(text: str) -> str:
-    """Text, or a path, as every file format can hold it: what is no UTF-8 becomes an escape."""
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "backslashreplace")
+    """Text, or a path, as every file format can hold it: bytes that are no UTF-8 become escapes (``\\xe9``)."""
+    try:
+        content = text.encode("utf-8", "surrogateescape")  # as the system's paths hold such bytes
+    except UnicodeEncodeError:  # half a pair, from JSON
+        content = text.encode("utf-8", "surrogatepass")
+    return content.decode("utf-8", "backslashreplace")
+
+
+def user_path(given: str) -> Path:
+    """A path as a user types it; a ``~`` that stands for nobody's home is part of a name."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        return Path(given)
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Streams of pictures and texts from what a user has: folders, files, shards, tables, lists of texts.
 
-    photos/                        every picture below it, in the order of the paths
+    photos/                        the shards that lie directly in it, and every picture below it by its path
     cat.jpg                        one picture
-    pairs.tar, shards/             WebDataset shards, plain tars; of a folder those that lie directly in it
+    pairs.tar                      a WebDataset shard, a plain tar
     shards/{00000..00331}.tar      all of a pattern
     table.csv                      a table of paths, captions or both, see ``clipkit.table``
     lines.txt, -                   texts, one a line; "-" is standard input
@@ -26,9 +26,10 @@ from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal
+from urllib.parse import unquote
 
 from clipkit.errors import DataError
-from clipkit.picture_folder import IMAGE_SUFFIXES, pictures_below, readable, shards_in
+from clipkit.picture_folder import IMAGE_SUFFIXES, pictures_below, readable, shards_in, user_path
 from clipkit.shard_members import Member, members
 from clipkit.table import SUFFIXES, Row, Table
 
@@ -38,6 +39,7 @@ MAX_BYTES = 256 << 20  # of one picture or caption; beyond it is an attack or an
 MAX_LINE = 2**20  # characters of a line of texts
 _MAX_PATTERN = 1_000_000  # paths of a brace pattern
 _RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
+_CAPTIONS = ("txt", "json")  # the members that hold one, the first that is there counts
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 
 Kind = Literal["image", "caption"]
@@ -111,10 +113,12 @@ class Stream:
             return lambda: _lines(spool, "-")
         if "://" in source:
             raise DataError(f"{source} is a web address: only files on this machine can be read")
-        path = Path(source).expanduser()
+        path = user_path(source)
         if path.is_dir():
             return self._folder(path)
         if not path.is_file():
+            if path.exists():
+                raise DataError(f"{source} is a pipe or a device: save what it gives to a file")
             raise DataError(f"{source}: no such file or folder")
         if lower.endswith(_COMPRESSED):
             raise DataError(f"{source} is compressed: unpack it first")
@@ -135,13 +139,17 @@ class Stream:
         return lambda: iter((Item(source=readable(source), key=readable(source), image=path),))
 
     def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
-        shards = shards_in(folder)
-        if shards:
-            kind = self.kind
-            return lambda: (item for shard in shards for item in _samples(shard, kind))
-        if self.kind == "caption":
+        shards, kind = shards_in(folder), self.kind
+        if kind == "caption" and not shards:
             raise DataError(f"{folder} holds no shard to take captions from{_hint(str(folder))}")
-        return lambda: _pictures(folder)
+
+        def items() -> Iterator[Item]:
+            for shard in shards:
+                yield from _samples(shard, kind)
+            if kind == "image":
+                yield from _pictures(folder)
+
+        return items
 
 
 def read_image(item: Item) -> bytes:
@@ -217,17 +225,17 @@ def _expanded(source: str) -> list[str]:
         raise DataError(f"the braces of {source!r} do not balance") from error
     if many or len(paths) > _MAX_PATTERN:
         raise DataError(f"{source!r} stands for more than {_MAX_PATTERN:,} paths")
-    missing = [path for path in paths if not Path(path).expanduser().exists()]
+    missing = [path for path in paths if not user_path(path).exists()]
     if missing:
         raise DataError(
-            f"{len(missing)} of the {len(paths)} paths of {source!r} are missing: {missing[0]}, …"
+            f"of the {len(paths)} paths of {source!r} {len(missing)} do not exist: {missing[0]}, …"
         )
     return paths
 
 
 def _hint(source: str) -> str:
     """Where the shards may be that a user meant by a folder."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         for folder in sorted(inner for inner in path.iterdir() if inner.is_dir()):
             if shards_in(folder):
@@ -244,31 +252,44 @@ def _pictures(folder: Path) -> Iterator[Item]:
 def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
     """The samples of a shard; consecutive members with one key are one sample."""
     source = readable(str(shard))
-    key, found = "", dict[str, Member]()
+    key, found, twice = "", dict[str, Member](), list[str]()
+    cause = ""
     try:
         for name, member in members(shard):
-            if name != key and found:
-                yield _sample(source, key, found, kind)
-                found = {}
+            if name != key:
+                yield from _sample(source, key, found, twice, kind)
+                found, twice = {}, []
             key = name
-            found.setdefault(member.extension, member)
-        if found:
-            yield _sample(source, key, found, kind)
+            if member.extension in found:
+                twice.append(member.extension)
+            else:
+                found[member.extension] = member
     except DataError as error:
-        if found:
-            yield _sample(source, key, found, kind)
-        yield Item(source=source, key="", cause=str(error))
+        cause = str(error)
+    yield from _sample(source, key, found, twice, kind)
+    if cause:
+        yield Item(source=source, key="", cause=cause)
 
 
-def _sample(source: str, key: str, found: dict[str, Member], kind: Kind) -> Item:
+def _sample(
+    source: str, key: str, found: dict[str, Member], twice: Sequence[str], kind: Kind
+) -> Iterator[Item]:
+    """One sample, if anything was found; then an item for each further picture, or caption, under its name."""
+    if not found:
+        return
     image = next((one for extension, one in found.items() if f".{extension}" in IMAGE_SUFFIXES), None)
-    caption = found.get("txt") or found.get("json")
+    caption = next((found[extension] for extension in _CAPTIONS if extension in found), None)
     cause = ""
     if kind == "image" and image is None:
         cause = f"no picture, only {', '.join(sorted(found))[:100]}"
     elif kind == "caption" and caption is None:
         cause = "no caption"
-    return Item(source=source, key=key, image=image, caption=caption, cause=cause)
+    yield Item(source=source, key=key, image=image, caption=caption, cause=cause)
+    for extension in twice:
+        if f".{extension}" in IMAGE_SUFFIXES if kind == "image" else extension in _CAPTIONS:
+            yield Item(
+                source=source, key=key, cause=f"{key}.{extension} is there twice in a row: one was taken"
+            )
 
 
 def _rows(table: Table, kind: Kind) -> Iterator[Item]:
@@ -294,9 +315,17 @@ def _row(source: str, folder: Path, row: Row) -> Item:
         key = given[:4096] if isinstance(given, str) and given else str(row.number)
         return Item(source=source, key=readable(key), cause=cause)
     assert isinstance(given, str)
-    path = folder / given.removeprefix("file://")
+    path = folder / _file_of_url(given)
     caption = row.caption if isinstance(row.caption, str) else None
     return Item(source=source, key=readable(str(path)), image=path, caption=caption)
+
+
+def _file_of_url(given: str) -> str:
+    """The path that a ``file://`` address stands for; anything else is itself."""
+    if not given.startswith("file://"):
+        return given
+    path = unquote(given.removeprefix("file://"), errors="surrogateescape")
+    return path.removeprefix("localhost") if path.startswith("localhost/") else path
 
 
 def _caption_row(source: str, row: Row) -> Item:

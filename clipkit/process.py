@@ -1,4 +1,4 @@
-"""The training process among others: how it was launched, and how it is asked to stop."""
+"""A process among others: how it was launched, and how a training is asked to stop."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from types import FrameType
 
 from clipkit.errors import ConfigError
 
-__all__ = ["StopRequest", "check_launch", "loss_after"]
+__all__ = ["StopRequest", "check_launch", "loss_after", "rank_and_world"]
 
 
 def check_launch() -> None:
@@ -26,6 +26,23 @@ def check_launch() -> None:
         raise ConfigError(
             f"the environment says WORLD_SIZE = {world}, but has {wrong}: start with torchrun, or unset WORLD_SIZE"
         )
+    rank_and_world()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's number and how many there are, as torchrun says; 0 and 1 where nothing is said.
+
+    Raises:
+        ConfigError: the environment says something impossible.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    rank = os.environ.get("RANK", "0" if world == "1" else "not set")
+    if rank.isdecimal() and world.isdecimal() and int(rank) < int(world):
+        return int(rank), int(world)
+    raise ConfigError(
+        f"the environment says RANK = {rank} and WORLD_SIZE = {os.environ.get('WORLD_SIZE', 'not set')}: "
+        "start with torchrun, or unset both"
+    )
 
 
 def loss_after(saved: int) -> str:

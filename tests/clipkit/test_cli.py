@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import clipkit
-from clipkit import encode_progress
+from clipkit import count_progress
 from clipkit.checkpoint import LoopState, save_checkpoint
 from clipkit.classification import Guess, guesses, labels_of, templates_of
 from clipkit.cli import COMMANDS, dispatch
@@ -97,7 +97,7 @@ def test_encode_as_a_program(program: list[str], checkpoint: Path, photos: Path)
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in done.stdout.splitlines()] == [
-        "4 pictures in _ s (_/s), wrote 1 of 1 files",
+        "4 pictures in _ s (_/s), wrote 1 of 1 file",
         "1 failed, listed in out/failures.jsonl",
         "3 embeddings of 128 numbers in 1 file of out/img_emb",
     ]
@@ -112,8 +112,26 @@ def test_encode_says_what_was_there(
     assert "wrote 2 of 2 files\n" in capsys.readouterr().out
     assert dispatch(arguments) == 0
     said = capsys.readouterr()
-    assert "0 pictures in 0.0 s (0.0/s), wrote 0 of 2 files; 2 were there\n" in said.out
-    assert said.err == ""
+    there = "3 embeddings are there, 1 failed before (out/failures.jsonl)"
+    assert (said.out, said.err) == (f"nothing to do: {there}\n", "")
+    Image.new("RGB", (9, 9)).save("photos/x.png")
+    assert dispatch(arguments) == 0
+    said = capsys.readouterr()
+    again = "1 of them again, because what they are made of has changed; 1 were there"
+    assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in said.out.splitlines()] == [
+        f"2 pictures in _ s (_/s), wrote 1 of 2 files; {again}",
+        "4 embeddings of 128 numbers in 2 files of out/img_emb",
+    ]
+    assert not Path("out/failures.jsonl").exists()
+
+
+def test_encode_counts_empty_lines(
+    checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    Path("lines.txt").write_text("a cat\n\na dog\n")
+    assert dispatch(["encode", "lines.txt", "--text", "--out", "out", "--model", str(checkpoint)]) == 0
+    assert "1 empty line encoded like any other text\n" in capsys.readouterr().out
 
 
 def test_encode_where_nothing_works_is_exit_1(
@@ -127,11 +145,11 @@ def test_encode_where_nothing_works_is_exit_1(
 def test_progress_is_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode_progress, "_PLAIN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(count_progress, "_PLAIN_EVERY_SECONDS", 0.0)
     for total in (2000, None):
-        with encode_progress.EncodeProgress("encoding", total=total, shown=True) as bar:
+        with count_progress.CountProgress("encoding", total=total, shown=True) as bar:
             bar.show(1500, 2)
-    with encode_progress.EncodeProgress("encoding", total=2000, shown=False) as bar:
+    with count_progress.CountProgress("encoding", total=2000, shown=False) as bar:
         bar.show(1500, 2)
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"encoding 1,500 of 2,000, [\d,.]+/s, 2 failed, left 0m00s", first)
@@ -147,9 +165,9 @@ def test_classify_prints_a_table_of_80_columns(
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert max(map(cell_len, lines)) <= 80
-    assert lines[0].split() == ["picture", "label"]
+    assert lines[0].split() == ["picture", "label", "probability"]
     assert len(lines) == 1 + 3 * 4
-    assert lines[1].startswith("…han there are for names of pictures.png  ")
+    assert lines[1].startswith("…here are for names of pictures.png  ")
     want = clipkit.classify("photos/a.png", LABELS, model)[0]
     first = int(want.argmax())
     (line,) = (line for line in lines if line.startswith("photos/a.png"))
@@ -168,18 +186,18 @@ def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLI
     want = clipkit.classify(pictures, LABELS, model)
     with open("out.csv", newline="") as file:  # noqa: PTH123
         header, *rows = csv.reader(file)
-    assert header == ["picture", "label_1", "probability_1", "label_2", "probability_2"]
+    assert header == ["picture", "source", "label_1", "probability_1", "label_2", "probability_2"]
     as_json = json.loads(Path("out.json").read_text())
     assert as_json == [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     for row, one, picture, probabilities in zip(rows, as_json, pictures, want, strict=True):
         best = probabilities.topk(2)
         labels = [LABELS[place] for place in best.indices.tolist()]
-        assert row[::2] == [picture, row[2], row[4]]
-        assert row[1::2] == labels
-        assert [float(value) for value in row[2::2]] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert one["picture"] == picture
+        assert row[:2] == [picture, "photos"]
+        assert row[2::2] == labels
+        assert [float(value) for value in row[3::2]] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert (one["picture"], one["source"]) == (picture, "photos")
         assert [label["label"] for label in one["labels"]] == labels
-        assert [label["probability"] for label in one["labels"]] == [float(value) for value in row[2::2]]
+        assert [label["probability"] for label in one["labels"]] == [float(value) for value in row[3::2]]
     assert not list(Path().glob(".*partial"))
 
 
@@ -218,7 +236,8 @@ def test_classify_by_files_of_labels_and_templates(
     )
     assert one["labels"][0]["probability"] == pytest.approx(float(want.max()), abs=1e-5)
     assert len(one["labels"]) == 2  # there are no three
-    assert "1 pictures in out.json" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("1 picture in out.json\n", "")
 
 
 def test_classify_where_nothing_works_is_exit_1_and_an_empty_array(checkpoint: Path, photos: Path) -> None:
@@ -264,13 +283,19 @@ def test_labels_and_templates_are_checked(tmp_path: Path) -> None:
     assert len(labels_of(many)) == 5000
     for given, message in [
         ("labels.txt", "is no file"),
-        ("cat,", "has 1 labels: at least two"),
+        ("cat,", "has 1 label: at least two"),
         ("cat,dog,cat", "label 'cat' is there twice"),
+        ("~nobodyhere", "is no file"),
+        ("cat,d\udcf6g", r"label 'd\\udcf6g' is not UTF-8"),
     ]:
         with pytest.raises(DataError, match=message):
             labels_of(given)
-    with pytest.raises(DataError, match=r"has no \{c\}"):
-        templates_of(["a photo"])
+    assert labels_of("~cat,dog") == ["~cat", "dog"]
+    assert templates_of(["~a {c}"]) == ["~a {c}"]
+    with pytest.raises(DataError, match=r"'prompts.txt' is no file of templates, and has no \{c\}"):
+        templates_of(["prompts.txt"])
+    with pytest.raises(DataError, match="is not UTF-8"):
+        templates_of(["\udcf6 {c}"])
     (tmp_path / "empty").touch()
     with pytest.raises(DataError, match="is empty"):
         templates_of([str(tmp_path / "empty")])
@@ -283,6 +308,9 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
         (["encode", "nowhere", "--out", "out", *model], "nowhere: no such file or folder"),
         (["encode", "photos", "--out", "out", "--model", "nowhere"], "nowhere"),
         (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "device 'tpu9' cannot be used"),
+        (["encode", "photos", "--out", "out", "--device", "meta", *model], "device 'meta' cannot be used"),
+        (["encode", "~nobodyhere/x", "--out", "out", *model], "~nobodyhere/x: no such file or folder"),
+        (["encode", "/dev/zero", "--out", "out", *model], "/dev/zero is a pipe or a device"),
         (["encode", "photos", "--out", "out", "--batch-size", "0", *model], "batch_size = 0"),
         (["encode", "photos", "--out", "photos/a.png/x", *model], "cannot write photos/a.png/x"),
         (["classify", "photos", *labels, "--model", "nowhere"], "nowhere"),
@@ -290,14 +318,16 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
         (["classify", "photos", *labels, "--templates", "x", *model], "has no {c}"),
         (["classify", "photos", *labels, "--top", "0", *model], "top = 0"),
         (["classify", "photos", *labels, "--out", "x.xlsx", *model], "it must end in .csv, .json or .jsonl"),
+        (["classify", "photos", *labels, "--out", "photos/is.csv", *model], "photos/is.csv is a folder"),
         (["classify", "photos", *labels, "--out", "no/x.csv", *model], "cannot write no/x.csv"),
     ]
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(15))
 def test_mistakes_are_one_line_and_exit_1(
     number: int, checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (photos / "is.csv").mkdir()
     arguments, message = mistakes(checkpoint)[number]
     with pytest.raises(SystemExit) as stop:
         run_command(partial(dispatch, arguments))
@@ -313,6 +343,7 @@ def test_standard_input_is_for_one_process(
     checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     with pytest.raises(clipkit.ConfigError, match="goes to one process only"):
         dispatch(["encode", "-", "--text", "--out", "out", "--model", str(checkpoint)])
     assert torch.get_num_threads() == 1

@@ -85,7 +85,7 @@ def test_names_that_are_no_utf8_are_found_and_read(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9\n.jpg")).write_bytes(b"x")
     (item,) = Stream([str(tmp_path)])
     assert read_image(item) == b"x"
-    assert item.key.encode()  # as a Parquet file needs it
+    assert item.key == f"{tmp_path}/caf\\xe9\n.jpg"  # a Parquet file takes UTF-8 only
     assert readable("naïve 🐈") == "naïve 🐈"
 
 
@@ -164,6 +164,35 @@ def test_shards_give_samples_with_key_picture_and_caption(tmp_path: Path) -> Non
     assert {item.source for item in items} == {str(path) for path in shards_in(tmp_path)}
     assert [read_image(item) for item in items[:4] if not item.cause] == [b"one", b"two", b"four"]
     assert texts(tmp_path / "0.tar") == ["first", "second", "third", "<its json does not parse>"]
+
+
+def test_a_folder_of_pictures_and_shards_gives_both(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.png", "sub/a.png"):
+        (tmp_path / name).touch()
+    write_tar(tmp_path / "backup.tar", SAMPLES[:2])
+    names = [str(tmp_path / "b.png"), str(tmp_path / "sub/a.png")]
+    assert found(tmp_path) == [(name, "") for name in ["0001", *names]]
+    assert texts(tmp_path) == ["first"]
+
+
+def test_a_member_that_is_there_twice_in_a_row_is_listed(tmp_path: Path) -> None:
+    files = [
+        ("1.jpg", b"a"),
+        ("1.jpg", b"b"),
+        ("1.txt", b"one"),
+        ("1.txt", b"uno"),
+        ("1.x", b""),
+        ("1.x", b""),
+    ]
+    shard = write_tar(tmp_path / "0.tar", [*files, ("2.jpg", b"c")])
+    assert found(shard) == [("1", ""), ("1", "1.jpg is there twice in a row: one was taken"), ("2", "")]
+    assert found(shard, kind="caption")[:2] == [
+        ("1", ""),
+        ("1", "1.txt is there twice in a row: one was taken"),
+    ]
+    (first, *_) = Stream([str(shard)])
+    assert read_image(first) == b"a"
 
 
 @pytest.mark.parametrize("how", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
@@ -246,6 +275,9 @@ def test_tables_of_paths_and_of_captions(tmp_path: Path) -> None:
     ]
     assert texts(table) == ["one", "<no caption>", "three", "four", "five"]
     assert [item.key for item in Stream([str(table)], kind="caption")] == ["1", "2", "3", "4", "5"]
+    (tmp_path / "a b.jpg").write_bytes(b"blank")
+    table.write_text(f"file\nfile://{tmp_path}/a%20b.jpg\nfile://localhost{tmp_path}/a.jpg\n")
+    assert [read_image(item) for item in Stream([str(table)])] == [b"blank", b"a"]
     lone = tmp_path / "t.jsonl"
     lone.write_text('{"text": "half a pair \\ud800", "other": "y"}\n{"text": 5}\nno\n')
     assert texts(lone) == ["half a pair \\xed\\xa0\\x80", "<caption is not text>", "<not JSON>"]
@@ -303,7 +335,7 @@ def test_standard_input_can_be_read_twice() -> None:
     ("source", "kind", "message"),
     [
         ("nowhere", "image", "nowhere: no such file or folder"),
-        ("nowhere/{0..3}.tar", "image", "4 of the 4 paths of"),
+        ("nowhere/{0..3}.tar", "image", "of the 4 paths of 'nowhere/{0..3}.tar' 4 do not exist"),
         ("{0..99999999}.tar", "image", "more than 1,000,000 paths"),
         ("{0..999}{0..9}{-99..100}.tar", "image", "more than 1,000,000 paths"),
         ("x{1,2.tar", "image", "do not balance"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from clipkit.errors import ConfigError
-from clipkit.process import StopRequest, check_launch
+from clipkit.process import StopRequest, check_launch, rank_and_world
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -70,3 +70,32 @@ def test_half_a_launch_is_refused(
     with pytest.raises(ConfigError) as caught:
         check_launch()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "found"),
+    [
+        (None, None, (0, 1)),
+        ("0", None, (0, 1)),
+        (None, "1", (0, 1)),
+        ("2", "3", (2, 3)),
+        ("x", "2", "RANK = x and WORLD_SIZE = 2"),
+        ("0", "0", "RANK = 0 and WORLD_SIZE = 0"),
+        ("3", None, "RANK = 3 and WORLD_SIZE = not set"),
+        ("3", "3", "RANK = 3 and WORLD_SIZE = 3"),
+        (None, "2", "RANK = not set and WORLD_SIZE = 2"),
+        ("-1", "2", "RANK = -1"),
+    ],
+)
+def test_which_process_this_is(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, world: str | None, found: tuple[int, int] | str
+) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if isinstance(found, tuple):
+        assert rank_and_world() == found
+        return
+    with pytest.raises(ConfigError, match=found):
+        rank_and_world()

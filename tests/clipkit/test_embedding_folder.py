@@ -1,0 +1,297 @@
+"""A folder of embeddings follows its sources: what has changed is made again, and nothing else."""
+
+import errno
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import clipkit
+from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.config import Config, OptimConfig
+from clipkit.embedding_folder import only_writer
+from clipkit.encode import Encoded, encode
+from clipkit.errors import ConfigError, DataError
+from clipkit.feature_stream import FeatureStream
+from clipkit.model import CLIP
+from clipkit.optim import adamw
+from clipkit.pictures import Item, Stream
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return clipkit.create("ViT-Ti-4-16", seed=0).eval()
+
+
+def png(number: int, side: int = 20) -> bytes:
+    noise = np.random.default_rng(number).integers(0, 256, (side, 24, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Twelve pictures, of which 04.png is broken; in files of three they are the parts 0 to 3."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number:02d}.png").write_bytes(b"broken" if number == 4 else png(number))
+    return folder
+
+
+def run(source: Path | list[Path], out: Path, model: CLIP, *, rows_per_file: int = 3, **more: Any) -> Encoded:
+    sources = [str(one) for one in (source if isinstance(source, list) else [source])]
+    features = FeatureStream(model, batch_size=2, workers=0)
+    settings = {"rows_per_file": rows_per_file, "sources": sources, "progress": False, **more}
+    return encode(Stream(sources), out, features, **settings)
+
+
+def tree(out: Path) -> dict[str, bytes]:
+    files = (path for path in out.rglob("*") if path.is_file() and not path.name.startswith(".lock-"))
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+
+def inodes(out: Path) -> dict[int, tuple[int, int]]:
+    """By the numbers of the parts: a file that is written again has another number or time."""
+    found = ((int(path.stem.rsplit("_", 1)[1]), path.stat()) for path in out.glob("img_emb/*.npy"))
+    return {part: (status.st_ino, status.st_mtime_ns) for part, status in found}
+
+
+def add_last(photos: Path) -> None:
+    (photos / "98.png").write_bytes(png(98))
+
+
+def add_second(photos: Path) -> None:
+    (photos / "00a.png").write_bytes(png(99))
+
+
+def replace_one(photos: Path) -> None:
+    (photos / "07.png").write_bytes(png(70, side=21))
+
+
+def mend_broken(photos: Path) -> None:
+    (photos / "04.png").write_bytes(png(4))
+
+
+def remove_last_part(photos: Path) -> None:
+    for number in (9, 10, 11):
+        (photos / f"{number:02d}.png").unlink()
+
+
+def remove_one(photos: Path) -> None:
+    (photos / "06.png").unlink()
+
+
+def touch(photos: Path) -> None:
+    """Another time alone: the content may be another one of the same length."""
+    os.utime(photos / "02.png", ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "stale"),
+    [
+        (add_last, {0, 1, 2, 3}, 0),
+        (add_second, set(), 4),
+        (replace_one, {0, 1, 3}, 1),
+        (mend_broken, {0, 2, 3}, 1),
+        (remove_last_part, {0, 1, 2}, 0),
+        (remove_one, {0, 1}, 2),
+        (touch, {1, 2, 3}, 1),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_what_has_changed_is_made_again_and_the_folder_is_as_if_made_at_once(
+    photos: Path,
+    model: CLIP,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    kept: set[int],
+    stale: int,
+    processes: int,
+) -> None:
+    run(photos, tmp_path / "out", model)
+    before = inodes(tmp_path / "out")
+    change(photos)
+    done = [
+        run(photos, tmp_path / "out", model, process=number, processes=processes)
+        for number in range(processes)
+    ]
+    after = inodes(tmp_path / "out")
+    assert {part for part, node in after.items() if before.get(part) == node} == kept
+    assert sum(one.stale for one in done) == stale
+    assert sum(one.written for one in done) == len(after) - len(kept)
+    assert done[-1].totals is not None
+    run(photos, tmp_path / "straight", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+def test_names_get_the_zeros_that_more_files_need(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    for number in range(4):
+        (photos / f"{number:02d}.png").rename(tmp_path / f"{number:02d}.png")
+    run(photos, tmp_path / "out", model, rows_per_file=1)
+    before = inodes(tmp_path / "out")
+    for number in range(20, 24):
+        (photos / f"{number}.png").write_bytes(png(number))
+    assert run(photos, tmp_path / "out", model, rows_per_file=1).written == 4
+    assert {part: inodes(tmp_path / "out")[part] for part in range(8)} == before
+    run(photos, tmp_path / "straight", model, rows_per_file=1)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+    for number in range(20, 24):
+        (photos / f"{number}.png").unlink()
+    assert run(photos, tmp_path / "out", model, rows_per_file=1).written == 0
+    assert inodes(tmp_path / "out") == before
+
+
+def test_sources_may_be_added(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    shard = tmp_path / "0.tar"
+    with tarfile.open(shard, "w") as tar:
+        tar.add(photos / "00.png", "x/one.png")
+    run(photos, tmp_path / "out", model)
+    assert run([photos, shard], tmp_path / "out", model).written == 1
+    assert run([photos, shard], tmp_path / "out", model).written == 0
+    os.utime(shard, ns=(1, 1))
+    assert run([photos, shard], tmp_path / "out", model).stale == 1
+    before = tree(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"0\.tar was among the sources, now it is not; give another --out"):
+        run(photos, tmp_path / "out", model)
+    assert tree(tmp_path / "out") == before
+
+
+def test_captions_that_come_to_a_table_come_to_all_files(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    table = tmp_path / "t.jsonl"
+    lines = [json.dumps({"path": f"photos/{number:02d}.png"}) for number in range(3)]
+    table.write_text("\n".join(lines) + "\n")
+    run(table, tmp_path / "out", model, rows_per_file=1)
+    lines.append(json.dumps({"path": "photos/03.png", "caption": "three"}))
+    table.write_text("\n".join(lines) + "\n")
+    assert run(table, tmp_path / "out", model, rows_per_file=1).stale == 3
+    names = {tuple(parquet.read_table(path).column_names) for path in (tmp_path / "out/metadata").iterdir()}
+    assert names == {("image_path", "caption", "source")}
+
+
+def test_failures_are_tried_again_when_asked(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    run(photos, tmp_path / "out", model)
+    whole = tree(tmp_path / "out")
+    assert run(photos, tmp_path / "out", model).written == 0
+    done = run(photos, tmp_path / "out", model, retry_failed=True)
+    assert (done.written, done.stale, done.failed) == (1, 1, 1)
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_damaged_record_is_made_again(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    run(photos, tmp_path / "out", model)
+    whole = tree(tmp_path / "out")
+    (tmp_path / "out/.parts/1.jsonl").write_bytes(b"")
+    assert run(photos, tmp_path / "out", model).written == 1
+    assert tree(tmp_path / "out") == whole
+
+
+def test_processes_that_see_other_items_are_told_so(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    class Growing(Stream):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Item]:
+            self.looks += 1
+            if self.looks == 2:  # another process looks while this one encodes
+                add_last(photos)
+                run(photos, tmp_path / "out", model, process=1, processes=2)
+                (photos / "98.png").unlink()
+            return super().__iter__()
+
+    features = FeatureStream(model, batch_size=2, workers=0)
+    with pytest.raises(DataError, match="have changed while they were read: run the same command again"):
+        encode(
+            Growing([str(photos)]),
+            tmp_path / "out",
+            features,
+            sources=[str(photos)],
+            rows_per_file=3,
+            processes=2,
+            progress=False,
+        )
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from clipkit.embedding_folder import only_writer
+with only_writer(Path(sys.argv[1]), int(sys.argv[2])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_of_a_number_writes_to_a_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "out"), "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with only_writer(tmp_path / "out", 0):
+            pass
+        said = rf"another encode \(process {other.pid} on \S+\) is writing to {tmp_path}/out: wait for it"
+        with pytest.raises(ConfigError, match=said), only_writer(tmp_path / "out", 1):
+            pass
+        other.kill()
+        other.wait()
+    with only_writer(tmp_path / "out", 1):  # a killed process holds nothing
+        pass
+
+
+def test_a_full_disk_leaves_nothing_behind_and_is_told_as_such(
+    photos: Path, model: CLIP, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for it: the call fails in the same place."""
+    done = run(photos, tmp_path / "straight", model)
+    assert done.totals is not None
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            run(photos, tmp_path / "out", model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    run(photos, tmp_path / "out", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+def test_an_array_is_what_numpy_would_have_written(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    run(photos, tmp_path / "out", model)
+    path = tmp_path / "out/img_emb/img_emb_1.npy"
+    buffer = io.BytesIO()
+    np.save(buffer, np.load(path))
+    assert path.read_bytes() == buffer.getvalue()
+
+
+@pytest.mark.parametrize("command", ["encode", "classify"])
+def test_weights_that_are_not_finite_are_one_error(
+    photos: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from clipkit.cli import dispatch
+
+    broken = clipkit.create("ViT-Ti-4-16", seed=0).eval()
+    broken.visual.proj.data[0, 0] = float("nan")  # type: ignore[union-attr]
+    save_checkpoint(
+        tmp_path / "run", broken, adamw(broken, OptimConfig()), LoopState(step=0, data=""), Config(), keep=1
+    )
+    more = ["--labels", "cat,dog", "--out", str(tmp_path / "out.json")]
+    if command == "encode":
+        more = ["--out", str(tmp_path / "out")]
+    with pytest.raises(DataError, match="the model gives no finite numbers in fp32: its weights are damaged"):
+        dispatch([command, str(photos), "--model", str(tmp_path / "run"), *more])
+    assert not (tmp_path / "out.json").exists()
+    assert not list(tmp_path.glob("out/img_emb/*"))
