@@ -4,7 +4,11 @@ Whatever fails there becomes one line, and soon: without a network these librari
 between, and tell of each try.
 """
 
+import http.client
 import logging
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +19,7 @@ from clipkit.errors import ConfigError
 __all__ = ["HUB", "fetch_published", "fetch_repository", "from_hub"]
 
 HUB = "hf-hub:"
+_PATIENCE = 10.0  # seconds
 _FILES = (
     "*.json", "*.txt", "*.model", "*.safetensors", "open_clip_pytorch_model.bin", "pytorch_model*.bin",
 )  # fmt: skip
@@ -71,13 +76,43 @@ def from_hub(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        with _few_words():
+        with _few_words(), _asking_once(name):
             yield
     except (OSError, ValueError, KeyError, HfHubHTTPError, HFValidationError) as error:
         first = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"{name!r} is no usable folder, and the Hugging Face hub did not give it: {first}"
         ) from error
+
+
+@contextmanager
+def _asking_once(name: str) -> Iterator[None]:
+    """One question ahead, as libraries repeat theirs for half a minute; unanswered, only what is stored is read."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or Path(name).exists() or _answers(constants.ENDPOINT):
+        yield
+        return
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+
+def _answers(address: str) -> bool:
+    """Whether a server can be reached, through a proxy where the environment names one."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_PATIENCE).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:  # certificates are the library's affair, which may have others
+        return isinstance(error.reason, ssl.SSLError)
+    except (OSError, http.client.HTTPException):
+        return False
+    except ValueError:  # an address of another kind
+        return True
+    return True
 
 
 @contextmanager
