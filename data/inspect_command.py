@@ -41,7 +41,11 @@ def add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--samples", metavar="N", type=int, default=2000, help="how many to decode (default: 2000)"
     )
     parser.add_argument(
-        "--shards", metavar="N", type=int, default=64, help="how many to look into (default: 64)"
+        "--shards",
+        metavar="N",
+        type=int,
+        default=0,
+        help="how many to look into (default: 64, or 32 remote ones)",
     )
     parser.add_argument(
         "--image-size", metavar="PIXELS", type=int, default=224, help="of the model (default: 224)"

@@ -57,6 +57,7 @@ class ShardsFound:
         count: how many there are.
         bytes: of those whose size is known.
         looked_into: how many were opened.
+        beginnings: of how many of these only the first samples were seen.
         ends_checked: of how many the first and last bytes were looked at.
         suspicious: how many of these do not begin or end as a tar does.
         missing: the numbers that lack between the first and the last one, as ranges.
@@ -73,6 +74,7 @@ class ShardsFound:
     count: int
     bytes: int
     looked_into: int
+    beginnings: int
     ends_checked: int
     suspicious: int
     missing: tuple[str, ...]

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.tar import sample_name, tar_files
-from data.index import IMAGE, IMAGE_EXTENSIONS, ShardIndex, index_of_members, keep_index
+from clipkit.tar import Content, sample_name, tar_files, tar_files_of
+from data.index import IMAGE, IMAGE_EXTENSIONS, ShardIndex, index_of_members, keep_index, stored_index
 from data.inspect.findings import Place
 from data.open_shard import OpenShard
 from data.selection import Selection
@@ -22,8 +22,9 @@ from data.shard_file import ShardFile
 if TYPE_CHECKING:
     from data.remote.shard_cache import ShardCache
 
-__all__ = ["Look", "MemberNames", "look_into"]
+__all__ = ["BEGINNING", "Look", "MemberNames", "OpenBeginning", "look_into"]
 
+BEGINNING = 8 << 20  # bytes that are looked at of a remote shard of which there is no index
 _BLOCK = 512
 _CHECK_EVERY = 16_384  # members between looks at the clock
 _MOST_NOTED = 200_000  # pictures of a shard whose extension is remembered
@@ -94,6 +95,8 @@ class Look:
         key_hashes: (K,) int64 of its samples' keys, rising; the lowest ones of many.
         keys: some of them.
         apart: keys that come twice in it, and one of them.
+        beginning: the index, where it is of the first samples only.
+        bytes_seen: of the shard, in which these samples lie.
     """
 
     number: int
@@ -108,6 +111,8 @@ class Look:
     keys: list[str] = field(default_factory=list)
     apart: int = 0
     apart_example: Place | None = None
+    beginning: ShardIndex | None = None
+    bytes_seen: int = 0
     _blocks: npt.NDArray[np.int64] | None = None
 
     def extension_at(self, block: int) -> str:
@@ -149,6 +154,8 @@ def look_into(
     has = index.has()
     chosen = selection.choose(index, lambda row: (None, {}))
     look.rows, look.groups = chosen.rows, len(index)
+    ends = index.blocks.astype(np.int64) * _BLOCK + index.sizes
+    look.bytes_seen = file.size if look.beginning is None else int(ends.max(initial=0))
     picture = has[:, IMAGE]
     usable = np.zeros(len(index), dtype=np.bool_)
     usable[chosen.rows] = True
@@ -164,6 +171,9 @@ def _index(look: Look, selection: Selection, cache: "ShardCache | None", until: 
     """The shard's index; a local one is scanned even if its index is stored, as that lacks the names."""
     file = look.file
     if file.is_remote:
+        if cache is None and file.size > BEGINNING and stored_index(file) is None:
+            look.beginning = _beginning(look, until)
+            return look.beginning
         return OpenShard(file, selection, cache).index
     try:
         members = tar_files(Path(file.url))
@@ -172,6 +182,68 @@ def _index(look: Look, selection: Selection, cache: "ShardCache | None", until: 
         raise DataError(f"shard {file.shown}: {error.strerror}") from error
     keep_index(file, index)
     return index
+
+
+def _beginning(look: Look, until: float) -> ShardIndex:
+    """The index of a remote shard's first samples: a walk through all its headers may take minutes."""
+    from data.remote.store import RangedBytes
+
+    file = look.file
+    members = _whole_samples(tar_files_of(file.shown, _Beginning(RangedBytes(file))))
+    return index_of_members(file.shown, look.names.noted(file.shown, members, until))
+
+
+class _Beginning:
+    """The first bytes of a shard, as if there were no more."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+
+    def __len__(self) -> int:
+        return min(len(self._content), BEGINNING)
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        start, stop, _ = part.indices(len(self))
+        return self._content[start:stop]
+
+
+def _whole_samples(members: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+    """The members of all samples but the last, which may be cut; a DataError of any other fault."""
+    held: list[tuple[str, int, int]] = []
+    key = ""
+    try:
+        for member in members:
+            found = sample_name(member[0])
+            if found is not None and found[0] != key:
+                yield from held
+                held, key = [], found[0]
+            held.append(member)
+    except DataError as fault:
+        if "is truncated" not in str(fault):
+            raise
+
+
+class OpenBeginning:
+    """Reads the samples at the beginning of a remote shard, as ``OpenShard`` those of a whole one."""
+
+    def __init__(self, file: ShardFile, index: ShardIndex) -> None:
+        self.file, self.index = file, index
+
+    def read(self, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
+        """The members of a row, None for one that it lacks, by one request.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        from data.remote.store import read_range
+
+        starts, sizes = self.index.blocks[row].tolist(), self.index.sizes[row].tolist()
+        wanted = [(starts[column] * _BLOCK, sizes[column]) for column in columns]
+        there = [span for span in wanted if span[0]]
+        first = min((offset for offset, _ in there), default=0)
+        last = max((offset + size for offset, size in there), default=0)
+        content = read_range(self.file, first, last) if there else b""
+        return [content[at - first : at - first + size] if at else None for at, size in wanted]
 
 
 def _note_keys(look: Look, index: ShardIndex, keys: int) -> None:

@@ -17,6 +17,7 @@ from data.captions import CaptionRule
 from data.index import CAPTION, IMAGE, META
 from data.inspect.duplicates import look_code
 from data.inspect.findings import Place
+from data.inspect.look import OpenBeginning
 from data.open_shard import OpenShard, meta_of, text_of
 
 __all__ = ["Making", "Picture", "Trial", "caption_of", "try_sample"]
@@ -88,7 +89,7 @@ class Making:
     seed: int = 0
 
 
-def try_sample(shard: OpenShard, row: int, how: Making, *, extension: str = "") -> Trial:
+def try_sample(shard: OpenShard | OpenBeginning, row: int, how: Making, *, extension: str = "") -> Trial:
     """Read, decode, crop and tokenize one sample; what is wrong with it is told in ``cause``."""
     trial = Trial(place=Place(shard=shard.file.shown, key=shard.index.key(row)), row=row)
     try:

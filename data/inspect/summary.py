@@ -29,17 +29,20 @@ _PART = re.compile(r"(?P<hex>(?<![^\W_])[0-9a-f]{16,}(?![^\W_]))|[0-9]+|[^\W\d_]
 def shards_of(
     listed: ShardList, looks: Sequence[Look], counts: npt.NDArray[np.int64], ends: tuple[int, int]
 ) -> ShardsFound:
-    """The shards; samples of those that nobody counted are taken to be as many as the others have on average."""
+    """The shards; samples that nobody counted are taken to be as large as the others."""
     sound = [look for look in looks if not look.cause]
     broken = {look.number for look in looks if look.cause}
     known = np.delete(counts, sorted(broken))
     known = known[known >= 0]
-    unknown = int((counts < 0).sum())
-    total = int(known.sum()) + round(unknown * float(known.mean() if len(known) else 0))
+    unknown = np.flatnonzero(counts < 0)
+    sizes = np.array([max(0, file.size) for file in listed.files], dtype=np.int64)
+    seen, within = sum(len(look.rows) for look in sound), sum(max(0, look.bytes_seen) for look in sound)
+    total = int(known.sum()) + (round(float(sizes[unknown].sum()) * seen / within) if within else 0)
     return ShardsFound(
         count=len(counts),
-        bytes=sum(max(0, file.size) for file in listed.files),
+        bytes=int(sizes.sum()),
         looked_into=len(looks),
+        beginnings=sum(look.beginning is not None for look in looks),
         ends_checked=ends[0],
         suspicious=ends[1],
         missing=listed.missing[:_MOST_LISTED],
@@ -57,8 +60,8 @@ def shards_of(
         median=float(np.median(known)) if len(known) else 0.0,
         greatest=int(known.max()) if len(known) else 0,
         samples=total,
-        samples_known=unknown == 0,
-        counted=len(counts) - unknown,
+        samples_known=len(unknown) == 0,
+        counted=len(counts) - len(unknown),
     )
 
 

@@ -22,7 +22,7 @@ from data.captions import CaptionRule
 from data.index import CAPTION, IMAGE, META, stored_index
 from data.inspect.caption_survey import CaptionSurvey
 from data.inspect.findings import Findings, Place
-from data.inspect.look import Look, look_into
+from data.inspect.look import Look, OpenBeginning, look_into
 from data.inspect.one_sample import Making, Trial, caption_of, try_sample
 from data.inspect.picture_survey import PictureSurvey
 from data.inspect.refusal import no_pair, seen
@@ -36,9 +36,10 @@ from data.selection import Selection
 if TYPE_CHECKING:
     from data.remote.shard_cache import ShardCache
 
-__all__ = ["RATE", "SHARDS", "inspect"]
+__all__ = ["RATE", "REMOTE_SHARDS", "SHARDS", "inspect"]
 
 SHARDS = 64  # looked into, if there are more
+REMOTE_SHARDS = 32
 RATE = 1000.0
 _FIRST_SHARDS = 8  # among which a pair must be found
 _FIRST_SAMPLES = 64  # of which one must be good
@@ -62,7 +63,7 @@ def inspect(
     *,
     split: str = "train",
     samples: int = 2000,
-    shards: int = SHARDS,
+    shards: int = 0,
     image_size: int = 224,
     rate: float = RATE,
     captions: Sequence[str] = ("txt",),
@@ -78,7 +79,7 @@ def inspect(
         sources: as ``data.train`` takes them.
         split: of a dataset folder.
         samples: how many are decoded, spread evenly over the shards looked into.
-        shards: how many are looked into at most, spread evenly over all.
+        shards: how many are looked into at most, spread evenly over all; 0 takes 64, and 32 if they are remote.
         image_size: of the model, in pixels.
         rate: samples a second that one GPU takes.
         captions: where they are, as ``data.captions`` names it.
@@ -92,7 +93,7 @@ def inspect(
         DataError: there are no shards, or the first of them hold no pair of picture and caption.
     """
     for name, value, least in (
-        ("samples", samples, 1), ("shards", shards, 1), ("image_size", image_size, 1), ("rate", rate, 1e-3),
+        ("samples", samples, 1), ("shards", shards, 0), ("image_size", image_size, 1), ("rate", rate, 1e-3),
     ):  # fmt: skip
         if value < least:
             raise ConfigError(f"{name} = {value} does not fit: at least {least:g}")
@@ -103,7 +104,7 @@ def inspect(
         cache=cache,
         until=began + _PATIENCE,
     )
-    course.look(shards, progress)
+    course.look(shards or (REMOTE_SHARDS if course.remote else SHARDS), progress)
     chosen = course.spread(samples)
     pictures, texts = PictureSurvey(image_size), CaptionSurvey(CONTEXT_LENGTH)
     how = Making(image_size=image_size, captions=course.selection.captions)
@@ -178,7 +179,8 @@ class _Course:
             number, self.files[number], self.selection, cache=self.cache, keys=keys, until=self.until
         )
         self.looks.append(look)
-        self.counts[number] = len(look.rows)
+        if look.beginning is None:
+            self.counts[number] = len(look.rows)
         return look
 
     def _check_ends(self, looked: set[int]) -> tuple[int, int]:
@@ -217,8 +219,10 @@ class _Course:
             spots.append(_Spot(look=look, row=int(look.rows[place - int(ends[at])])))
         return spots
 
-    def opened(self, look: Look) -> OpenShard:
+    def opened(self, look: Look) -> OpenShard | OpenBeginning:
         """The shard, opened; a few stay open."""
+        if look.beginning is not None:
+            return OpenBeginning(look.file, look.beginning)
         opened = self._open.get(look.number)
         if opened is None:
             opened = self._open[look.number] = OpenShard(look.file, self.selection, self.cache)
@@ -306,7 +310,7 @@ class _Trials:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _try(self, shard: OpenShard, spot: _Spot, number: int) -> Trial:
+    def _try(self, shard: OpenShard | OpenBeginning, spot: _Spot, number: int) -> Trial:
         extension = spot.look.extension_at(int(shard.index.blocks[spot.row][0]))
         trial = try_sample(shard, spot.row, self.how, extension=extension)
         trial.shard = spot.look.number

@@ -194,13 +194,20 @@ def _shards(found: Findings) -> Part:
         rows.append(_row("samples", f"{shards.samples:,} pairs of picture and caption"))
     else:
         rows.append(
-            _row("samples", f"{_about(shards.samples)}, from {shards.counted:,} of {shards.count:,} shards")
+            _row(
+                "samples",
+                f"{_about(shards.samples)}; {shards.counted:,} of {shards.count:,} shards are counted",
+            )
         )
-    rows.append(
-        _row("a shard has", f"{shards.least:,} to {shards.greatest:,} samples, median {shards.median:,.0f}")
-    )
-    if shards.looked_into < shards.count:
-        rows.append(_row("looked into", f"{shards.looked_into:,} of {shards.count:,}, spread evenly"))
+    if shards.counted:
+        rows.append(
+            _row(
+                "a shard has", f"{shards.least:,} to {shards.greatest:,} samples, median {shards.median:,.0f}"
+            )
+        )
+    if shards.looked_into < shards.count or shards.beginnings:
+        first = f"; of {shards.beginnings:,} the first samples only" if shards.beginnings else ""
+        rows.append(_row("looked into", f"{shards.looked_into:,} of {shards.count:,}, spread evenly{first}"))
     if shards.ends_checked:
         rows.append(
             _row("ends as a tar", f"{shards.ends_checked - shards.suspicious:,} of {shards.ends_checked:,}")

@@ -4,9 +4,9 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
+import signal
 import tarfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,23 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError, run_command
 from data.__main__ import main
 from data.inspect import Findings, inspect
 from data.inspect.caption_survey import token_counts
-from data.inspect.duplicates import groups_alike, groups_equal, look_code
-from data.inspect.findings import Histogram, wilson
 from data.inspect.page import page_of
-from data.inspect.shard_list import missing_numbers
-from data.inspect.summary import key_pattern
-from data.inspect.told import notes, parts, plain
+from data.inspect.told import notes, parts
 from tests.data.remote import servers
 
-REPOSITORY = Path(__file__).parents[2]
 Members = Sequence[tuple[str, bytes]]
 
 nginx = servers.nginx
@@ -316,8 +309,8 @@ def test_nothing_can_be_read(tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         look([str(tmp_path / "empty")])
     for name in ("samples", "shards", "image_size", "rate"):
-        with pytest.raises(ConfigError, match=f"{name} = 0"):
-            wrong: dict[str, Any] = {name: 0}
+        with pytest.raises(ConfigError, match=f"{name} = -1"):
+            wrong: dict[str, Any] = {name: -1}
             inspect([str(tmp_path)], **wrong)
 
 
@@ -359,18 +352,25 @@ def test_hostile_text_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(path.name for path in tmp_path.iterdir()) == ["<i>&.tar", "figures.json", "page.html"]
 
 
-def test_as_a_user_runs_it(good: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "data", "inspect", str(good), "--image-size", "16"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80 and "\x1b" not in done.stdout
-    assert "3 shards, 36 samples" in done.stdout
-    assert re.search(r"for 1,000/s +\d+ workers a GPU", done.stdout)
+def test_the_command(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(good), "--image-size", "16"]) == 0
+    output = capsys.readouterr()
+    assert max(map(len, output.out.splitlines())) <= 80 and "\x1b" not in output.out
+    assert not any(line.endswith(" ") for line in output.out.splitlines())
+    assert "3 shards, 36 samples" in output.out
+    assert re.search(r"for 1,000/s +\d+ workers? a GPU", output.out)
     wrong = tmp_path / "none/page.html"
     with pytest.raises(SystemExit) as stop:
         run_command(partial(main, ["inspect", str(good), "--html", str(wrong)]))
     assert stop.value.code == 1
+
+
+def test_ctrl_c_ends_it_with_a_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    assert main(["inspect", str(good), "--image-size", "8000", "--quiet"]) == 130
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("stopped") and output.err.count("\n") == 1
 
 
 def test_several_sources(good: Path, tmp_path: Path) -> None:
@@ -390,92 +390,21 @@ def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
     found = look([pattern])
     assert (found.shards.samples, found.shards.missing, found.sampled.bad) == (12, ("00002",), 0)
     assert found.sampled.tried == 12 and len(found.sheet) == 12
+    assert found.shards.beginnings == 0  # they are small
     page = page_of(found)
     assert "s3cret" not in page and "s3cret" not in json.dumps(found.to_dict())
     assert look([nginx.url("set")]).shards.missing == ("00002",)
 
 
-# Its parts
-
-
-@given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))
-def test_missing_numbers_are_those_between(numbers: list[int], width: int) -> None:
-    ranges, count = missing_numbers([f"/a/x{number:0{width}d}.tar" for number in numbers])
-    missing = sorted(set(range(min(numbers), max(numbers))) - set(numbers))
-    if len(missing) > 10 * len(numbers):
-        assert (ranges, count) == ([], 0)
-        return
-    assert count == len(missing)
-    stated: list[int] = []
-    for one in ranges:
-        first, _, last = one.partition("–")
-        stated += range(int(first), int(last or first) + 1)
-    assert stated == missing
-
-
-def test_missing_numbers_of_several_folders_and_names() -> None:
-    urls = ["/a/0.tar", "/a/2.tar", "/b/0.tar", "s3://b/t-08.tar?v=1", "s3://b/t-10.tar?v=1", "/c/only.tar"]
-    assert missing_numbers(urls) == (["1", "09"], 2)
-    assert missing_numbers(["/a/1700000000.tar", "/a/1800000000.tar"]) == ([], 0)
-
-
-@given(st.integers(0, 500), st.integers(0, 500))
-def test_wilson_holds_the_share(part: int, more: int) -> None:
-    low, high = wilson(part, part + more)
-    assert 0 <= low <= (part / (part + more) if part + more else 0.5) <= high <= 1
-    if part + more:
-        assert wilson(2 * part, 2 * (part + more))[1] - wilson(2 * part, 2 * (part + more))[0] <= high - low
-    assert wilson(3, 100) == pytest.approx(
-        (0.010254, 0.084515), abs=1e-5
-    )  # by the formula, worked out by hand
-
-
-@given(st.text(st.characters(codec=None), max_size=300))
-def test_plain_text_moves_nothing(text: str) -> None:
-    shown = plain(text)
-    assert shown.isprintable() or not shown
-    assert shown.startswith(text[:160]) or not text[:160].isprintable()
-
-
-@pytest.mark.parametrize(
-    ("key", "words", "form"),
-    [
-        ("000012", True, "######"),
-        ("train/00/cat_7", True, "train/##/cat_#"),
-        ("train/00/cat_7", False, "abc/#…/abc_#…"),
-        ("12345678901234567890", True, "#×20"),
-        ("d41d8cd98f00b204e9800998ecf8427e", True, "hex×32"),
-        ("bäume-3", False, "abc-#…"),
-        ("", True, ""),
-    ],
-)
-def test_key_pattern(key: str, words: bool, form: str) -> None:
-    assert key_pattern(key, words=words) == form
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=30)
-@given(st.lists(st.integers(0, 12), max_size=30))
-def test_groups_of_the_same(kinds: list[int]) -> None:
-    expected = sorted(
-        [n for n, one in enumerate(kinds) if one == kind] for kind in set(kinds) if kinds.count(kind) > 1
-    )
-    assert sorted(groups_equal([bytes([kind]) for kind in kinds])) == expected
-    codes = [np.random.default_rng(kind).integers(-1, 2, 256).astype(np.int8) for kind in kinds]
-    assert sorted(groups_alike(codes)) == expected
-
-
-def test_plain_pictures_do_not_look_the_same() -> None:
-    codes = [look_code(np.full((50, 50, 3), value, dtype=np.uint8)) for value in (0, 100, 255)]
-    assert groups_alike(codes) == []
-    assert look_code(np.zeros((1, 1, 3), dtype=np.uint8)).shape == (256,)
-
-
-@given(st.lists(st.integers(0, 400), max_size=40))
-def test_histogram_counts_each_once(values: list[int]) -> None:
-    bins = Histogram.of("x", values, (0, 10, 100))
-    assert bins.labels == ("0–9", "10–99", "100 and more")
-    assert sum(bins.counts) == len(values) and bins.counts[1] == sum(10 <= one < 100 for one in values)
-
-
-def test_tokens_are_counted_to_the_end() -> None:
-    assert token_counts(["", "!", "a cat !!!", "<end_of_text> a"]) == [2, 3, 5, 4]
+def test_of_large_remote_shards_the_first_samples_are_read(
+    nginx: servers.Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("data.inspect.look.BEGINNING", 20_000)
+    for number in range(3):
+        write_tar(tmp_path / "one.tar", pairs(100 * number, 60))
+        nginx.put(f"large/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())
+    found = look([nginx.url("large")])
+    assert (found.shards.beginnings, found.shards.counted, found.sampled.bad) == (3, 0, 0)
+    assert 15 <= found.sampled.tried < 60 and found.names.without_caption == 0
+    assert not found.shards.samples_known and 150 < found.shards.samples < 210
+    assert "of 3 the first samples only" in row(found, "shards", "looked into")
