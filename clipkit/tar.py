@@ -4,7 +4,6 @@ Only the 512-byte headers are read, and what lies behind the last file. A damage
 the damage, and no size that it states takes memory.
 """
 
-import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from clipkit.errors import DataError
 __all__ = ["Content", "sample_name", "tar_files", "tar_files_of"]
 
 _BLOCK = 512
-_PLAIN = ord("0")
+_PLAIN, _PAX = b"0x"  # kinds of nearly all members
+_FEW = 4096  # bytes
 _BLANK = b" \0"
 _OCTAL_PLACES = (8 ** np.arange(5, -1, -1)).astype(np.uint32)  # of six digits
 _AT_ONCE = 4096  # headers that are checked together
@@ -35,10 +35,11 @@ _CHUNK = 1 << 20  # bytes looked through at a time
 _RECORD = 20 * _BLOCK  # what writers fill the end up to, unless they were told otherwise
 _MAX_RECORD = 1 << 20  # of those told otherwise
 _MAX_NAME = 4096  # characters
+_MAX_ZEROS = 1 << 28  # that are looked through behind an end; a hole may state any size
 
 
 class Content(Protocol):
-    """The bytes of a tar, wherever they are; an ``mmap`` is one."""
+    """The bytes of a tar, wherever they are; ``bytes`` are one."""
 
     def __len__(self) -> int: ...
 
@@ -70,10 +71,21 @@ def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise DataError(f"shard {called or path} is empty (0 bytes)")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as tar:
-            yield from tar_files_of(called or str(path), tar)
+        yield from tar_files_of(called or str(path), _FileContent(file.fileno()))
+
+
+class _FileContent:
+    """The bytes of an open file; not mapped, as to touch what was cut off meanwhile would kill the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        return os.pread(self._descriptor, part.stop - part.start, part.start)
 
 
 def tar_files_of(shard: str, tar: Content) -> Iterator[tuple[str, int, int]]:
@@ -139,7 +151,8 @@ def _follow(shard: str, tar: Content, before: _Run) -> _Run:
         while len(headers) < _AT_ONCE:
             header = tar[position : position + _BLOCK]
             if len(header) < _BLOCK:
-                raise _truncated(shard, f"it has no end mark; it stops at byte {end}")
+                stop = min(end, position + len(header))  # before its end where a file has shrunk meanwhile
+                raise _truncated(shard, f"it has no end mark; it stops at byte {stop}")
             if header[0] == 0 and not any(header):
                 _check_end(shard, tar, position, end)
                 run.ended = True
@@ -150,7 +163,7 @@ def _follow(shard: str, tar: Content, before: _Run) -> _Run:
             size = int(digits, 8) if digits.isdigit() and header[135] in _BLANK else _size(header)
             if header[156] == _PLAIN and not run.said and 0 <= size <= end - data:
                 files.append((len(headers) - 1, None, data, size))
-            else:
+            elif header[156] != _PAX or not 0 <= size <= _FEW or _PAX_MATTERS.search(tar[data : data + size]):
                 size = _unusual(run, shard, tar, header[156:157], size)
             position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
     except DataError as fault:
@@ -176,9 +189,12 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
     if kind in _ABOUT_NEXT:
         if size > _MAX_EXTRA_BYTES:
             raise DataError(f"shard {shard} states a name of {size} bytes at byte {position}; write it again")
-        kind = _note(run, kind, tar[data : data + size])
+        extra = tar[data : data + size]
+        if len(extra) < size:
+            raise _truncated(shard, f"it stops at byte {data + len(extra)}")
+        _note(run, shard, kind, extra)
     if kind == b"S":
-        raise DataError(f"shard {shard} holds a sparse file at byte {position}: write it without --sparse")
+        raise _sparse(shard, position)
     if kind in _FILE:
         run.files.append((len(run.headers) - 1, run.long_name, data, size))
     if kind not in _ABOUT_NEXT:
@@ -186,18 +202,27 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
     return size
 
 
-def _note(run: _Run, kind: bytes, extra: bytes) -> bytes:
-    """What a member says of the next one; gives its kind, which is ``S`` where that is a sparse file."""
+def _note(run: _Run, shard: str, kind: bytes, extra: bytes) -> None:
+    """What a member says of the next one; refused where programs do not agree on what that is."""
+    position = run.positions[-1]
+    name: str | None = None
     if kind == b"L":
-        run.said, run.long_name = True, _text(extra)
-    elif kind in (b"x", b"X") and _PAX_MATTERS.search(extra):
+        name = _text(extra)
+    elif kind in (b"x", b"X", b"g") and _PAX_MATTERS.search(extra):
         records = _pax_records(extra)
-        stated = records.get("size", "")
-        run.said, run.long_name = True, records.get("path", run.long_name)
-        run.long_size = int(stated) if _PAX_SIZE.fullmatch(stated) else run.long_size
+        if records is None or (kind == b"g" and records.keys() & {"path", "size"}):
+            raise _broken_note(shard, position)
         if any(key.startswith("GNU.sparse.") for key in records):
-            return b"S"
-    return kind
+            raise _sparse(shard, position)
+        name = records.get("path")
+        if (stated := records.get("size")) is not None:
+            if run.long_size is not None or not _PAX_SIZE.fullmatch(stated):
+                raise _broken_note(shard, position)
+            run.said, run.long_size = True, int(stated)
+    if name is not None:
+        if run.long_name is not None:
+            raise _broken_note(shard, position)
+        run.said, run.long_name = True, name
 
 
 def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
@@ -206,7 +231,8 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
     Behind an archive's end come only zeros, up to a whole number of records. A record has 20 blocks, or a power
     of two of up to a MiB (the others that ``tar -b`` would take are not in use).
     """
-    other = _first_nonzero(tar, position, end)
+    far = min(end, position + _MAX_ZEROS)
+    other = _first_nonzero(shard, tar, position, far)
     zeros, block = other - position, other - other % _BLOCK
     if other == end:
         if zeros <= 2 * _BLOCK + max(_RECORD, min(end & -end, _MAX_RECORD)):  # & gives the power of two in it
@@ -221,10 +247,12 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
     )
 
 
-def _first_nonzero(tar: Content, start: int, end: int) -> int:
+def _first_nonzero(shard: str, tar: Content, start: int, end: int) -> int:
     """Where the first byte other than zero lies, ``end`` if there is none."""
     for position in range(start, end, _CHUNK):
-        chunk = tar[position : position + _CHUNK]
+        chunk = tar[position : min(end, position + _CHUNK)]
+        if len(chunk) < min(end - position, _CHUNK):
+            raise _truncated(shard, f"it stops at byte {position + len(chunk)}")
         if rest := chunk.lstrip(b"\0"):
             return position + len(chunk) - len(rest)
     return end
@@ -239,6 +267,16 @@ def _broken(shard: str, header: bytes, position: int) -> DataError:
         return DataError(f"shard {shard} is compressed: random access needs a plain tar, unpack it first")
     what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
     return DataError(f"shard {shard} {what}; fetch or write it again")
+
+
+def _broken_note(shard: str, position: int) -> DataError:
+    return DataError(
+        f"shard {shard} has a broken extended header at byte {position}; fetch or write it again"
+    )
+
+
+def _sparse(shard: str, position: int) -> DataError:
+    return DataError(f"shard {shard} holds a sparse file at byte {position}: write it without --sparse")
 
 
 def _broken_size(shard: str, position: int) -> DataError:
@@ -297,15 +335,15 @@ def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
     return names
 
 
-def _pax_records(data: bytes) -> dict[str, str]:
-    """The ``LENGTH KEY=VALUE\\n`` records of a PAX header; a malformed rest is left out."""
+def _pax_records(data: bytes) -> dict[str, str] | None:
+    """The ``LENGTH KEY=VALUE\\n`` records of a PAX header; None if they have another form."""
     records: dict[str, str] = {}
     position = 0
     while (match := _PAX_LENGTH.match(data, position)) is not None:
         end = position + int(match[1])
-        if not match.end() < end <= len(data):
-            break
+        if not match.end() < end <= len(data) or data[end - 1] != ord("\n"):
+            return None
         key, _, value = data[match.end() : end - 1].partition(b"=")
         records[_text(key)] = _text(value)
         position = end
-    return records
+    return None if data[position:].strip(b"\0") else records

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,34 @@ class ShardIndex:
 
     def key(self, row: int) -> str:
         """The key of a sample."""
-        start, end = self.key_ends[row - 1 : row + 1].tolist() if row else (0, int(self.key_ends[0]))
-        return self.key_bytes[start:end].tobytes().decode("utf-8", "replace")
+        start = self._key_ends[row - 1] if row else 0
+        return bytes(self._key_bytes[start : self._key_ends[row]]).decode("utf-8", "replace")
 
     def has(self) -> npt.NDArray[np.bool_]:
         """(N, 4) which of the members each sample has."""
         has: npt.NDArray[np.bool_] = self.blocks > 0
         return has
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
-        """Byte offset and size of a sample's picture, caption, label and json; (0, 0) where there is none."""
-        starts: list[int] = self.blocks[row].tolist()
-        return [(start * _BLOCK, size) for start, size in zip(starts, self.sizes[row].tolist(), strict=True)]
+    def span(self, row: int, column: int) -> tuple[int, int]:
+        """Byte offset and size of a sample's picture, caption, label or json; (0, 0) where there is none."""
+        return self._blocks[row, column] * _BLOCK, self._sizes[row, column]
+
+    # views of single numbers take a tenth of the time that arrays take to give one
+    @cached_property
+    def _blocks(self) -> memoryview:
+        return self.blocks.data
+
+    @cached_property
+    def _sizes(self) -> memoryview:
+        return self.sizes.data
+
+    @cached_property
+    def _key_ends(self) -> memoryview:
+        return self.key_ends.data
+
+    @cached_property
+    def _key_bytes(self) -> memoryview:
+        return self.key_bytes.data
 
 
 def stored_index(shard: ShardFile) -> ShardIndex | None:

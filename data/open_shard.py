@@ -44,17 +44,20 @@ class OpenShard:
         DataError: it is missing, not a tar, not whole, or cannot be fetched.
 
     Attributes:
+        shown: its name as messages may show it.
         index: of all its samples.
         chosen: those that count.
     """
 
     def __init__(self, file: ShardFile, selection: Selection, cache: "ShardCache | None") -> None:
         self.file = file
+        self.shown = file.shown
         self._descriptor = -1
         if not file.is_remote or cache is not None:
             self._descriptor = _opened(file, cache)
         self.index = _index(file, self._descriptor)
         self.chosen = self._choose(selection)
+        self._rows = self.chosen.rows.data
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
@@ -73,9 +76,10 @@ class OpenShard:
         Raises:
             DataError: there are not so many, though it was stated.
         """
-        if number >= len(self.chosen):
-            raise DataError(f"its shard has only {len(self.chosen)} samples, though more were stated")
-        return int(self.chosen.rows[number])
+        if number >= len(self._rows):
+            raise DataError(f"its shard has only {len(self._rows)} samples, though more were stated")
+        row: int = self._rows[number]
+        return row
 
     def caption_number(self, number: int) -> int:
         """Which of its captions the ``number``-th sample that counts is trained with."""
@@ -87,8 +91,7 @@ class OpenShard:
         Raises:
             DataError: they cannot be read, the file has shrunk since it was indexed, or one is over the size limit.
         """
-        spans = self.index.spans(row)
-        wanted = [spans[column] for column in columns]
+        wanted = [self.index.span(row, column) for column in columns]
         if self._descriptor < 0:
             return self._read_together(wanted)
         return [self._bytes(*span) if span[0] else None for span in wanted]

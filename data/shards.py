@@ -1,6 +1,8 @@
 """Shards as one random-access list of samples."""
 
 import os
+from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,8 +69,8 @@ class Shards:
         assert manifest.selection == selection.identity
         self.manifest, self.selection, self.cache = manifest, selection, cache
         self.counts = manifest.counts
-        self._starts = np.concatenate([[0], np.cumsum(self.counts)])
-        self._total = int(self._starts[-1])
+        self._starts: array[int] = array("q", [0, *np.cumsum(self.counts).tolist()])
+        self._total = self._starts[-1]
         need = set(selection.need)
         read_all = need <= {"image"}
         self._caption = read_all or "caption" in need
@@ -152,7 +154,7 @@ class Shards:
                 caption = meta["caption"]
         return Sample(
             id=number,
-            shard=opened.file.shown,
+            shard=opened.shown,
             key=opened.index.key(row),
             image=found[IMAGE] or b"",
             caption=caption,
@@ -171,8 +173,8 @@ class Shards:
     def _position(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self._total:
             raise IndexError(f"sample {number} of {self._total}")
-        shard = int(self._starts.searchsorted(number, side="right")) - 1
-        return shard, number - int(self._starts[shard])
+        shard = bisect_right(self._starts, number) - 1
+        return shard, number - self._starts[shard]
 
     def _opened(self, shard: int) -> OpenShard:
         if self._open_in != os.getpid():  # a forked worker opens its own

@@ -61,7 +61,7 @@ def index_shard(path: Path) -> ShardIndex:
 
 def spans_of(found: ShardIndex) -> list[list[tuple[int, int]]]:
     """Where each sample's members lie."""
-    return [found.spans(row) for row in range(len(found))]
+    return [[found.span(row, column) for column in range(4)] for row in range(len(found))]
 
 
 def keys_of(found: ShardIndex) -> list[str]:
