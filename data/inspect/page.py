@@ -111,4 +111,4 @@ def _alike(groups: Sequence[Sequence[SheetEntry]]) -> str:
             for entry in group
         )
         rows.append(f'<ol class="group">{cells}</ol>')
-    return f'<h3>Look the same</h3><div class="alike">{"".join(rows)}</div>' if rows else ""
+    return f'<h3>Look alike, in grey values</h3><div class="alike">{"".join(rows)}</div>' if rows else ""

@@ -32,6 +32,7 @@ from data.inspect.summary import bad_samples, names_of, shards_of, speed_of
 from data.open_shard import OpenShard
 from data.remote.patience import shown
 from data.selection import Selection
+from data.shard_file import ShardFile
 
 if TYPE_CHECKING:
     from data.remote.shard_cache import ShardCache
@@ -181,6 +182,8 @@ class _Course:
         self.looks.append(look)
         if look.beginning is None:
             self.counts[number] = len(look.rows)
+        elif (stated := _stated(look.file)) is not None:
+            self.counts[number] = stated
         return look
 
     def _check_ends(self, looked: set[int]) -> tuple[int, int]:
@@ -200,7 +203,7 @@ class _Course:
             if (index := stored_index(file)) is not None:
                 rows = self.selection.choose(index, lambda row: (None, {})).rows
                 self.counts[unknown[at]] = len(rows)
-            elif not file.is_remote and (stated := _stated(Path(file.url))) is not None:
+            elif not file.is_remote and (stated := _stated(file)) is not None:
                 self.counts[unknown[at]] = stated
 
     def spread(self, samples: int) -> list[_Spot]:
@@ -210,8 +213,8 @@ class _Course:
         if samples >= total:
             places = np.arange(total)
         else:
-            random = random_of(_SEED)
-            places = ((np.arange(samples) + random.random(samples)) * total / samples).astype(np.int64)
+            edges = np.arange(samples + 1) * total // samples  # one of each stretch, so that none comes twice
+            places = random_of(_SEED).integers(edges[:-1], edges[1:])
         spots = []
         for place in places.tolist():
             at = int(np.searchsorted(ends, place, side="right"))
@@ -347,11 +350,23 @@ def _coarse_first(count: int) -> list[int]:
     return [number for number in turned if number < count]
 
 
-def _stated(tar: Path) -> int | None:
+def _stated(shard: ShardFile) -> int | None:
     """How many samples the ``_stats.json`` beside a shard says that it has."""
+    stem, dot, _ = shard.url.rpartition(".tar")
+    if not dot or shard.url.startswith("pipe:"):
+        return None
     try:
-        with tar.with_name(f"{tar.stem}_stats.json").open(encoding="utf-8", errors="replace") as file:
-            stated = json.loads(file.read(_MAX_STATS_BYTES))["successes"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        text = _small_file(f"{stem}_stats.json", remote=shard.is_remote)
+        stated = json.loads(text)["successes"] if text else None
+    except (DataError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return stated if type(stated) is int and stated >= 0 else None
+
+
+def _small_file(url: str, *, remote: bool) -> str | None:
+    if remote:
+        from data.remote import store
+
+        return store.read_text(url, limit=_MAX_STATS_BYTES)
+    with Path(url).open(encoding="utf-8", errors="replace") as file:
+        return file.read(_MAX_STATS_BYTES)

@@ -90,7 +90,7 @@ def headline(found: Findings) -> str:
     """All in one line."""
     shards = found.shards
     samples = f"{shards.samples:,}" if shards.samples_known else _about(shards.samples)
-    return f"{shards.count:,} shards, {samples} samples, {size_of(shards.bytes)}"
+    return f"{_many(shards.count, 'shard')}, {samples} samples, {size_of(shards.bytes)}"
 
 
 def notes(found: Findings) -> list[Note]:
@@ -314,7 +314,7 @@ def _pictures(found: Findings) -> Part:
         _row("tallest", f"1 : {pictures.tallest:.3g}  {_place(pictures.tallest_at)}"),
         _row("special", marks or "none is grey, CMYK, transparent, of 16 bits or turned"),
         _row("same file", *_duplicates(pictures.same_bytes)),
-        _row("same look", *_duplicates(pictures.same_look)),
+        _row("look alike", *_duplicates(pictures.same_look)),
     ]
     return Part(name="pictures", title="Pictures", rows=tuple(rows), charts=(pictures.width, pictures.height))
 

@@ -127,6 +127,15 @@ def test_a_second_look_sees_the_same(good: Path) -> None:
     assert len(shards) == 3  # spread over all
 
 
+@pytest.mark.parametrize("samples", [1, 7, 25, 35, 36, 100])
+def test_no_sample_is_taken_twice(good: Path, samples: int) -> None:
+    found = look([str(good)], samples=samples)
+    assert found.sampled.tried == found.pictures.read == min(samples, 36)
+    assert found.pictures.same_bytes.groups == 0
+    assert (found.captions.read, found.captions.repeated) == (36, 0)  # captions of others are read too
+    assert len(found.sheet) == min(samples, 24)
+
+
 def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: Path) -> None:
     for number in (0, 1, 4, 7):
         write_tar(tmp_path / f"{number:05d}.tar", pairs(100 * number, 5))
@@ -408,3 +417,7 @@ def test_of_large_remote_shards_the_first_samples_are_read(
     assert 15 <= found.sampled.tried < 60 and found.names.without_caption == 0
     assert not found.shards.samples_known and 150 < found.shards.samples < 210
     assert "of 3 the first samples only" in row(found, "shards", "looked into")
+    for number in range(3):
+        nginx.put(f"large/{number:05d}_stats.json", b'{"successes": 61}')
+    found = look([nginx.url("large")])
+    assert (found.shards.samples, found.shards.samples_known, found.shards.counted) == (183, True, 3)
