@@ -57,14 +57,17 @@ def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
                 f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, wanted)
             )
         return f"{what} was {then}, now it is {now}"
-    missing = sorted((Counter(map(str, stored.get("sources", []))) - Counter(wanted["sources"])).elements())
+    before, now = (list(map(_spelled, values.get("sources", []))) for values in (stored, wanted))
+    missing = sorted((Counter(before) - Counter(now)).elements())
     if not missing:
         return ""
-    places = {_place(source): source for source in wanted["sources"]}
-    if other := places.get(_place(missing[0])):
-        return f"the source {missing[0]} was spelled so, now it is {other}: paths would differ"
-    return f"{missing[0]} was among the sources, now it is not"
+    places = {os.path.abspath(source): source for source in now}  # noqa: PTH100 (Path keeps "..")
+    if other := places.get(os.path.abspath(missing[0])):  # noqa: PTH100
+        return f"the source {missing[0]} was spelled so, now it is {other}, and so would be the paths"
+    shown = ", ".join(now[:3]) + (", …" if len(now) > 3 else "")
+    return f"{missing[0]} was among the sources, which now are {shown}"
 
 
-def _place(source: str) -> str:
-    return os.path.abspath(user_path(source))  # noqa: PTH100 (Path keeps "..")
+def _spelled(source: object) -> str:
+    """A source as paths below it begin: ``./photos/`` and ``photos`` are the same."""
+    return str(user_path(str(source)))

@@ -334,10 +334,13 @@ def run(options: EncodeOptions) -> int:
 def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     """What was done; the last line says what the whole folder holds, once it is complete."""
     totals, listing = encoded.totals, options.out / "failures.jsonl"
-    if totals is not None and not encoded.written and not who:
-        failed = f", {totals.failures:,} failed before ({listing})" if totals.failures else ""
-        are = "is" if totals.rows == 1 else "are"
-        print(f"nothing to do: {counted(totals.rows, 'embedding')} {are} there{failed}")
+    if not encoded.written:
+        there = ""
+        if totals is not None:
+            failed = f", {totals.failures:,} failed before ({listing})" if totals.failures else ""
+            are = "is" if totals.rows == 1 else "are"
+            there = f": {counted(totals.rows, 'embedding')} {are} there{failed}"
+        print(f"{who}nothing to do{there}")
         return
     what = counted(encoded.done, "text" if options.text else "picture")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"

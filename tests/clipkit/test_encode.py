@@ -356,8 +356,11 @@ def test_only_some_pictures_have_captions(photos: Path, model: CLIP, tmp_path: P
         ({"kind": "caption"}, "holds texts|no shard"),
         ({"weights": 1}, r"the model was pets \([0-9a-f]{8}\), now it is pets \([0-9a-f]{8}\)"),
         ({"preprocess": 1}, "the model was pets"),
-        ({"other": 1}, "{0} was among the sources, now it is not"),
-        ({"spelled": 1}, r"the source {0} was spelled so, now it is {0}/\.: paths would differ"),
+        ({"other": 1}, "{0} was among the sources, which now are {1}"),
+        (
+            {"spelled": 1},
+            r"the source {0} was spelled so, now it is {0}/\.\./photos, and so would be the paths",
+        ),
     ],
 )
 def test_another_model_or_setting_in_the_same_folder_is_an_error(
@@ -367,7 +370,7 @@ def test_another_model_or_setting_in_the_same_folder_is_an_error(
     source.mkdir()
     for path in photos.rglob("*.png"):
         (source / path.name).write_bytes(path.read_bytes())
-    named = {"sources": [str(source)], "model_name": "pets"}
+    named: dict[str, Any] = {"sources": [str(source)], "model_name": "pets"}
     encode_folder(source, tmp_path / "out", model, **named)
     before = tree(tmp_path / "out")
     other = clipkit.create("ViT-Ti-4-16", seed=1 if change.pop("weights", 0) else 0).eval()
@@ -376,8 +379,9 @@ def test_another_model_or_setting_in_the_same_folder_is_an_error(
     if change.pop("other", 0):
         named["sources"] = [str(photos)]
     if change.pop("spelled", 0):
-        named["sources"] = [f"{source}/."]
-    with pytest.raises((ConfigError, DataError), match=message.replace("{0}", str(source))) as caught:
+        named["sources"] = [f"{source}/../photos"]
+    message = message.replace("{0}", str(source)).replace("{1}", str(photos))
+    with pytest.raises((ConfigError, DataError), match=message) as caught:
         encode_folder(source, tmp_path / "out", other, **named, **change)
     assert "\n" not in str(caught.value)
     assert tree(tmp_path / "out") == before
