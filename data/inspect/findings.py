@@ -232,6 +232,7 @@ class Speed:
         make, text: milliseconds of a core's time for a picture, from file to crop, and for a caption.
         read: samples a second that one reader got from the store or disk.
         read_bytes: bytes a second of these.
+        remote: whether that was from a store.
         rate: samples a second that one GPU takes, as assumed.
         workers: that it needs.
         cores: of this machine.
@@ -242,13 +243,18 @@ class Speed:
     text: float
     read: float
     read_bytes: float
+    remote: bool
     rate: float
     workers: int
     cores: int
 
     def workers_for(self, rate: float) -> int:
-        """Workers that make so many samples a second."""
-        return max(1, math.ceil(rate / self.per_core)) if self.per_core else 0
+        """Workers that make so many samples a second; each reads, then decodes.
+
+        Reading from a store is left out, as a training reads copies on its disk.
+        """
+        each = 1 / self.per_core + (0.0 if self.remote or not self.read else 1 / self.read)
+        return max(1, math.ceil(rate * each))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

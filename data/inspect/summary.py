@@ -144,16 +144,24 @@ def bad_samples(tried: int, bad: Sequence[Trial]) -> Sampled:
     return Sampled(tried=tried, bad=len(bad), low=low, high=high, causes=tuple(causes[:_MOST_CAUSES]))
 
 
-def speed_of(good: Sequence[Trial], read: float, read_bytes: float, rate: float) -> Speed:
-    """How fast one core makes samples, from the time that each step of each good sample took."""
+def speed_of(good: Sequence[Trial], *, read: float, read_bytes: float, remote: bool, rate: float) -> Speed:
+    """How fast one core makes samples, from the time that each good sample took; there is one at least.
+
+    Args:
+        good: samples.
+        read: samples a second that one reader got.
+        read_bytes: bytes a second of these.
+        remote: whether they came from a store.
+        rate: samples a second that one GPU takes.
+    """
     make, text = (sum(getattr(trial, name) for trial in good) / len(good) for name in ("make", "text"))
-    each = make + text
     speed = Speed(
-        per_core=1 / each if each else 0.0,
+        per_core=1 / max(1e-9, make + text),
         make=1000 * make,
         text=1000 * text,
         read=read,
         read_bytes=read_bytes,
+        remote=remote,
         rate=rate,
         workers=0,
         cores=len(os.sched_getaffinity(0)),

@@ -21,7 +21,7 @@ from data.augment import preload, random_of
 from data.captions import CaptionRule
 from data.index import CAPTION, IMAGE, META, stored_index
 from data.inspect.caption_survey import CaptionSurvey
-from data.inspect.findings import Findings, Place
+from data.inspect.findings import Findings, Place, Speed
 from data.inspect.look import Look, OpenBeginning, look_into
 from data.inspect.one_sample import Making, Trial, caption_of, try_sample
 from data.inspect.picture_survey import PictureSurvey
@@ -114,7 +114,6 @@ def inspect(
         texts.add(trial.caption, trial.place)
         pictures.add(trial)
     course.read_more_captions(chosen, texts)
-    seconds = max(1e-9, trials.read_seconds)
     alike = tuple(
         tuple(sheet_entry(one) for one in course.again(group, how)) for group in pictures.groups_shown()
     )
@@ -128,7 +127,7 @@ def inspect(
         sampled=bad_samples(trials.tried, trials.bad),
         captions=texts.found(),
         pictures=pictures.found(),
-        speed=speed_of(trials.good, trials.read / seconds, trials.bytes_read / seconds, rate),
+        speed=trials.speed(rate),
         sheet=tuple(sheet_entry(one) for one in trials.sheet),
         alike=alike,
         seconds=time.monotonic() - began,
@@ -298,6 +297,17 @@ class _Trials:
             if time.monotonic() > until:
                 break
         self.read_seconds = time.perf_counter() - begin
+
+    def speed(self, rate: float) -> Speed:
+        """How fast all that was."""
+        seconds = max(1e-9, self.read_seconds)
+        return speed_of(
+            self.good,
+            read=self.read / seconds,
+            read_bytes=self.bytes_read / seconds,
+            remote=self.course.remote,
+            rate=rate,
+        )
 
     def _in_order(self) -> Iterator[Trial]:
         readers = _REMOTE_READERS if self.course.remote else min(_LOCAL_READERS, len(os.sched_getaffinity(0)))

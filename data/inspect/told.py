@@ -335,7 +335,11 @@ def _speed(found: Findings) -> Part:
             f"{speed.per_core:,.0f} samples/s at {found.image_size} pixels: {speed.make:.2f} ms for the picture, "
             f"{speed.text:.2f} ms for the caption",
         ),
-        _row("one reader gets", f"{speed.read:,.0f} samples/s, {size_of(speed.read_bytes)}/s"),
+        _row(
+            "one reader gets",
+            f"{speed.read:,.0f} samples/s, {size_of(speed.read_bytes)}/s"
+            + (", over the network, without a copy on disk" if speed.remote else ""),
+        ),
         _row(
             f"for {speed.rate:,.0f}/s",
             f"{_many(speed.workers, 'worker')} a GPU (data.workers; --rate sets the rate)",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from data.inspect.caption_survey import token_counts
 from data.inspect.duplicates import groups_alike, groups_equal, look_code
-from data.inspect.findings import Histogram, wilson
+from data.inspect.findings import Histogram, Speed, wilson
 from data.inspect.shard_list import missing_numbers
 from data.inspect.summary import key_pattern
 from data.inspect.told import plain
@@ -94,3 +94,11 @@ def test_histogram_counts_each_once(values: list[int]) -> None:
 
 def test_tokens_are_counted_to_the_end() -> None:
     assert token_counts(["", "!", "a cat !!!", "<end_of_text> a"]) == [2, 3, 5, 4]
+
+
+def test_workers_are_as_many_as_the_rate_needs() -> None:
+    figures = {"per_core": 500.0, "make": 1.9, "text": 0.1, "read_bytes": 1e6, "workers": 0, "cores": 2}
+    here = Speed(**figures, read=1000.0, remote=False, rate=1000.0)  # type: ignore[arg-type]
+    there = Speed(**figures, read=1000.0, remote=True, rate=1000.0)  # type: ignore[arg-type]
+    assert [here.workers_for(rate) for rate in (1, 300, 1000, 2000)] == [1, 1, 3, 6]
+    assert [there.workers_for(rate) for rate in (1, 500, 501, 2000)] == [1, 1, 2, 4]
