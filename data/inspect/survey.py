@@ -86,37 +86,24 @@ def inspect(
         captions: where they are, as ``data.captions`` names it.
         max_bad: the share of bad samples beyond which a training stops.
         cache: where copies of remote shards are kept; None reads parts of them over the network.
-        progress: called with what is being done, how much of it is done, how much of that failed, and how much
-            there is.
+        progress: called with what is done, how much of it so far, how much of that failed, and how much there is.
 
     Raises:
         ConfigError: a number does not fit.
         DataError: there are no shards, or the first of them hold no pair of picture and caption.
     """
-    for name, value, least in (
-        ("samples", samples, 1), ("shards", shards, 0), ("image_size", image_size, 1), ("rate", rate, 1e-3),
-    ):  # fmt: skip
-        if value < least:
-            raise ConfigError(f"{name} = {value} does not fit: at least {least:g}")
+    _check(samples=samples, shards=shards, image_size=image_size, rate=rate)
     began = time.monotonic()
-    course = _Course(
-        listed=list_shards(sources, split=split),
-        selection=Selection(captions=CaptionRule(fields=tuple(captions))),
-        cache=cache,
-        until=began + _PATIENCE,
-    )
-    course.look(shards or (REMOTE_SHARDS if course.remote else SHARDS), progress)
+    course = _Course(list_shards(sources, split=split), captions, cache)
+    course.look(shards, progress)
     chosen = course.spread(samples)
     pictures, texts = PictureSurvey(image_size), CaptionSurvey(CONTEXT_LENGTH)
-    how = Making(image_size=image_size, captions=course.selection.captions)
-    trials = _Trials(course, chosen, how)
+    trials = _Trials(course, chosen, image_size)
     for trial in trials.run(progress):
         texts.add(trial.caption, trial.place)
         pictures.add(trial)
     course.read_more_captions(chosen, texts)
-    alike = tuple(
-        tuple(sheet_entry(one) for one in course.again(group, how)) for group in pictures.groups_shown()
-    )
+    alike = [course.again(group, trials.how) for group in pictures.groups_shown()]
     return Findings(
         sources=tuple(map(shown, sources)),
         image_size=image_size,
@@ -128,10 +115,19 @@ def inspect(
         captions=texts.found(),
         pictures=pictures.found(),
         speed=trials.speed(rate),
-        sheet=tuple(sheet_entry(one) for one in trials.sheet),
-        alike=alike,
+        sheet=tuple(map(sheet_entry, trials.sheet)),
+        alike=tuple(tuple(map(sheet_entry, group)) for group in alike),
         seconds=time.monotonic() - began,
     )
+
+
+def _check(*, samples: int, shards: int, image_size: int, rate: float) -> None:
+    for name, value, least, most in (
+        ("samples", samples, 1, 1_000_000), ("shards", shards, 0, 1_000_000), ("image_size", image_size, 1, 10_000),
+        ("rate", rate, 1e-3, 1e9),
+    ):  # fmt: skip
+        if not least <= value <= most:
+            raise ConfigError(f"{name} = {value} does not fit: {least:g} to {most:,.0f}")
 
 
 @dataclass(kw_only=True)
@@ -145,10 +141,10 @@ class _Spot:
 class _Course:
     """The shards of an inspection and what was seen of them."""
 
-    def __init__(
-        self, *, listed: ShardList, selection: Selection, cache: "ShardCache | None", until: float
-    ) -> None:
-        self.listed, self.selection, self.cache, self.until = listed, selection, cache, until
+    def __init__(self, listed: ShardList, captions: Sequence[str], cache: "ShardCache | None") -> None:
+        self.listed, self.cache = listed, cache
+        self.selection = Selection(captions=CaptionRule(fields=tuple(captions)))
+        self.until = time.monotonic() + _PATIENCE
         self.files = listed.files
         self.remote = any(file.is_remote for file in self.files)
         self.looks: list[Look] = []
@@ -157,8 +153,9 @@ class _Course:
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
 
     def look(self, most: int, progress: Progress | None) -> None:
-        """Look into shards spread over all, and into some that seem broken; DataError if there is no pair."""
+        """Look into ``most`` shards spread over all, and some that seem broken; DataError if there is no pair."""
         count = len(self.files)
+        most = most or (REMOTE_SHARDS if self.remote else SHARDS)
         wanted = sorted({number * count // min(most, count) for number in range(min(most, count))})
         order = [wanted[number] for number in _coarse_first(len(wanted))]
         found = 0
@@ -257,8 +254,9 @@ class _Course:
 class _Trials:
     """Samples tried one after the other, read and decoded by several threads."""
 
-    def __init__(self, course: _Course, spots: list[_Spot], how: Making) -> None:
-        self.course, self.spots, self.how = course, spots, how
+    def __init__(self, course: _Course, spots: list[_Spot], image_size: int) -> None:
+        self.course, self.spots = course, spots
+        self.how = Making(image_size=image_size, captions=course.selection.captions)
         self.tried = 0
         self.bad: list[Trial] = []
         self.good: list[Trial] = []

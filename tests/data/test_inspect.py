@@ -321,6 +321,8 @@ def test_nothing_can_be_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{name} = -1"):
             wrong: dict[str, Any] = {name: -1}
             inspect([str(tmp_path)], **wrong)
+    with pytest.raises(ConfigError, match="rate = nan"):
+        inspect([str(tmp_path)], rate=float("nan"))
 
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e&\"'\x00]]>[bold]\ud800"
