@@ -223,6 +223,7 @@ _PRECISIONS = ("auto", "fp32", "bf16")
 RESUMABLE = (
     "out",
     "accumulate",
+    "data.train",  # data may be moved; the manifest tells whether they are the same
     "data.workers",
     "data.max_bad",
     "data.cache_gb",

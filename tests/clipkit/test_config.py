@@ -244,7 +244,7 @@ def test_changes_names_what_may_not_differ_and_leaves_out_what_may() -> None:
         before,
         out="elsewhere",
         accumulate=2,
-        data=replace(before.data, workers=7, max_bad=0.5),
+        data=replace(before.data, train="moved", workers=7, max_bad=0.5, cache_gb=1.0),
         checkpoint=CheckpointConfig(every_steps=1, every_minutes=1, keep=1),
         eval=EvalConfig(data=("digits",), every_steps=5, batch_size=8),
         log=LogConfig(every_steps=1, tensorboard=False, wandb="project"),
@@ -253,14 +253,14 @@ def test_changes_names_what_may_not_differ_and_leaves_out_what_may() -> None:
     other = replace(
         free,
         seed=1,
-        data=replace(free.data, train="icons"),
+        data=replace(free.data, window=3),
         optim=replace(free.optim, lr=1e-3),
         model=ModelConfig(name="ViT-B-16"),
     )
     assert changes(before, other) == [
         "seed: 0 → 1",
         'model.name: "ViT-B-32" → "ViT-B-16"',
-        'data.train: "glyphs" → "icons"',
+        "data.window: 64 → 3",
         "optim.lr: 0.0005 → 0.001",
     ]
 
