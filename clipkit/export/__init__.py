@@ -138,7 +138,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         CheckpointError: a library gave other embeddings than clipkit, or the folder could not be written.
     """
     wanted = _wanted(model, to)
-    out = out.expanduser().resolve()
+    out = _place(out)
     if not out.name:
         raise ConfigError(f"{out} is not empty and no earlier export: give another folder")
     model = _plain(model)
@@ -165,6 +165,15 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     return done
+
+
+def _place(out: Path) -> Path:
+    try:
+        return out.expanduser().resolve()
+    except RuntimeError as error:
+        raise ConfigError(f"no folder can be made at {out}: there is no such user") from error
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
+        raise ConfigError(f"no folder can be made at {str(out)[:200]!r}: {error}") from error
 
 
 def _record(one: Exported) -> dict[str, Any]:
@@ -221,6 +230,12 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
     """Write the files of all targets, then load them back one library after the other."""
     files = {name: TARGETS[name].write(model, tensors, folder) for name in names}
     samples = draw_samples(model)
+    for what, features in (("picture", samples.image_features), ("text", samples.text_features)):
+        if not features.isfinite().all():
+            raise CheckpointError(
+                f"nothing was written: the model's own {what} embeddings hold NaN or infinity, "
+                "as its weights may do after a diverged training"
+            )
     done = []
     for name in names:
         target, library, largest = TARGETS[name], "", None
@@ -233,6 +248,8 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
                 raise CheckpointError(
                     f"nothing was written: {library} does not load the export: {cause}"
                 ) from error
+            if largest == float("inf"):
+                raise CheckpointError(f"nothing was written: {library} gives NaN or infinite embeddings")
             if not largest <= TOLERANCE:
                 raise CheckpointError(
                     f"nothing was written: {library} gives embeddings that differ from clipkit's by {largest:.1e}"
@@ -266,7 +283,7 @@ def run(options: ExportOptions) -> int:
         for name in _DEFAULT:
             if obstacle := TARGETS[name].obstacle(model):
                 print(f"{name}: not written, as {obstacle}")
-    out = options.out
+    out = _place(options.out)
     card = NEW_CARD if (out / NEW_CARD).is_file() else CARD
     kept = f" ({CARD} was changed by hand, and kept)" if card == NEW_CARD else ""
     print(f"wrote {out}; before you publish it, look through {card} and fill in its license{kept}")

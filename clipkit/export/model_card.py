@@ -27,12 +27,17 @@ from clipkit.text_input import ClipTokenizer
 __all__ = ["KnownScore", "Source", "model_card", "source_of"]
 
 _CHECKPOINT = "clipkit checkpoint "  # how the origin of such a model begins
+# of a path in quotes; not of an address such as s3://bucket/name, but of file:///home/name
+_FOLDERS = re.compile(r"""(?:file://|(?<![\w/.…:])~\w*|(?<![\w/.…])(?=/))/(?=[\w.])(?:[^/"'\n]+/)*""")
 _LARGEST = 64 * 2**20  # bytes of a results file or a configuration
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownScore:
-    """One score of the exported weights; values are 0–1, ``low`` and ``high`` the ends of the 95% interval."""
+    """One score of the exported weights; values are 0–1, ``low`` and ``high`` the ends of the 95% interval.
+
+    ``chance`` is what guessing scores, where that is known.
+    """
 
     dataset: str
     task: str
@@ -41,6 +46,7 @@ class KnownScore:
     n: int
     low: float
     high: float
+    chance: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,8 @@ def _scores(results: str, step: int) -> tuple[KnownScore, ...]:
         wanted = {one.name: line.get(one.name) for one in fields(KnownScore)}
         kinds = {"dataset": str, "task": str, "metric": str, "n": int}
         right = all(
-            isinstance(value, kinds.get(name, int | float)) and not isinstance(value, bool)
+            (isinstance(value, kinds.get(name, int | float)) and not isinstance(value, bool))
+            or (name == "chance" and value is None)
             for name, value in wanted.items()
         )
         if line.get("step") == step and right:
@@ -132,7 +139,9 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
     if source.scores:
         parts.append(f"## Scores\n\n{_score_table(source)}")
     if source.config:
-        parts.append(f"## Training\n\nThe run's whole configuration:\n\n```toml\n{source.config}\n```")
+        parts.append(
+            f"## Training\n\nThe run's whole configuration:\n\n```toml\n{_published(source.config)}\n```"
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -223,12 +232,23 @@ def _preprocessing(model: CLIP) -> str:
 
 
 def _score_table(source: Source) -> str:
-    lines = ["| dataset | task | metric | value | 95% interval | n |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| dataset | task | metric | value | 95% interval | chance | n |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for score in source.scores:
         names = " | ".join(_cell(text) for text in (score.dataset, score.task, score.metric))
         low, high = 100 * score.low, 100 * score.high
-        lines.append(f"| {names} | {100 * score.value:.1f}% | {low:.1f}–{high:.1f}% | {score.n:,} |")
+        chance = "" if score.chance is None else f"{100 * score.chance:.2f}%"
+        lines.append(
+            f"| {names} | {100 * score.value:.1f}% | {low:.1f}–{high:.1f}% | {chance} | {score.n:,} |"
+        )
     return "\n".join(lines)
+
+
+def _published(config: str) -> str:
+    """A configuration without the folders of this machine: of an absolute path its last part is left."""
+    return _FOLDERS.sub("…/", config)
 
 
 def _cell(text: str) -> str:

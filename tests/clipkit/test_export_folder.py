@@ -1,6 +1,7 @@
 """What an export does to its folder: nothing half done, nothing of the user's lost, never two models in one."""
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -136,15 +137,55 @@ def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
 # --- the check ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("largest", [1.1e-5, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("largest", "told"),
+    [(1.1e-5, "embeddings that differ from clipkit's by 1.1e-05"), (math.inf, "NaN or infinite embeddings")],
+)
 def test_other_embeddings_are_not_exported(
-    largest: float, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    largest: float, told: str, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = replace(TARGETS["open_clip"], check=lambda *_: largest)
     monkeypatch.setitem(exporting.TARGETS, "open_clip", wrong)
-    with pytest.raises(CheckpointError, match=r"open_clip_torch .* differ from clipkit's by"):
+    with pytest.raises(CheckpointError, match=rf"open_clip_torch \S+ gives {told}$"):
         export(model, tmp_path / "out", to=["open_clip"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_diverged_model_is_not_exported(model: CLIP, tmp_path: Path) -> None:
+    with torch.no_grad():
+        model.text_projection[0, 0] = math.inf
+    with pytest.raises(CheckpointError, match="the model's own text embeddings hold NaN or infinity"):
+        export(model, tmp_path / "out", to=["open_clip"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_of_this_machine_is_in_the_card(model: CLIP, tmp_path: Path) -> None:
+    """A model card is made to be published."""
+    values = (
+        ("/home/me/a b/c.tar", "…/c.tar"), ("~/runs/x", "…/x"),
+        ("transformers:/home/me/bert", "transformers:…/bert"),
+        ("file:///home/me/x.tar", "…/x.tar"), ("pipe:cat /data/a/b.tar", "pipe:cat …/b.tar"), ("/data", "…/data"),
+        ("s3://bucket/a/{0..9}.tar", ""), ("a photo/drawing", ""), ("a / b", ""), ("../up/x", ""), ("runs/x", ""),
+    )  # fmt: skip
+    lines = [f'a{number} = "{value}"' for number, (value, _) in enumerate(values)]
+    export(model, tmp_path / "out", to=["timm"], source=Source(config="\n".join(lines)))
+    card = (tmp_path / "out" / "README.md").read_text()
+    for number, (value, expected) in enumerate(values):
+        assert f'a{number} = "{expected or value}"\n' in card
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "x" * 5000, "a\0b"])
+def test_a_folder_that_cannot_be_is_one_line(name: str, model: CLIP) -> None:
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        export(model, Path(name), to=["timm"])
+    assert "\n" not in str(caught.value)
+
+
+def test_examples_in_the_card_take_any_picture(model: CLIP, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", to=["transformers", "sentence-transformers", "onnx"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count('Image.open("cat.jpg").convert("RGB")') == 2  # clipkit and open_clip do it themselves
+    assert card.count("Checked on 8 drawn pictures of exactly the model's size and 8 plain texts: with") == 3
 
 
 def test_wrong_weights_are_noticed(model: CLIP, tmp_path: Path) -> None:
@@ -189,7 +230,8 @@ def checkpoint(model: CLIP, tmp_path: Path) -> Path:
         {**LINE, "dataset": "broken", "value": None},
         {**LINE, "dataset": "broken", "n": True},
     ]
-    folder = save_checkpoint(run_folder, model, optimizer, LoopState(step=7, data="x"), Config(), keep=1)
+    config = Config(out=str(run_folder))
+    folder = save_checkpoint(run_folder, model, optimizer, LoopState(step=7, data="x"), config, keep=1)
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 7, "dataset": "cut sh'
     (run_folder / "results.jsonl").write_text(text)
     return folder
@@ -199,7 +241,7 @@ def test_what_is_known_of_a_run(checkpoint: Path, tmp_path: Path) -> None:
     source = source_of(clipkit.load(tmp_path / "my-run"))
     assert source == source_of(clipkit.load(checkpoint))
     assert (source.run, source.step) == ("my-run", 7)
-    assert source.config == to_toml(Config()).strip()
+    assert source.config == to_toml(Config(out=str(tmp_path / "my-run"))).strip()
     assert [(score.dataset, score.metric, score.value) for score in source.scores] == [
         ("digits", "acc1", 0.5),
         ("a|b\n# c", "acc5", 1),
@@ -236,9 +278,9 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert "# license: " in card.split("---")[1]
     assert "the clipkit run `my-run` at step 7." in card
-    assert "| digits | zero-shot | acc1 | 50.0% | 48.0–52.5% | 1,797 |" in card
+    assert "| digits | zero-shot | acc1 | 50.0% | 48.0–52.5% | 10.00% | 1,797 |" in card
     assert "| a b # c | zero-shot | acc5 | 100.0% |" in card and "broken" not in card
-    assert f"```toml\n{to_toml(Config()).strip()}\n```" in card
+    assert f"```toml\n{to_toml(Config(out='…/my-run')).strip()}\n```" in card
     assert str(tmp_path) not in card
     for target in TARGETS:  # each is a choice, and the first refusal is of the model
         with pytest.raises(CheckpointError):
@@ -263,7 +305,7 @@ def test_scores_can_be_given(model: CLIP, tmp_path: Path) -> None:
     score = KnownScore(dataset="birds", task="retrieval", metric="R@1", value=0.25, n=10, low=0.1, high=0.4)
     export(model, tmp_path / "out", to=["timm"], source=Source(scores=(score,)))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| birds | retrieval | R@1 | 25.0% | 10.0–40.0% | 10 |" in card
+    assert "| birds | retrieval | R@1 | 25.0% | 10.0–40.0% |  | 10 |" in card
     assert "pipeline_tag" not in card and "## Training" not in card
 
 
