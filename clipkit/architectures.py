@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 from clipkit.errors import CheckpointError, ConfigError, nearest
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "BagOfWords", "OpenClipText", "OpenClipVision", "TextTower", "TimmVision",
-    "TransformersText", "VisionTower", "named",
+    "ARCHITECTURES", "QUICKGELU", "Architecture", "BagOfWords", "OpenClipText", "OpenClipVision", "TextTower",
+    "TimmVision", "TransformersText", "VisionTower", "named",
 ]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # a stored architecture may be anybody's
+QUICKGELU = "-quickgelu"  # behind a name
 POOLINGS = ("mean", "cls", "pooler")
 PROJECTIONS = ("linear", "mlp", "none")
 
@@ -270,12 +271,19 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def named(name: str) -> Architecture:
-    """An architecture of clipkit's own family, by name.
+def named(name: str, *, called: str = "model.name") -> Architecture:
+    """An architecture of clipkit's own family, by name; with ``-quickgelu`` behind it, any of them with QuickGELU.
+
+    Args:
+        name: a key of ``ARCHITECTURES``, or one with that ending.
+        called: what the name is called where it was given, for a message.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    if name not in ARCHITECTURES:
-        raise ConfigError(f"model.name = {name!r} is unknown: {nearest(name, ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    plain = name.removesuffix(QUICKGELU)
+    if plain != name and plain in ARCHITECTURES and not ARCHITECTURES[plain].quick_gelu:
+        return replace(ARCHITECTURES[plain], quick_gelu=True)
+    raise ConfigError(f"{called} = {name!r} is unknown: {nearest(name, ARCHITECTURES)}")

@@ -2,6 +2,7 @@
 
     ViT-B-32                       clipkit's own
     open_clip:RN50                 whatever open_clip has a config for
+    NAME-quickgelu                 either of these with QuickGELU, whether or not it is listed
     timm:resnet50                  as the image tower: any backbone of timm
     transformers:FOLDER or NAME    as the text tower: any encoder of transformers
     cbow                           as the text tower: CLIP's continuous bag of words
@@ -20,6 +21,7 @@ from typing import Any
 
 from clipkit.architectures import (
     ARCHITECTURES,
+    QUICKGELU,
     Architecture,
     BagOfWords,
     OpenClipText,
@@ -87,7 +89,7 @@ def architecture(
     Raises:
         ConfigError: a name is unknown, or its library or configuration cannot be had.
     """
-    check_names(name, image, text)
+    check_names(name, image, text, called="name")
     shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else named(name)
     if image:
         backbone = image.removeprefix(TIMM)
@@ -103,23 +105,25 @@ def architecture(
     return shape.resized(image_size=image_size, context_length=context_length)
 
 
-def check_names(name: str, image: str = "", text: str = "") -> None:
+def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
     """Refuse names that cannot be right, without loading a library.
+
+    Args:
+        name: as for ``architecture``; ``image`` and ``text`` likewise.
+        called: what the name is called where it was given, for a message.
 
     Raises:
         ConfigError: says what is known.
     """
+    known = open_clip_files()
     if name.startswith(OPEN_CLIP):
-        known = open_clip_files()
-        if name.removeprefix(OPEN_CLIP) not in known:
+        if _listed(name.removeprefix(OPEN_CLIP)) not in known:
             hint = nearest(name.removeprefix(OPEN_CLIP), known)
-            raise ConfigError(f"model.name = {name!r} is no architecture of open_clip: {hint}")
-    elif name in open_clip_files() and name not in ARCHITECTURES:
-        raise ConfigError(
-            f"model.name = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}"
-        )
+            raise ConfigError(f"{called} = {name!r} is no architecture of open_clip: {hint}")
+    elif _listed(name) in known and {name, name.removesuffix(QUICKGELU)}.isdisjoint(ARCHITECTURES):
+        raise ConfigError(f"{called} = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}")
     else:
-        named(name)
+        named(name, called=called)
     if image and not image.startswith(TIMM):
         raise ConfigError(f"model.image = {image!r} is unknown: give {TIMM}NAME, such as timm:resnet50")
     if text and text != CBOW and not text.startswith(TRANSFORMERS):
@@ -128,13 +132,20 @@ def check_names(name: str, image: str = "", text: str = "") -> None:
 
 def open_clip_config(name: str) -> dict[str, Any]:
     """The configuration that open_clip has for ``open_clip:NAME``, as it is stored in that package."""
-    config = json.loads(open_clip_files()[name.removeprefix(OPEN_CLIP)].read_text(encoding="utf-8"))
+    name = name.removeprefix(OPEN_CLIP)
+    config = json.loads(open_clip_files()[_listed(name)].read_text(encoding="utf-8"))
     assert isinstance(config, dict)
-    return config
+    return config if name == _listed(name) else {**config, "quick_gelu": True}
+
+
+def _listed(name: str) -> str:
+    """The name under which open_clip has an architecture that may have been asked for with QuickGELU."""
+    return name if name in open_clip_files() else name.removesuffix(QUICKGELU)
 
 
 @cache
 def open_clip_files() -> dict[str, Path]:
+    """The files that open_clip has of its architectures, by name."""
     package = importlib.util.find_spec("open_clip")  # found without importing it, which would load far more
     assert package is not None and package.origin is not None
     return {path.stem: path for path in Path(package.origin).with_name("model_configs").glob("*.json")}

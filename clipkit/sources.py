@@ -22,7 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipkit.architectures import ARCHITECTURES, Architecture, OpenClipText, Text, TextTower, TransformersText
+from clipkit.architectures import (
+    ARCHITECTURES,
+    QUICKGELU,
+    Architecture,
+    OpenClipText,
+    Text,
+    TextTower,
+    TransformersText,
+)  # fmt: skip
 from clipkit.checkpoint import load_model, resolve_checkpoint, with_weights
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError
 from clipkit.family import OPEN_CLIP, architecture, check_names, from_open_clip, open_clip_config
@@ -47,6 +55,7 @@ _TRANSFORMERS_WEIGHTS = (
 # settings of a text tower's tokenizer that run nothing
 _TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
 _NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
+_FIRST_NUMBERS = 2**18
 _LARGEST_JSON = 16 * 2**20
 
 
@@ -78,7 +87,7 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
     """
     wanted = _Wanted(name=name, image_size=image_size, context_length=context_length)
     if name:
-        check_names(name)
+        check_names(name, called="name")
     if source.startswith(OPEN_CLIP):
         model = _published(source, wanted)
     elif source.startswith(HUB):
@@ -86,6 +95,7 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         model.origin = f"{source}: {model.origin}"
     else:
         model = _local(Path(source).expanduser(), wanted)
+    _check_finite(model)
     if any(wanted.sizes.values()) and not model.architecture.is_own:
         _try_sizes(model)
     return model
@@ -121,7 +131,7 @@ def _local(path: Path, wanted: _Wanted) -> CLIP:
 def _published(source: str, wanted: _Wanted) -> CLIP:
     """Weights of open_clip's registry."""
     name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
-    check_names(OPEN_CLIP + name)
+    check_names(OPEN_CLIP + name, called="model")
     import open_clip
 
     tags = open_clip.list_pretrained_tags_by_model(name)
@@ -230,15 +240,23 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
     _agree(wanted, record.architecture, path)
     shape = record.architecture or (architecture(wanted.name) if wanted.name else None)
     if shape is None:
-        names = fitting_names(stored.tensors)
-        hint = f", {' or '.join(map(repr, names))}" if names else ""
-        raise CheckpointError(f"{path}: {record.lacking}: give the name of the architecture{hint}")
+        raise CheckpointError(f"{path}: {record.lacking}: {_how_to_name(stored.tensors)}")
     model = _built(
         shape, stored.tensors, path, wanted, name=wanted.name or record.name, preprocess=record.preprocess
     )
     told = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
     model.origin = f"{kind} {path}" + (f" ({', '.join(told)})" if told else "")
     return model
+
+
+def _how_to_name(tensors: Mapping[str, Tensor]) -> str:
+    names = list(dict.fromkeys(name.removesuffix(QUICKGELU) for name in fitting_names(tensors)))
+    told = f", such as {' or '.join(map(repr, names))}" if names else ""
+    ending = f"{names[0]}{QUICKGELU}" if names else f"NAME{QUICKGELU}"
+    return (
+        f"give the name of the architecture by --name on the command line or clipkit.load(…, name=…){told}, "
+        f"with QuickGELU {ending!r}"
+    )
 
 
 def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
@@ -319,6 +337,18 @@ def from_open_clip_tensors(
     return with_weights(
         shape, own, origin=origin, name=name, preprocess=preprocess, tokenizer=tokenizer, resample=resample
     )
+
+
+def _check_finite(model: CLIP) -> None:
+    """Refuse what a diverged training leaves: then every tensor has NaN, so the first of each many numbers tell.
+
+    All of ViT-L's would take a sixth of the time of loading; embeddings are checked where they are made.
+    """
+    for name, value in model.named_parameters():
+        if not value.detach().reshape(-1)[:_FIRST_NUMBERS].isfinite().all():
+            raise CheckpointError(
+                f"{model.origin}: {name} holds NaN or infinity, as after a diverged training"
+            )
 
 
 def _try_sizes(model: CLIP) -> None:

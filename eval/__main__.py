@@ -16,6 +16,7 @@ from rich.text import Text
 import clipkit
 from clipkit.checkpoint import resolve_checkpoint
 from clipkit.errors import ConfigError, run_command
+from clipkit.open_clip_run import newest_epoch
 from eval import Score, append_results, check_tasks, evaluate, open_datasets, provenance, weights_id
 from eval.results import check_appendable
 
@@ -48,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(task, help=what, description=what[0].upper() + what[1:] + ".")
         command.add_argument(
             "--model", required=True, help="a run folder, a checkpoint, or what clipkit.load takes"
+        )
+        command.add_argument(
+            "--name",
+            default="",
+            metavar="ARCHITECTURE",
+            help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
         )
         command.add_argument(
             "--data",
@@ -96,7 +103,7 @@ def _score(options: argparse.Namespace) -> None:
     for dataset in datasets:  # all of them before the first is scored
         check_tasks(dataset, [options.command])
     source, run = _checkpoint(options.model)
-    model = clipkit.load(source, device=device)
+    model = clipkit.load(source, name=options.name, device=device)
     weights, step = weights_id(source)
     out = options.out or (run or Path()) / "results.jsonl"
     check_appendable(out)  # while nothing is lost yet
@@ -126,11 +133,14 @@ def _score(options: argparse.Namespace) -> None:
 
 
 def _checkpoint(source: str) -> tuple[str, Path | None]:
-    """Settle on one checkpoint of a run, which may be writing another meanwhile; and that run's folder."""
+    """Settle on one checkpoint of a run, which may be writing another meanwhile; and that run's folder.
+
+    A run is clipkit's or open_clip's.
+    """
     try:
         path = Path(source).expanduser()
         if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
-            path = resolve_checkpoint(path)
+            path = newest_epoch(path) or resolve_checkpoint(path)
             source = str(path)
     except RuntimeError as error:
         raise ConfigError(f"no model at {source[:200]!r}: there is no such user") from error

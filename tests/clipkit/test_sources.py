@@ -136,8 +136,11 @@ def test_weights_alone_need_a_name(tmp_path: Path) -> None:
     theirs = their_model("ViT with QuickGELU")
     run = train(tmp_path, theirs, "--model", "ViT-tiny")
     (run / "params.txt").unlink()
-    names = "'open_clip:ViT-tiny' or 'open_clip:ViT-tiny-quickgelu'"
-    with pytest.raises(CheckpointError, match=f"nor whether it has QuickGELU: give the name .*, {names}"):
+    how = r"by --name on the command line or clipkit.load\(…, name=…\)"
+    names = "such as 'open_clip:ViT-tiny', with QuickGELU 'open_clip:ViT-tiny-quickgelu'"
+    with pytest.raises(
+        CheckpointError, match=f"nor whether it has QuickGELU: give the name .* {how}, {names}"
+    ):
         clipkit.load(run)
     same(clipkit.load(run, name="open_clip:ViT-tiny-quickgelu"), theirs)
     file = tmp_path / "weights.pt"
@@ -145,6 +148,25 @@ def test_weights_alone_need_a_name(tmp_path: Path) -> None:
     ours = clipkit.load(file, name="open_clip:ViT-tiny-quickgelu")
     assert ours.origin == f"open_clip checkpoint {file}"
     same(ours, theirs)
+
+
+def test_any_name_has_a_kind_with_quickgelu(tmp_path: Path) -> None:
+    """Listed or not, of clipkit's and of open_clip's."""
+    file = tmp_path / "epoch_1.pt"
+    for plain in ("ViT-Ti-4-16", "open_clip:ViT-S-32-alt"):
+        theirs = clipkit.create(plain, seed=0)
+        torch.save({"epoch": 1, "state_dict": theirs.state_dict()}, file)
+        ours = clipkit.load(file, name=f"{plain}-quickgelu")
+        assert ours.name == f"{plain}-quickgelu" and ours.architecture.quick_gelu
+        assert not clipkit.load(file, name=plain).architecture.quick_gelu
+    for name, hint in (
+        ("ViT-B-32-quickgelu-quickgelu", "name = .* is unknown: did you mean 'ViT-B-32-quickgelu'"),
+        ("ViT-S-3-quickgelu", "name = .* is unknown: "),
+        ("open_clip:RN5-quickgelu", "name = .* is no architecture of open_clip: "),
+        ("RN50x4-quickgelu", "write 'open_clip:RN50x4-quickgelu'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{hint}" if hint[0] == "n" else hint):
+            clipkit.load(file, name=name)
 
 
 @pytest.mark.parametrize(

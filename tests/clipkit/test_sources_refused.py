@@ -364,3 +364,15 @@ def test_any_value_for_the_preprocessing(data: st.DataObject, theirs: Path, tmp_
             theirs, tmp_path / "x", "preprocessor_config.json", lambda config: put(config, (name,), value)
         )
     )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_of_a_diverged_training(value: float, tmp_path: Path) -> None:
+    model = their_model("ViT")
+    with torch.no_grad():
+        model.visual.proj[3, 5] = value
+    write_hub_folder(tmp_path / "hub", "ViT")
+    torch.save(model.state_dict(), tmp_path / "hub" / "open_clip_pytorch_model.bin")
+    (tmp_path / "hub" / "open_clip_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"hub: visual\.proj holds NaN or infinity"):
+        clipkit.load(tmp_path / "hub")

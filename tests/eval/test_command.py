@@ -13,7 +13,8 @@ import torch
 from clipkit import CLIP
 from clipkit.checkpoint import LoopState, save_checkpoint
 from clipkit.config import Config
-from clipkit.errors import DataError, run_command
+from clipkit.errors import CheckpointError, DataError, run_command
+from clipkit.model import create
 from eval import read_results, weights_id
 from eval.__main__ import main
 
@@ -71,6 +72,26 @@ def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
     assert [line["metric"] for line in read_results(tmp_path / "own.jsonl")] == [
         f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
     ]
+
+
+def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset, tmp_path: Path) -> None:
+    """With and without its record of the architecture; given as a whole, and as its checkpoints."""
+    theirs, data = create("ViT-S-32", seed=0), write_dataset()
+    run = tmp_path / "logs" / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for epoch in (2, 10):
+        torch.save(
+            {"epoch": epoch, "state_dict": theirs.state_dict()}, run / "checkpoints" / f"epoch_{epoch}.pt"
+        )
+    with pytest.raises(CheckpointError, match="give the name of the architecture by --name"):
+        main(["zero-shot", "--model", str(run), "--data", str(data)])
+    main(["zero-shot", "--model", str(run), "--data", str(data), "--name", "ViT-S-32"])
+    (run / "params.txt").write_text("model: ViT-S-32\n")
+    main(["zero-shot", "--model", str(run / "checkpoints"), "--data", str(data)])
+    results = read_results(run / "results.jsonl")
+    assert len(results) == 6
+    newest = run / "checkpoints" / "epoch_10.pt"
+    assert {line["weights"] for line in results} == {weights_id(str(newest))[0]}
 
 
 def test_an_out_that_cannot_be_written_is_known_before_the_first_picture(
