@@ -1,10 +1,14 @@
 """The command line: what can be said, and which module does it. That module is imported when it is chosen."""
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +39,7 @@ class _Command:
 
     summary: str
     epilog: str
+    module: str  # which does it
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     stopped: str  # what Ctrl-C leaves behind
@@ -68,11 +73,32 @@ def dispatch(arguments: Sequence[str]) -> int:
         command.arguments(one)
     parsed = parser.parse_args(arguments)
     chosen = COMMANDS[parsed.command]
+    with _leaving_at_once(chosen.stopped):
+        import_module(chosen.module)
     try:
         return chosen.run(parsed)
     except KeyboardInterrupt:
         print(f"stopped; {chosen.stopped}", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _leaving_at_once(stopped: str) -> Iterator[None]:
+    """Ctrl-C while torch is imported, which takes seconds: an import that is interrupted ends in any error."""
+
+    def leave(*_: object) -> None:
+        os.write(2, f"stopped; {stopped}\n".encode())
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or ours to leave alone
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,6 +231,7 @@ The same command goes on where it was stopped. When there are more pictures or
 sources, or files have another size or time than before, it encodes those files
 of embeddings again that hold what has changed. Over several processes:
   torchrun --nproc-per-node 8 -m clipkit encode ...""",
+        module="clipkit.encode",
         arguments=_encode_arguments,
         run=_encode,
         stopped="the same command goes on where it was",
@@ -216,6 +243,7 @@ of embeddings again that hold what has changed. Over several processes:
   clipkit classify photos/ --labels "cat,dog,a bird" --model runs/pets
   clipkit classify a.jpg --labels names.txt --templates "a sketch of a {c}."
     "a {c}" --model runs/pets --out labels.csv""",
+        module="clipkit.classification",
         arguments=_classify_arguments,
         run=_classify,
         stopped="no file was written",
@@ -227,6 +255,7 @@ Each is loaded back and its embeddings are compared before it is done.
 
   clipkit export runs/pets pets-clip
   clipkit export runs/pets pets-onnx --to onnx""",
+        module="clipkit.export",
         arguments=_export_arguments,
         run=_export,
         stopped="no file was written",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,11 @@ from clipkit.model import CLIP
 from clipkit.optim import adamw
 from clipkit.pictures import Item, Stream
 
+NEEDED = {
+    "encode": ["x", "--model", "m", "--out", "o"],
+    "classify": ["x", "--model", "m", "--labels", "a,b"],
+    "export": ["m", "o"],
+}
 LABELS = ["cat", "dog", "a very long label that does not fit into thirty columns", "鳥の写真"]
 
 
@@ -84,6 +90,21 @@ def test_help_loads_no_command(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS.items())
+def test_ctrl_c_while_a_command_is_imported_is_one_line(name: str, command: Any) -> None:
+    code = (
+        "import signal\nfrom clipkit import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def interrupted(module):\n"
+        "    try:\n        signal.raise_signal(signal.SIGINT)\n"
+        "    except BaseException as error:\n        raise ImportError from error\n"
+        f"cli.import_module = interrupted\ncli.dispatch({[name, *NEEDED[name]]})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == f"stopped; {command.stopped}\n"
 
 
 @pytest.mark.slow
