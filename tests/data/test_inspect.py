@@ -379,7 +379,10 @@ def test_the_command(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_ctrl_c_ends_it_with_a_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    assert main(["inspect", str(good), "--image-size", "8000", "--quiet"]) == 130
+    try:
+        assert main(["inspect", str(good), "--image-size", "8000", "--quiet"]) == 130
+    finally:
+        timer.cancel()
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith("stopped") and output.err.count("\n") == 1
 
