@@ -125,12 +125,7 @@ def encode(
     """
     if rows_per_file < 1:
         raise ConfigError(f"rows_per_file = {rows_per_file}: it must be 1 or more")
-    try:
-        import pyarrow  # noqa: F401 (said now, not when the first file is full)
-    except ImportError as error:
-        raise ConfigError(
-            "metadata are Parquet files, which need pyarrow: pip install 'pyarrow>=18'"
-        ) from error
+    _check_pyarrow()
     with CountProgress("counting", total=None, shown=progress) as bar:
         survey = _look_through(stream, rows_per_file, bar.show)
     manifest = Manifest(
@@ -152,6 +147,16 @@ def encode(
         )
         own = _Own(folder, process, processes)
         return _encode_parts(stream, folder, features, own, survey.empty_lines, progress)
+
+
+def _check_pyarrow() -> None:
+    """Say now, not when the first file is full, that it cannot be written."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "metadata are Parquet files, which need pyarrow: pip install 'pyarrow>=18'"
+        ) from error
 
 
 def _encode_parts(
