@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipkit.errors import CheckpointError
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model import CLIP
 from clipkit.preprocess import ImageLike, batch_of
 from clipkit.zero_shot import (
@@ -44,18 +44,47 @@ def load(
             ``hf-hub:OWNER/REPOSITORY``.
         name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu".
         image_size: another side of the pictures, in pixels: the position embeddings are resampled. 0 keeps it.
-        context_length: another longest text, in tokens; 0 keeps it.
-        device: where to put it.
+        context_length: another longest text, in tokens, at least 2; 0 keeps it.
+        device: where to put it, such as "cuda:1".
 
     Raises:
         CheckpointError: nothing is there, it is damaged, would have to run code, or does not fit the name.
-        ConfigError: the name is unknown, or the network that a name needs is not there.
+        ConfigError: the name is unknown, the network that a name needs is not there, or a size or the device
+            cannot be had.
+        TypeError: an argument is of another kind.
     """
     from clipkit.sources import open_source
 
+    for what, given, kinds in (("source", source, (str, PathLike)), ("name", name, (str,))):
+        if not isinstance(given, kinds):
+            wanted = "a string or a path" if PathLike in kinds else "a string"
+            raise TypeError(f"{what} must be {wanted}, not {type(given).__name__}")
+    if context_length == 1:
+        raise ConfigError("context_length = 1 does not fit: at least 2, for the start and the end of a text")
+    place = _device(device)
     _check_path(str(source))
     model = open_source(str(source), name=name, image_size=image_size, context_length=context_length)
-    return model.to(device)
+    return model.to(place)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """Known before weights are read.
+
+    Raises:
+        ConfigError: this machine has not such a device, or it holds no values.
+    """
+    try:
+        place = torch.device(device)
+        if place.type == "meta":
+            raise ConfigError("device = 'meta' holds no values: give cpu, cuda or cuda:1")
+        if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"device = {str(device)!r}: this machine has {count} CUDA devices")
+        torch.empty(0, device=place)
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"device = {device!r} is none that this machine has: give cpu, cuda or cuda:1"
+        ) from error
+    return place
 
 
 def _check_path(source: str) -> None:
@@ -88,7 +117,9 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     Raises:
         DataError: a picture cannot be read or decoded.
         ConfigError: ``batch_size`` is no positive whole number.
+        TypeError: ``model`` is none.
     """
+    _check_model(model)
     check_batch_size(batch_size)
     many = _as_list(images)
     device = model.logit_scale.device
@@ -106,7 +137,9 @@ def encode_text(texts: str | Sequence[str], model: CLIP, *, batch_size: int = 25
     Raises:
         DataError: a text is no string, or too long.
         ConfigError: ``batch_size`` is no positive whole number.
+        TypeError: ``model`` is none.
     """
+    _check_model(model)
     many = [texts] if isinstance(texts, str) else list_of_strings(texts, "texts")
     return encode_prompts(model, many, batch_size=batch_size).cpu()
 
@@ -126,14 +159,21 @@ def classify(
         model: a CLIP.
         templates: prompts in which ``{c}`` (or ``{}``) stands for the class.
     """
+    _check_model(model)
     weights = zero_shot_classifier(model, class_names, templates).cpu()  # (O, C)
     scale = model.logit_scale.detach().float().exp().cpu()
     return (scale * encode_image(images, model) @ weights).softmax(dim=-1)
 
 
+def _check_model(model: object) -> None:
+    """Arguments are easily swapped."""
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "tokenizer"):
+        raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
+
+
 def _as_list(images: ImageLike | Sequence[ImageLike]) -> Sequence[ImageLike]:
     if isinstance(images, np.ndarray | Tensor):
         return list(images) if images.ndim == 4 else [images]
-    if isinstance(images, Sequence) and not isinstance(images, str | bytes):
+    if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
         return images
     return [images]  # what it is not, eval_pixels says

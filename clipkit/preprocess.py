@@ -43,7 +43,9 @@ _INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = ("shortest", "longest", "squash")
 _WHOLE = 2**24  # pixels after resizing above which only what the crop keeps is resized
 
-ImageLike: TypeAlias = Union[str, PathLike[str], bytes, "Image", npt.NDArray[Any], Tensor]
+ImageLike: TypeAlias = Union[
+    str, PathLike[str], bytes, bytearray, memoryview, "Image", npt.NDArray[Any], Tensor
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,8 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
     """A picture read but not decoded: encoded bytes, (H, W, 3) uint8, or a PIL image."""
     from PIL import Image
 
+    if isinstance(source, bytearray | memoryview):
+        return bytes(source)
     if isinstance(source, bytes | Image.Image):
         return source
     if isinstance(source, str | PathLike):
@@ -173,6 +177,11 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
         except (OSError, ValueError) as error:
             raise DataError(getattr(error, "strerror", None) or str(error)) from error
     if isinstance(source, Tensor):
+        if source.dtype != torch.uint8 or source.layout != torch.strided or source.is_meta:
+            raise DataError(
+                "a picture must be a dense uint8 tensor (3, H, W), (H, W, 3) or (H, W), this one is "
+                f"{source.dtype} {tuple(source.shape)}, {str(source.layout).removeprefix('torch.')}, on {source.device}"
+            )
         source = source.detach().cpu().numpy()
         if source.ndim == 3 and source.shape[0] == 3:
             source = source.transpose(1, 2, 0)
@@ -180,6 +189,8 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
         raise DataError(
             f"a picture must be a path, bytes, PIL image, array or tensor, not {type(source).__name__}"
         )
+    if source.dtype.kind in "USO":
+        raise DataError("an array of paths or objects is no picture: give a list, as its tolist() makes it")
     if source.ndim == 2:
         source = np.repeat(source[..., None], 3, axis=2)
     if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or 0 in source.shape:

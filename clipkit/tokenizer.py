@@ -16,10 +16,10 @@ import importlib.util
 import re as standard_re
 import unicodedata
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ CONTEXT_LENGTH = 77
 START_OF_TEXT, END_OF_TEXT = 49406, 49407
 VOCABULARY = "bpe_simple_vocab_16e6"  # what a checkpoint records as its tokenizer
 _MERGES = 49152 - 256 - 2
+_LONGEST_CONTEXT = 1_000_000  # tokens, as of an architecture
 MAX_CHARACTERS = 100_000  # of one text; at most a few hundred of them can reach the model
 
 # OpenAI's splitting rule: the special tokens, English contractions, runs of letters, single digits, runs of others
@@ -57,18 +58,21 @@ def tokenize(
 
     Args:
         texts: one or many.
-        context_length: L. A longer text is cut and still ends with end of text.
+        context_length: L, from 2 to 1,000,000. A longer text is cut and still ends with end of text.
         trim: cut L down to the longest text given. Features are the same, the work is less.
 
     Half of a surrogate pair counts as U+FFFD, as ftfy has it.
 
     Raises:
-        DataError: a text is over 100,000 characters.
-        ConfigError: ``context_length`` has no room for start and end.
+        DataError: a text is over 100,000 characters, or no string.
+        ConfigError: ``context_length`` has no room for start and end, or is out of all bounds.
     """
-    if context_length < 2:
-        raise ConfigError(f"context_length = {context_length} does not fit: at least 2")
-    many = [texts] if isinstance(texts, str) else list(texts)
+    if not isinstance(context_length, SupportsIndex) or not 2 <= context_length <= _LONGEST_CONTEXT:
+        raise ConfigError(
+            f"context_length = {context_length!r} does not fit: at least 2, at most {_LONGEST_CONTEXT}"
+        )
+    context_length = int(context_length)
+    many = [texts] if isinstance(texts, str) else _list_of_strings(texts)
     longest = max(map(len, many), default=0)
     if longest > MAX_CHARACTERS:
         raise DataError(f"a text of {longest} characters is over the limit of {MAX_CHARACTERS}")
@@ -80,6 +84,16 @@ def tokenize(
     padded = b"".join([(start + row + end).ljust(width, b"\0") for row in rows])
     ids = np.frombuffer(padded, np.uint16).astype(np.int64)
     return torch.from_numpy(ids).view(len(rows), context_length)
+
+
+def _list_of_strings(texts: Sequence[str]) -> list[str]:
+    if isinstance(texts, bytes) or not isinstance(texts, Iterable):
+        raise DataError(f"texts must be a list of strings, not {type(texts).__name__}")
+    many = list(texts)
+    for kind in set(map(type, many)):
+        if not issubclass(kind, str):
+            raise DataError(f"texts must be strings, but one is of type {kind.__name__}")
+    return many
 
 
 class _Memory(dict[str, bytes]):

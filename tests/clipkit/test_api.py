@@ -26,7 +26,9 @@ def test_pictures_in_every_form_have_the_same_features(tiny: CLIP, pixels: Any, 
     file = BytesIO()
     Image.fromarray(pixels[0]).save(file, "PNG")
     tensor = torch.from_numpy(pixels[0]).permute(2, 0, 1)
-    forms: list[Any] = [path, str(path), file.getvalue(), Image.fromarray(pixels[0]), pixels[0], tensor]
+    content = file.getvalue()
+    forms: list[Any] = [path, str(path), content, Image.fromarray(pixels[0]), pixels[0], tensor]
+    forms += [bytearray(content), memoryview(content)]
     want = tiny.encode_image(eval_pixels(pixels[0], tiny.preprocess)[None]).detach()
     for form in forms:
         one = clipkit.encode_image(form, tiny)
@@ -34,9 +36,9 @@ def test_pictures_in_every_form_have_the_same_features(tiny: CLIP, pixels: Any, 
         assert one.dtype == torch.float32
         assert (one - want).abs().max() <= 1e-6
     many = clipkit.encode_image(forms, tiny, batch_size=4)
-    assert many.shape == (6, 48)
+    assert many.shape == (8, 48)
     assert (many - want).abs().max() <= 1e-6
-    torch.testing.assert_close(many.norm(dim=-1), torch.ones(6))
+    torch.testing.assert_close(many.norm(dim=-1), torch.ones(8))
 
 
 def test_many_are_a_list_a_tuple_or_four_dimensions(tiny: CLIP, pixels: Any) -> None:
@@ -120,11 +122,48 @@ def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None
         (pixels.astype(np.float32), "float32"),
         (iter([pixels[0]]), "a picture must be a path, bytes, PIL image, array or tensor"),
         (None, "not NoneType"),
+        (np.array(["a.png", "b.png"]), "give a list, as its tolist() makes it"),
+        (np.array([None]), "give a list, as its tolist() makes it"),
+        (torch.zeros(3, 8, 8, dtype=torch.bfloat16), "this one is torch.bfloat16 (3, 8, 8)"),
+        (torch.zeros(3, 8, 8, dtype=torch.uint8).to_sparse(), "sparse_coo, on cpu"),
+        (torch.zeros(3, 8, 8, dtype=torch.uint8, device="meta"), "strided, on meta"),
     ]
     for images, message in mistakes:
         with pytest.raises(clipkit.DataError) as caught:
             clipkit.encode_image(images, tiny)
         assert message in str(caught.value)
+
+
+def test_swapped_arguments_are_named(tiny: CLIP, pixels: Any) -> None:
+    message = "^model must be a CLIP, as clipkit.load gives it, not (str|list)$"
+    for given in ("a.png", ["a"]):
+        calls: list[Callable[[Any], Any]] = [
+            lambda other: clipkit.encode_image(tiny, other),  # type: ignore[arg-type]
+            lambda other: clipkit.encode_text(tiny, other),  # type: ignore[arg-type]
+            lambda other: clipkit.classify(pixels, ["a"], other),
+        ]
+        for call in calls:
+            with pytest.raises(TypeError, match=message):
+                call(given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "message"),
+    [
+        ({"context_length": 1}, clipkit.ConfigError, "context_length = 1 does not fit: at least 2"),
+        ({"device": "foo"}, clipkit.ConfigError, "device = 'foo' is none that this machine has"),
+        ({"device": "meta"}, clipkit.ConfigError, "device = 'meta' holds no values"),
+        ({"device": "cuda:99"}, clipkit.ConfigError, "device = 'cuda:99': this machine has"),
+        ({"device": None}, clipkit.ConfigError, "device = None is none that this machine has"),
+        ({"name": 3}, TypeError, "name must be a string, not int"),
+        ({"source": 3}, TypeError, "source must be a string or a path, not int"),
+    ],
+)
+def test_what_cannot_be_is_known_before_weights_are_read(
+    argument: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        clipkit.load(**{"source": "nothing is here", **argument})
 
 
 def test_mistakes_of_classes_are_named(tiny: CLIP, pixels: Any) -> None:

@@ -208,7 +208,7 @@ def test_a_picture_is_the_same_in_every_form(tmp_path: Path) -> None:
         (np.zeros((4, 4, 4), np.uint8), "this one is uint8 (4, 4, 4)"),
         (np.zeros((0, 4, 3), np.uint8), "this one is uint8 (0, 4, 3)"),
         (np.zeros((3, 4, 4), np.uint8), "this one is uint8 (3, 4, 4)"),
-        (torch.zeros(3, 4, 4), "this one is float32 (4, 4, 3)"),
+        (torch.zeros(3, 4, 4), "this one is torch.float32 (3, 4, 4)"),
         (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "this one is uint8 (2, 3, 4, 4)"),
         (5, "not int"),
         (None, "not NoneType"),

@@ -302,3 +302,20 @@ def test_threads_share_the_memory(forgetful: None, monkeypatch: pytest.MonkeyPat
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(tokenize, [texts] * 32))
     assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1],), "texts must be strings, but one is of type int"),
+        ((["a", None],), "texts must be strings, but one is of type NoneType"),
+        ((None,), "texts must be a list of strings, not NoneType"),
+        ((b"a",), "texts must be a list of strings, not bytes"),
+        ((["a"], 10**12), "context_length = 1000000000000 does not fit: at least 2, at most 1000000"),
+        ((["a"], "77"), "context_length = '77' does not fit"),
+        ((["a"], 2.5), "context_length = 2.5 does not fit"),
+    ],
+)
+def test_arguments_of_another_kind_are_one_line(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=f"^{message}"):
+        tokenize(*arguments)
