@@ -30,7 +30,8 @@ from clipkit.accumulation import backward
 from clipkit.api import load
 from clipkit.architectures import Architecture
 from clipkit.checkpoint import LoopState, latest_checkpoint, load_training, passed_over, save_checkpoint
-from clipkit.config import Config, load_config, to_toml
+from clipkit.config import Config
+from clipkit.config_file import load_config, to_toml
 from clipkit.count_progress import CountProgress
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, run_command
 from clipkit.family import architecture
@@ -53,8 +54,8 @@ from data.captions import CaptionRule
 from data.loader import Batch, Loader
 from data.manifest import Manifest, make_manifest
 from data.order import Order
-from data.selection import Filter, Selection
 from data.remote.shard_cache import ShardCache
+from data.selection import Filter, Selection
 from data.shards import Shards
 from data.sources import find_shards
 from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_datasets, read_results

@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clipkit.architectures import ARCHITECTURES, Architecture
-from clipkit.config import Config, to_toml
+from clipkit.config import Config
+from clipkit.config_file import to_toml
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model import CLIP, build
 from clipkit.preprocess import Preprocess

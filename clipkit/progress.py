@@ -12,7 +12,8 @@ from typing import Any, Protocol, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clipkit.config import Config, to_toml
+from clipkit.config import Config
+from clipkit.config_file import to_toml
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 
 __all__ = ["MetricsLog", "ProgressLine", "drop_lines_after"]

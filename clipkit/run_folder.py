@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from clipkit.config import Config, changes, load_config, to_toml
+from clipkit.config import Config
+from clipkit.config_file import changes, load_config, to_toml
 from clipkit.errors import ConfigError, DataError
 
 __all__ = [

@@ -5,6 +5,7 @@ Letters: B samples of this rank's part of a batch, S image side in pixels, L tok
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -107,7 +108,8 @@ class Loader:
         bad: list[BadSample] = []
         images = empty_batch(len(draw.ids), self.image_size)
         drawn = zip(draw.ids.tolist(), draw.epochs.tolist(), images, strict=True)
-        captions = [self._take(number, epoch, out, bad) for number, epoch, out in drawn]
+        with _one_thread():
+            captions = [self._take(number, epoch, out, bad) for number, epoch, out in drawn]
         tokens = self.tokenize(captions)
         return Batch(images=images, tokens=tokens, ids=torch.from_numpy(draw.ids), bad=tuple(bad))
 
@@ -152,6 +154,17 @@ class Loader:
         if len(caption) > MAX_CHARACTERS:
             raise DataError(f"caption of {len(caption)} characters")
         return caption
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Without workers torch would wake all cores for each picture, which takes longer than resizing it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Batches(Dataset["Batch | DataError"]):

@@ -27,7 +27,8 @@ from clipkit.checkpoint import (
     resolve_checkpoint,
     save_checkpoint,
 )
-from clipkit.config import Config, load_config
+from clipkit.config import Config
+from clipkit.config_file import load_config
 from clipkit.errors import CheckpointError
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP, create

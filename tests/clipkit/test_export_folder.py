@@ -15,7 +15,8 @@ from clipkit import export as exporting
 from clipkit.architectures import Architecture, BagOfWords, TextTower, VisionTower
 from clipkit.checkpoint import LoopState, save_checkpoint
 from clipkit.cli import dispatch
-from clipkit.config import Config, OptimConfig, to_toml
+from clipkit.config import Config, OptimConfig
+from clipkit.config_file import to_toml
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import TARGETS, ExportOptions, export, run
 from clipkit.export.model_card import KnownScore, Source, source_of
