@@ -40,7 +40,22 @@ def build_vision(tower: OpenClipVision | TimmVision, *, embed_dim: int, quick_ge
         _check_timm(str(backbone))
     config = {**tower.config, "image_size": tower.image_size}
     visual: nn.Module = _open_clip(embed_dim, config, _NO_TEXT, quick_gelu=quick_gelu).visual
+    if backbone:
+        _fit_size(visual, tower.image_size)
     return visual
+
+
+def _fit_size(visual: nn.Module, size: int) -> None:
+    """open_clip builds timm's towers for the size that belongs to their name, and some take no other."""
+    trunk = visual.get_submodule("trunk")
+    patches = getattr(trunk, "patch_embed", None)
+    if not getattr(patches, "strict_img_size", False) or getattr(patches, "img_size", None) == (size, size):
+        return
+    if (resize := getattr(trunk, "set_input_size", None)) is not None:
+        try:
+            resize((size, size))
+        except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError) as error:
+            raise ConfigError(f"the tower does not take pictures of {size} pixels: {error!r}") from error
 
 
 def build_text(tower: OpenClipText | TransformersText, *, embed_dim: int, quick_gelu: bool) -> nn.Module:

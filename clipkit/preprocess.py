@@ -180,7 +180,7 @@ def _content(source: ImageLike) -> Union[bytes, npt.NDArray[np.uint8], "Image"]:
         if source.dtype != torch.uint8 or source.layout != torch.strided or source.is_meta:
             raise DataError(
                 "a picture must be a dense uint8 tensor (3, H, W), (H, W, 3) or (H, W), this one is "
-                f"{source.dtype} {tuple(source.shape)}, {str(source.layout).removeprefix('torch.')}, on {source.device}"
+                f"{source.dtype} {tuple(source.shape)}, {source.layout}, on {source.device}"
             )
         source = source.detach().cpu().numpy()
         if source.ndim == 3 and source.shape[0] == 3:

@@ -125,8 +125,8 @@ def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None
         (np.array(["a.png", "b.png"]), "give a list, as its tolist() makes it"),
         (np.array([None]), "give a list, as its tolist() makes it"),
         (torch.zeros(3, 8, 8, dtype=torch.bfloat16), "this one is torch.bfloat16 (3, 8, 8)"),
-        (torch.zeros(3, 8, 8, dtype=torch.uint8).to_sparse(), "sparse_coo, on cpu"),
-        (torch.zeros(3, 8, 8, dtype=torch.uint8, device="meta"), "strided, on meta"),
+        (torch.zeros(3, 8, 8, dtype=torch.uint8).to_sparse(), "torch.sparse_coo, on cpu"),
+        (torch.zeros(3, 8, 8, dtype=torch.uint8, device="meta"), "torch.strided, on meta"),
     ]
     for images, message in mistakes:
         with pytest.raises(clipkit.DataError) as caught:

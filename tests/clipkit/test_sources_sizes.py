@@ -161,12 +161,19 @@ def test_vits_of_timm(size: int, tmp_path: Path) -> None:
     assert clipkit.encode_image(pictures(), ours).isfinite().all()
 
 
-def test_towers_that_take_one_size_only(tmp_path: Path) -> None:
-    """open_clip builds timm's towers at the size that their name has."""
-    write_hub_folder(tmp_path, "timm's ViT of one size")
+def test_timms_towers_that_are_built_for_one_size(tmp_path: Path) -> None:
+    """open_clip builds them at the size that their name has; timm itself can change it."""
+    theirs = write_hub_folder(tmp_path, "timm's ViT of one size")
     assert clipkit.load(tmp_path, image_size=160).preprocess.image_size == 160
-    with pytest.raises(CheckpointError, match="its tower does not take pictures of 96 pixels") as caught:
-        clipkit.load(tmp_path, image_size=96)
+    ours = clipkit.load(tmp_path, image_size=96)
+    assert ours.preprocess.image_size == 96
+    theirs.visual.trunk.set_input_size((96, 96))
+    pixels = torch.rand(2, 3, 96, 96)
+    with torch.no_grad():
+        expected = theirs.eval().encode_image(pixels, normalize=True)
+        assert (ours.encode_image(pixels) - expected).abs().max() <= 1e-5
+    with pytest.raises(CheckpointError) as caught:
+        clipkit.load(tmp_path, image_size=9)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
