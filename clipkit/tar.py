@@ -35,7 +35,7 @@ _CHUNK = 1 << 20  # bytes looked through at a time
 _RECORD = 20 * _BLOCK  # what writers fill the end up to, unless they were told otherwise
 _MAX_RECORD = 1 << 20  # of those told otherwise
 _MAX_NAME = 4096  # characters
-_MAX_ZEROS = 1 << 28  # that are looked through behind an end; a hole may state any size
+_MAX_ZEROS = 1 << 26  # that are looked through behind an end; a hole may state any size
 
 
 class Content(Protocol):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Census", "take_census"]
 
 _MAX_STATS_BYTES = 1 << 20
+_MOST_STATED = 1 << 31  # samples; an index holds no larger shard
 _ALONE = 4  # so few shards are counted in this process
 _MOST_PROCESSES = 32
 _UNDER_WAY = 4  # shards given to each process ahead of its work
@@ -130,7 +131,7 @@ def _stated(shard: ShardFile) -> int | None:
         stated: Any = json.loads(text)["successes"] if text else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return stated if type(stated) is int and stated >= 0 else None
+    return stated if type(stated) is int and 0 <= stated <= _MOST_STATED else None
 
 
 def _small_file(url: str, *, remote: bool) -> str | None:
@@ -138,8 +139,11 @@ def _small_file(url: str, *, remote: bool) -> str | None:
         from data.remote import store
 
         return store.read_text(url, limit=_MAX_STATS_BYTES)
+    path = Path(url)
+    if not path.is_file():  # opening a pipe would wait for ever
+        return None
     try:
-        with Path(url).open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(_MAX_STATS_BYTES)
     except OSError:
         return None

@@ -43,6 +43,8 @@ IMAGE, CAPTION, LABEL, META = range(4)  # columns of ShardIndex.spans
 _COLUMN = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}
 _BLOCK = 512  # bytes; all data of a tar begin at a multiple of it
 _MOST = 2**32 - 1
+_MOST_EXTENSIONS = 1000  # that are told; where file names have dots, there may be as many as members
+_LONGEST = 40  # characters of one that are told
 _VERSION = 4  # of the stored form; raise it when the scan or the arrays change
 
 
@@ -56,7 +58,7 @@ class ShardIndex:
         sizes: (N, 4) uint32, their bytes.
         key_ends: (N,) uint32, where each key ends in ``key_bytes``.
         key_bytes: uint8, the WebDataset keys in UTF-8, one after the other.
-        extensions: how many members had which extension.
+        extensions: how many members had which extension, of the most frequent ones.
         digest: 16 hexadecimal digits that change with any of these.
     """
 
@@ -173,7 +175,16 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
         column = _COLUMN.get(extension)
         if column is not None and not starts[column]:
             starts[column], lengths[column] = offset, size
-    return _packed(shard, keys, offsets, sizes, dict(seen.most_common()))
+    return _packed(shard, keys, offsets, sizes, _told(seen))
+
+
+def _told(seen: Counter[str]) -> dict[str, int]:
+    """The most frequent extensions, as a message can show them."""
+    told: Counter[str] = Counter()
+    for extension, count in seen.most_common(_MOST_EXTENSIONS):
+        shown = extension if extension.isprintable() else ascii(extension)[1:-1]
+        told[shown if len(shown) <= _LONGEST else shown[:_LONGEST] + "…"] += count
+    return dict(told)
 
 
 def _packed(

@@ -2,15 +2,17 @@
 
 import json
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clipkit.errors import DataError
-from clipkit.tar import tar_files_of
+from clipkit.tar import tar_files, tar_files_of
 from data.array_file import read_arrays, write_arrays
 from data.index import (
     CAPTION,
+    LABEL,
     META,
     ShardIndex,
     index_of_members,
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_MEMBER_BYTES", "OpenShard"]
 
-MAX_MEMBER_BYTES = 256 << 20  # a single picture or caption file beyond this is an attack or an accident
+MAX_MEMBER_BYTES = 256 << 20  # a single picture beyond this is an attack or an accident
+# of the others, which become objects many times as large: a json of 4 MiB may take 100 MiB
+_MAX_BYTES = {CAPTION: 1 << 20, LABEL: 1 << 20, META: 4 << 20}
 _TRIES = 5
+_CHANGED = "the shard has changed since it was counted: is it being written?"
 _NEAR = 16 << 10  # bytes between members that are read along rather than asked for apart
 
 
@@ -56,6 +61,9 @@ class OpenShard:
         if not file.is_remote or cache is not None:
             self._descriptor = _opened(file, cache)
         self.index = _index(file, self._descriptor)
+        # size and time with which its bytes are those that were counted, and with which they are others
+        self._sound = None if file.is_remote else _state(self._descriptor)
+        self._changed: tuple[int, int] | None = None
         self.chosen = self._choose(selection)
         self._rows = self.chosen.rows.data
 
@@ -92,9 +100,31 @@ class OpenShard:
             DataError: they cannot be read, the file has shrunk since it was indexed, or one is over the size limit.
         """
         wanted = [self.index.span(row, column) for column in columns]
+        for column, (_, size) in zip(columns, wanted, strict=True):
+            if size > (most := _MAX_BYTES.get(column, MAX_MEMBER_BYTES)):
+                raise DataError(f"a member of {size} bytes is over the limit of {most}")
         if self._descriptor < 0:
             return self._read_together(wanted)
-        return [self._bytes(*span) if span[0] else None for span in wanted]
+        found = [self._bytes(*span) if span[0] else None for span in wanted]
+        if self._sound is not None:
+            self._check_unchanged()
+        return found
+
+    def _check_unchanged(self) -> None:
+        """That a file of this machine is what was counted; a later time alone does no harm.
+
+        Looked at after its bytes were read, as it may be written at any time.
+        """
+        now = _state(self._descriptor)
+        if now == self._sound:
+            return
+        if now != self._changed:
+            self._changed = now
+            with suppress(DataError):
+                if _scanned(self.file, self._descriptor).digest == self.index.digest:
+                    self._sound, self._changed = now, None
+                    return
+        raise DataError(_CHANGED)
 
     def _read_together(self, wanted: list[tuple[int, int]]) -> list[bytes | None]:
         """The same over the network, by one request where they lie near one another, as those of a sample do."""
@@ -107,8 +137,6 @@ class OpenShard:
         return [together[at - first : at - first + size] if at else None for at, size in wanted]
 
     def _bytes(self, offset: int, size: int) -> bytes:
-        if size > MAX_MEMBER_BYTES:
-            raise DataError(f"a member of {size} bytes is over the limit of {MAX_MEMBER_BYTES}")
         if self._descriptor < 0:
             from data.remote import store
 
@@ -178,7 +206,10 @@ def _opened(file: ShardFile, cache: "ShardCache | None") -> int:
     """A descriptor of a shard's bytes on this machine, fetched if they must be."""
     for tried in range(_TRIES):
         try:
-            return os.open(cache.fetch(file) if cache is not None else file.url, os.O_RDONLY)
+            path = cache.fetch(file) if cache is not None else file.url
+            return os.open(
+                path, os.O_RDONLY | os.O_NONBLOCK
+            )  # a pipe that came into its place has no one to wait for
         except OSError as error:
             # between fetching and opening it may have had to make room
             if cache is None or not isinstance(error, FileNotFoundError) or tried + 1 == _TRIES:
@@ -186,9 +217,32 @@ def _opened(file: ShardFile, cache: "ShardCache | None") -> int:
     raise AssertionError("the last try returns or raises")
 
 
+def _state(descriptor: int) -> tuple[int, int]:
+    """Size and time of the last change in nanoseconds."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _scanned(file: ShardFile, descriptor: int) -> ShardIndex:
+    """The index of what the file holds now."""
+    path = Path(f"/dev/fd/{descriptor}")
+    try:
+        return index_of_members(file.shown, tar_files(path, called=file.shown))
+    except OSError as error:
+        raise DataError(f"shard {file.shown}: {error.strerror}") from error
+
+
 def _index(file: ShardFile, descriptor: int) -> ShardIndex:
     if descriptor >= 0:
-        return index_shard(file, Path(f"/dev/fd/{descriptor}") if file.is_remote else None)
+        size, time = (-1, 0) if file.is_remote else _state(descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DataError(f"shard {file.shown} is not a regular file")
+        if file.is_remote or (size, str(time)) == (file.size, file.version):
+            return index_shard(file, Path(f"/dev/fd/{descriptor}"))
+        counted = stored_index(file)  # a copy of the same, or a later time alone, do no harm
+        if counted is None or _scanned(file, descriptor).digest != counted.digest:
+            raise DataError(f"shard {file.shown}: {_CHANGED}")
+        return counted
     if file.size < 0:
         raise DataError(f"shard {file.shown} can be read only once: it needs data.cache_gb above 0")
     index = stored_index(file)
