@@ -5,14 +5,21 @@ model = clipkit.load("runs/quickstart")
 images = clipkit.encode_image(["cat.jpg", "dog.png"], model)        # (2, O) float32, unit norm
 texts = clipkit.encode_text(["a photo of a cat"], model)            # (1, O) float32, unit norm
 probabilities = clipkit.classify("cat.jpg", ["cat", "dog"], model)  # (1, 2) float32, rows sum to 1
+
+What needs torch is imported when it is first asked for: the command line answers --help, and Ctrl-C, at once.
 """
 
-from clipkit.api import classify, encode_image, encode_text, load
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError
-from clipkit.loss import clip_loss
-from clipkit.model import CLIP, create
-from clipkit.tokenizer import tokenize
-from clipkit.zero_shot import zero_shot_classifier
+
+if TYPE_CHECKING:
+    from clipkit.api import classify, encode_image, encode_text, load
+    from clipkit.loss import clip_loss
+    from clipkit.model import CLIP, create
+    from clipkit.tokenizer import tokenize
+    from clipkit.zero_shot import zero_shot_classifier
 
 __version__ = "0.1.0"
 
@@ -31,3 +38,20 @@ __all__ = [
     "tokenize",
     "zero_shot_classifier",
 ]
+
+_HOMES = {
+    "CLIP": "model", "classify": "api", "clip_loss": "loss", "create": "model", "encode_image": "api",
+    "encode_text": "api", "load": "api", "tokenize": "tokenizer", "zero_shot_classifier": "zero_shot",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'clipkit' has no attribute {name!r}")
+    found: object = getattr(import_module(f"clipkit.{_HOMES[name]}"), name)
+    globals()[name] = found  # asked for once
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]
