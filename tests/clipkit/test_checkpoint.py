@@ -1,94 +1,30 @@
-"""A checkpoint gives back every bit, no damage is read as weights, and no file of one is ever run."""
+"""A checkpoint gives back every bit, and a run finds its newest whole one, whatever was killed."""
 
 import copy
-import json
-import math
 import os
-import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import clipkit
 from clipkit.checkpoint import (
-    LoopState,
     latest_checkpoint,
-    load_model,
     load_training,
     passed_over,
     resolve_checkpoint,
     save_checkpoint,
 )
-from clipkit.config import Config
 from clipkit.config_file import load_config
 from clipkit.errors import CheckpointError
-from clipkit.loss import clip_loss
 from clipkit.model import CLIP, create
 from clipkit.optim import adamw
-from clipkit.preprocess import Preprocess
+from tests.clipkit.saved_runs import CONFIG, FILES, Save, bits, damage, same_bits, save, small, state, step
 
-CONFIG = Config(out="runs/test")
-NO_COUNTS: tuple[Any, ...] = ("4", -3, None, True, [], math.nan, math.inf, 10**400)
-FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml", "COMPLETE"}
-
-
-@pytest.fixture
-def small(tiny: CLIP) -> CLIP:
-    """The tiny model with a vocabulary of 100: files of half a megabyte."""
-    shape = replace(tiny.architecture, text=replace(tiny.architecture.own_towers()[1], vocab_size=100))
-    preprocess = Preprocess(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
-    return CLIP(shape, preprocess=preprocess).initialize()
-
-
-def step(model: CLIP, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One update, which the number determines."""
-    generator = torch.Generator().manual_seed(number)
-    images = torch.randint(0, 256, (4, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    tokens = torch.randint(1, 99, (4, 9), generator=generator)
-    tokens[:, 8] = 99
-    optimizer.zero_grad(set_to_none=True)
-    torch.autograd.backward(clip_loss(*model(images, tokens)))
-    optimizer.step()
-
-
-def state(number: int) -> LoopState:
-    return LoopState(step=number, data="fingerprint", seconds=12.5, bad_samples=3)
-
-
-def bits(model: CLIP, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = dict(model.state_dict())
-    if optimizer is not None:
-        for name, parameter in model.named_parameters():
-            tensors.update({f"{name}/{key}": value for key, value in optimizer.state[parameter].items()})
-    return tensors
-
-
-def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
-
-
-Save = Callable[..., Path]
-
-
-@pytest.fixture
-def save(small: CLIP, tmp_path: Path) -> Save:
-    optimizer = adamw(small, CONFIG.optim)
-
-    def write(*numbers: int, keep: int = 0) -> Path:
-        for number in numbers:
-            step(small, optimizer, number)
-            save_checkpoint(tmp_path, small, optimizer, state(number), CONFIG, keep=keep)
-        return tmp_path / "checkpoints"
-
-    return write
+__all__ = ["save", "small"]  # fixtures
 
 
 def test_what_is_loaded_goes_on_bit_for_bit(small: CLIP, tmp_path: Path) -> None:
@@ -287,179 +223,6 @@ def test_a_list_of_sizes_that_leaves_files_out_makes_nothing_whole(save: Save, c
     root = save(1, 2)
     (root / "step_00000002" / "COMPLETE").write_text(content)
     assert latest_checkpoint(root.parent) == root / "step_00000001"
-
-
-def damage(path: Path, how: str) -> None:
-    content = path.read_bytes()
-    if how == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(
-            {"truncated": content[: len(content) // 2], "empty": b"", "longer": content + b"\n"}[how]
-        )
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model.json", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "noise", "a folder"])
-def test_a_damaged_file_is_one_clear_error(save: Save, small: CLIP, name: str, how: str) -> None:
-    folder = save(1) / "step_00000001"
-    path = folder / name
-    if how in ("missing", "truncated", "empty"):
-        damage(path, how)
-    elif how == "noise":
-        path.write_bytes(os.urandom(path.stat().st_size))
-    else:
-        path.unlink()
-        path.mkdir()
-    if name.startswith("model"):
-        with pytest.raises(CheckpointError) as caught:
-            load_model(folder)
-        assert str(folder) in str(caught.value)
-    if name != "model.json":
-        with pytest.raises(CheckpointError) as caught:
-            load_training(folder, small, adamw(small, CONFIG.optim))
-        assert str(folder) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "content", [b"[]", b"5", b"null", b"[" * 100_000, b'{"a": ' * 100_000, b"1" * 10_000]
-)
-@pytest.mark.parametrize("name", ["model.json", "state.json"])
-def test_json_that_is_no_object_is_one_clear_error(
-    save: Save, small: CLIP, name: str, content: bytes
-) -> None:
-    folder = save(1) / "step_00000001"
-    (folder / name).write_bytes(content)
-    with pytest.raises(CheckpointError):
-        load_model(folder) if name == "model.json" else load_training(
-            folder, small, adamw(small, CONFIG.optim)
-        )
-
-
-def rewrite(path: Path, change: Callable[[Any], object]) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda card: card.update(format=2), "another format"),
-        (lambda card: card.update(tokenizer="other"), "tokenizer 'other' is unknown"),
-        (lambda card: card.pop("tokenizer"), "tokenizer 'none' is unknown"),
-        (lambda card: card.pop("architecture"), "the stored architecture"),
-        (lambda card: card.update(architecture=None), "the stored architecture"),
-        (lambda card: card.update(preprocess=None), "the stored preprocessing"),
-        (lambda card: card["preprocess"].update(image_size=64), "image sizes of architecture and preprocess"),
-        (lambda card: card["architecture"]["text"].update(layers=3), "12 missing (transformer.resblocks.2.* ×12"),
-        (lambda card: card["architecture"]["text"].update(layers=1), "12 unexpected (transformer.resblocks.1.* "),
-        (lambda card: card["architecture"].update(embed_dim=49), "2 of another shape (text_projection"),
-        (lambda card: card["architecture"]["text"].update(vocab_size=10**6), "of another shape (token_embedding"),
-        (lambda card: card["architecture"]["vision"].update(width=10**6), "of another shape"),
-        (lambda card: card["architecture"]["vision"].update(layers=10**6), "the stored architecture"),
-    ],
-)  # fmt: skip
-def test_a_card_that_does_not_fit_is_refused(
-    save: Save, change: Callable[[Any], object], message: str
-) -> None:
-    """Before memory is taken: a width of a million would have terabytes."""
-    folder = save(1) / "step_00000001"
-    rewrite(folder / "model.json", change)
-    with pytest.raises(CheckpointError) as caught:
-        load_model(folder)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda s: s.update(format=2),
-        lambda s: s.pop("step"),
-        lambda s: s.update(more=1),
-        lambda s: s.pop("format"),
-        *(
-            lambda s, name=name, value=value: s.update({name: value})
-            for name in ("step", "bad_samples", "seconds")
-            for value in NO_COUNTS
-        ),
-        lambda s: s.update(step=4.5),
-        lambda s: s.update(step=1e3),
-        lambda s: s.update(step=1.0),
-        lambda s: s.update(step=2),
-        lambda s: s.update(data=5),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused(
-    save: Save, small: CLIP, change: Callable[[Any], object]
-) -> None:
-    folder = save(1) / "step_00000001"
-    rewrite(folder / "state.json", change)
-    with pytest.raises(CheckpointError, match=r"state\.json"):
-        load_training(folder, small, adamw(small, CONFIG.optim))
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "change"),
-    [
-        ("optimizer", "visual.proj/exp_avg", lambda value: value[:1]),
-        ("optimizer", "visual.proj/exp_avg", lambda value: value.int()),
-        ("optimizer", "visual.proj/exp_avg_sq", lambda value: value.double()),
-        ("optimizer", "visual.proj/exp_avg_sq", None),
-        ("optimizer", "visual.proj/step", None),
-        ("optimizer", "visual.proj/step", lambda value: value.expand(2)),
-        ("optimizer", "visual.proj/step", lambda value: value.long()),
-        ("model", "visual.proj", lambda value: value.int()),
-        ("model", "visual.proj", lambda value: value.half()),
-    ],
-)
-def test_a_tensor_that_does_not_fit_is_refused(
-    save: Save, small: CLIP, name: str, key: str, change: Callable[[Tensor], Tensor] | None
-) -> None:
-    """One that would be broadcast or converted too: the run would go on as another."""
-    from safetensors.torch import load_file, save_file
-
-    path = save(1) / "step_00000001" / f"{name}.safetensors"
-    tensors = load_file(path)
-    value = tensors.pop(key)
-    if change is not None:
-        tensors[key] = change(value).contiguous()
-    save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=key.replace("/", ".*")):
-        load_training(path.parent, small, adamw(small, CONFIG.optim))
-    if name == "model" and not tensors[key].is_floating_point():
-        with pytest.raises(CheckpointError, match=r"visual\.proj is torch\.int32, not torch\.float32"):
-            load_model(path.parent)
-
-
-class Opener:
-    """What a malicious pickle does when it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
-@pytest.mark.parametrize("kind", ["pickle", "torch"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_pickle_in_place_of_weights_is_refused_and_not_run(
-    save: Save, small: CLIP, tmp_path: Path, name: str, kind: str
-) -> None:
-    folder, trace = save(1) / "step_00000001", tmp_path / "it ran"
-    if kind == "pickle":
-        (folder / name).write_bytes(pickle.dumps({"logit_scale": Opener(trace)}))
-    else:
-        torch.save({"logit_scale": Opener(trace)}, folder / name)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_training(folder, small, adamw(small, CONFIG.optim))
-    if name.startswith("model"):
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            clipkit.load(folder)
-    assert not trace.exists()
-    pickle.loads(pickle.dumps(Opener(trace)))
-    assert trace.exists()  # it would have
 
 
 def test_the_temperature_and_all_else_are_stored_under_open_clips_names(save: Save, small: CLIP) -> None:
