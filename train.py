@@ -47,7 +47,6 @@ from clipkit.run_folder import (
     manifest_file,
     only_trainer_of,
 )
-from clipkit.text_input import tokenizer_of
 from data.augment import Augmentation
 from data.cache import shard_cache
 from data.captions import CaptionRule
@@ -109,11 +108,15 @@ def main() -> int:
             image_size=config.model.image_size,
             context_length=config.model.context_length,
         )
+
+        # 5. The model, the optimizer, and the batches that the model wants.
+        model = first_model(config, shape).to(device)
+        optimizer = adamw(model, config.optim)
         loader = Loader(
             shards=shards,
             order=order,
             image_size=shape.vision.image_size,
-            tokenize=tokenizer_of(shape),
+            tokenize=model.tokenizer,
             augmentation=Augmentation(
                 crop_scale=config.data.crop_scale,
                 flip=config.data.flip,
@@ -126,10 +129,6 @@ def main() -> int:
             workers=config.data.workers,
             pin=device.type == "cuda",
         )
-
-        # 5. The model and the optimizer.
-        model = first_model(config, shape).to(device)
-        optimizer = adamw(model, config.optim)
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
         state = LoopState(step=0, data=shards.fingerprint())
