@@ -53,6 +53,8 @@ class Filter:
         if match is None or not match[3]:
             raise ConfigError(f"filter {text!r} is not of the form FIELD >= VALUE (or <=, >, <, =, !=)")
         name, compare, value = match.groups()
+        if text[match.end(2)] in "<>=!":  # as in "width => 256", which would ask for the text "> 256"
+            raise ConfigError(f"filter {text!r} has no known operator: >=, <=, >, <, = or !=")
         if compare in ("<", ">", "<=", ">=") and _number(value) is None:
             raise ConfigError(f"filter {text!r} compares with {value!r}, which is no number")
         return cls(name=name, compare=compare, value=value.strip("\"'"))

@@ -75,7 +75,7 @@ def _new_client(protocol: str) -> Any:
     except ImportError as error:
         extra = _EXTRAS.get(protocol, "remote")
         raise DataError(f"{protocol}:// needs pip install 'clipkit[{extra}]'") from error
-    except ValueError:  # fsspec does not know it
+    except (ValueError, TypeError):  # fsspec does not know it, or wants more than a URL, as for ftp
         raise DataError(f"nobody can read {protocol}:// here; known: s3, gs, hf, http, https, pipe") from None
     if protocol in ("s3", "s3a"):
         client.retries = 1  # we count them ourselves

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from clipkit.tar import tar_files
 from data.captions import CaptionRule
 from data.manifest import make_manifest
-from data.selection import Selection
+from data.selection import Filter, Selection
 from data.shard_file import ShardFile
 from data.shards import Shards
 from data.sources import find_shards
@@ -205,3 +205,16 @@ def test_a_member_that_would_become_objects_many_times_as_large_is_not_read(tmp_
     for number, limit in enumerate((1 << 20, 4 << 20)):
         with pytest.raises(DataError, match=f"over the limit of {limit}"):
             shards.read(number)
+
+
+@pytest.mark.parametrize(
+    "text", ["width => 256", "width =< 256", "width === 256", "width >== 256", "width <> 256"]
+)
+def test_an_operator_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=">=, <=, >, <, = or !="):
+        Filter.of(text)
+
+
+def test_a_protocol_that_wants_more_than_a_url_is_refused() -> None:
+    with pytest.raises(DataError, match="nobody can read ftp:// here; known: s3"):
+        find_shards("ftp://nowhere/0.tar")

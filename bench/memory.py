@@ -1,0 +1,183 @@
+"""Does memory stay flat over epochs, with loader processes that live as long as the training?
+
+    python -m bench.memory [--samples 3000] [--epochs 20] [--workers 2] [--image-size 64]
+
+Small JPEGs with captions and json in a few shards are read as ``train.py`` reads them: one iteration over all
+batches of all epochs. At each epoch's end the proportional set size (memory, shared pages divided among those that
+share them) of this process and of each loader process is read from ``/proc``. Mapped files are left out: torch's
+libraries are shared with other programs of the machine, whose starts and ends would show. A line is fitted over
+the epochs from the third on, by least squares; its slope is told in KiB an epoch with a 95% interval. Two variants:
+captions from their files; and captions drawn from fields of the json, under a filter on another field.
+"""
+
+import argparse
+import io
+import json
+import math
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import webdataset
+from PIL import Image
+
+from clipkit.text_input import ClipTokenizer
+from data.captions import CaptionRule
+from data.loader import Loader
+from data.manifest import make_manifest
+from data.order import Order
+from data.selection import Filter, Selection
+from data.shards import Shards
+from data.sources import find_shards
+
+RESULTS = Path(__file__).parent / "results"
+BATCH = 50
+SETTLED = 3  # epochs from which on a line is fitted: until then caches and pools fill up
+VARIANTS = {
+    "captions from files": Selection(),
+    "captions from json, filtered": Selection(
+        filters=(Filter.of("width >= 10"),), captions=CaptionRule(fields=("txt", "texts"), choice="random")
+    ),
+}
+
+
+def write_shards(folder: Path, samples: int, shards: int) -> None:
+    drawn = random.Random(0)
+    pictures = np.random.default_rng(0)
+    with webdataset.ShardWriter(
+        str(folder / "%05d.tar"), maxcount=math.ceil(samples / shards), encoder=False, verbose=0
+    ) as tar:
+        for number in range(samples):
+            file = io.BytesIO()
+            side = drawn.randint(40, 90)
+            Image.fromarray(pictures.integers(0, 256, (side, side + 9, 3), dtype=np.uint8)).save(file, "JPEG")
+            caption = " ".join(f"word{drawn.randint(0, 10**6)}" for _ in range(drawn.randint(3, 30)))
+            meta = {
+                "texts": [caption, f"picture {number}"],
+                "width": side,
+                "url": f"https://example.org/{number}",
+            }
+            tar.write(
+                {
+                    "__key__": f"{number:06d}",
+                    "jpg": file.getvalue(),
+                    "txt": caption.encode(),
+                    "json": json.dumps(meta).encode(),
+                }
+            )
+
+
+def proportional(process: int) -> float:
+    """MiB of memory of a process without mapped files, shared pages divided among those that share them."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) / 1024
+
+
+def epochs_of(folder: Path, selection: Selection, options: argparse.Namespace) -> Iterator[list[float]]:
+    """MiB of the main process and of each loader process, at each epoch's end."""
+    manifest = make_manifest([find_shards(str(folder))], selection)
+    shards = Shards(manifest, selection)
+    order = Order(shards.counts, seed=0, batch_size=BATCH)
+    loader = Loader(
+        shards=shards,
+        order=order,
+        image_size=options.image_size,
+        tokenize=ClipTokenizer(context_length=32),
+        workers=options.workers,
+    )
+    steps = order.batches_per_epoch
+    for step, batch in enumerate(loader.batches(0, steps * options.epochs), start=1):
+        assert batch.bad == ()
+        if step % steps == 0:
+            processes = [os.getpid(), *sorted(one.pid or 0 for one in active_children())]
+            yield [proportional(one) for one in processes]
+
+
+def fitted(values: list[float]) -> dict[str, float]:
+    """Slope in KiB an epoch of a line through the settled epochs, and half of its 95% interval."""
+    y = np.array(values[SETTLED - 1 :]) * 1024
+    x = np.arange(len(y)) - (len(y) - 1) / 2
+    slope = float((x * y).sum() / (x * x).sum())
+    rest = y - y.mean() - slope * x
+    error = math.sqrt(float((rest * rest).sum()) / (len(y) - 2) / float((x * x).sum()))
+    # quantile of Student's distribution at 0.975 by Cornish and Fisher's expansion, close enough from 5 on
+    freedom, z = len(y) - 2, 1.959964
+    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return {"kib_an_epoch": slope, "plus_or_minus": quantile * error}
+
+
+def measure(selection: Selection, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    began = time.perf_counter()
+    rows = list(epochs_of(folder, selection, options))
+    names = ["training process", *(f"loader process {number + 1}" for number in range(options.workers))]
+    series = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    series["together"] = [sum(row) for row in rows]
+    return {
+        "mib": series,
+        "slopes": {name: fitted(values) for name, values in series.items()},
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Memory over epochs, a panel a variant."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = np.atleast_1d(figure.subplots(1, len(found), sharey=True))
+    for panel, (variant, result) in zip(panels, found.items(), strict=True):
+        for name, values in result["mib"].items():
+            panel.plot(range(1, len(values) + 1), values, label=name, lw=2 if name == "together" else 1.2)
+        slope = result["slopes"]["together"]
+        told = f"{slope['kib_an_epoch']:+.0f} ± {slope['plus_or_minus']:.0f} KiB an epoch"
+        panel.set_title(f"{variant}\ntogether {told}", fontsize=9)
+        panel.set_xlabel("epoch")
+        panel.set_xticks(range(0, len(result["mib"]["together"]) + 1, 5))
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("memory, MiB")
+    panels[0].set_ylim(bottom=0)
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=3000)
+    parser.add_argument("--shards", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--image-size", type=int, default=64)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CLIPKIT_CACHE"] = f"{folder}/cache"
+        write_shards(Path(folder), options.samples, options.shards)
+        for variant, selection in VARIANTS.items():
+            found[variant] = measure(selection, Path(folder), options)
+            print(f"{variant}, {found[variant]['seconds']:.0f} s")
+            for name, values in found[variant]["mib"].items():
+                slope = found[variant]["slopes"][name]
+                first, third, last = values[0], values[SETTLED - 1], values[-1]
+                print(
+                    f"  {name:18} first {first:6.1f}, third {third:6.1f}, last {last:6.1f} MiB; "
+                    f"slope {slope['kib_an_epoch']:+.1f} ± {slope['plus_or_minus']:.1f} KiB an epoch"
+                )
+    RESULTS.mkdir(exist_ok=True)
+    about = {**vars(options), "batch_size": BATCH, "machine": platform.machine(), "torch": torch.__version__}
+    (RESULTS / "memory.json").write_text(json.dumps({**about, "variants": found}, indent=2) + "\n")
+    plot(found, RESULTS / "memory.png")
+
+
+if __name__ == "__main__":
+    main()
