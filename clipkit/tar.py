@@ -20,7 +20,7 @@ __all__ = ["Content", "sample_name", "tar_files", "tar_files_of"]
 
 _BLOCK = 512
 _PLAIN, _PAX = b"0x"  # kinds of nearly all members
-_FEW = 4096  # bytes
+_PIECE = 4096  # bytes read at a time
 _BLANK = b" \0"
 _OCTAL_PLACES = (8 ** np.arange(5, -1, -1)).astype(np.uint32)  # of six digits
 _AT_ONCE = 4096  # headers that are checked together
@@ -147,9 +147,14 @@ def _follow(shard: str, tar: Content, before: _Run) -> _Run:
     position = before.position
     run = _Run(position=position, said=before.said, long_name=before.long_name, long_size=before.long_size)
     headers, positions, files, end = run.headers, run.positions, run.files, len(tar)
+    piece, start = b"", position  # headers lie close together where members are small
     try:
         while len(headers) < _AT_ONCE:
-            header = tar[position : position + _BLOCK]
+            at = position - start
+            header = piece[at : at + _BLOCK]
+            if len(header) < _BLOCK:
+                piece, start, at = tar[position : position + _PIECE], position, 0
+                header = piece[:_BLOCK]
             if len(header) < _BLOCK:
                 stop = min(end, position + len(header))  # before its end where a file has shrunk meanwhile
                 raise _truncated(shard, f"it has no end mark; it stops at byte {stop}")
@@ -163,7 +168,11 @@ def _follow(shard: str, tar: Content, before: _Run) -> _Run:
             size = int(digits, 8) if digits.isdigit() and header[135] in _BLANK else _size(header)
             if header[156] == _PLAIN and not run.said and 0 <= size <= end - data:
                 files.append((len(headers) - 1, None, data, size))
-            elif header[156] != _PAX or not 0 <= size <= _FEW or _PAX_MATTERS.search(tar[data : data + size]):
+            elif (
+                header[156] != _PAX
+                or not 0 <= size <= len(piece) - at - _BLOCK
+                or _PAX_MATTERS.search(piece, at + _BLOCK, at + _BLOCK + size)
+            ):
                 size = _unusual(run, shard, tar, header[156:157], size)
             position = data + (size + _BLOCK - 1) // _BLOCK * _BLOCK
     except DataError as fault:
@@ -326,7 +335,8 @@ def _text(data: bytes) -> str:
 
 def _names(headers: npt.NDArray[np.uint8]) -> list[str]:
     """The names that (N, 512) headers give."""
-    names = [_text(name) for name in headers[:, :100].copy().view("S100").ravel().tolist()]
+    fields = headers[:, :100].copy().view("S100").ravel().tolist()  # without the zeros at their ends
+    names = [_text(name) if b"\0" in name else name.decode("utf-8", "backslashreplace") for name in fields]
     with_prefix = (headers[:, 257:263] == np.frombuffer(b"ustar\0", dtype=np.uint8)).all(1) & (
         headers[:, 345] > 0
     )

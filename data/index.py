@@ -160,18 +160,19 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
     offsets: list[list[int]] = []
     sizes: list[list[int]] = []
     seen: Counter[str] = Counter()
-    last = None
+    prefix = None  # of the sample at hand
     for name, offset, size in members:
-        found = sample_name(name)
-        if found is None:
-            continue
-        key, extension = found
-        seen[extension] += 1
-        if key != last:
-            last = key
+        if prefix is not None and name.startswith(prefix) and "/" not in (rest := name[len(prefix) :]):
+            extension = rest.lower()
+        elif (found := sample_name(name)) is not None:
+            key, extension = found
+            prefix = f"{key}."
             keys.append(key)
             offsets.append(starts := [0, 0, 0, 0])
             sizes.append(lengths := [0, 0, 0, 0])
+        else:
+            continue
+        seen[extension] += 1
         column = _COLUMN.get(extension)
         if column is not None and not starts[column]:
             starts[column], lengths[column] = offset, size

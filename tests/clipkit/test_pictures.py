@@ -107,8 +107,7 @@ def test_memory_does_not_grow_with_a_folder(tmp_path: Path, monkeypatch: pytest.
         folder.mkdir()
         for number in range(count):
             (folder / f"{'long ' * 10}{number}.jpg").touch()
-        peak(folder)
-        sizes[count] = peak(folder)
+        sizes[count] = min(peak(folder) for _ in range(3))  # of which others in the process have less part
     # a file of 100 names is open for each hundred: its buffer of some 10 KB counts, not its names
     assert sizes[3000] - sizes[150] < 30 * 16_384
 
