@@ -47,9 +47,9 @@ class ProgressLine:
             self._bar.start()
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar."""
+        """A line of its own, above the bar; marks that would move the cursor (keys may hold any) are replaced."""
         if self._shown:
-            self.console.print(line, markup=False)
+            self.console.print("".join(c if c.isprintable() else "\ufffd" for c in line), markup=False)
 
     def advance(self, step: int) -> None:
         """``step`` updates are made."""

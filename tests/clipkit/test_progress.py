@@ -76,6 +76,7 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
     for shown in (True, False):
         progress = ProgressLine(steps=100, done=0, shown=shown)
         progress.say("[bold]starting[/bold] runs/x")
+        progress.say("bad sample replaced: a\x1b[2Jb\nc")
         progress.advance(1)
         progress.update(1, figures)
         progress.update(2, figures)  # too soon after the other
@@ -85,8 +86,9 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
         if not shown:
             assert printed.err == ""
             continue
-        first, second = printed.err.splitlines()
+        first, hostile, second = printed.err.splitlines()
         assert first == "[bold]starting[/bold] runs/x"
+        assert hostile == "bad sample replaced: a\ufffd[2Jb\ufffdc"
         assert second.startswith("step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3 left ")
 
 
