@@ -148,7 +148,7 @@ def main() -> int:
 
         # 7. The loop.
         if chief:
-            print(to_toml(config), file=sys.stderr)
+            print(to_toml(config, differing_from=Config()), file=sys.stderr)
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
         progress.say(describe(model, order, shards, world, device, bf16=bf16, steps=config.steps))
         progress.say(beginning(run, state.step, config))

@@ -43,6 +43,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # tomllib's own errors, no UTF-8, numbers of 5,000 digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
+    if sum(override.partition("=")[0].strip() == "data.train" for override in overrides) > 1:
+        raise ConfigError(
+            "data.train is given more than once: quote a brace pattern, which the shell takes apart otherwise, and "
+            'write several sources as data.train=\'["a","b"]\''
+        )
     for override in overrides:
         _set(values, override)
     config = _build(Config, values, "")
@@ -50,14 +55,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config if config.out else replace(config, out=str(Path("runs") / path.stem))
 
 
-def to_toml(config: Config) -> str:
-    """The whole configuration as a TOML file that ``load_config`` reads back."""
+def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
+    """The configuration as a TOML file that ``load_config`` reads back: the whole, or what differs from another."""
     lines: list[str] = []
     sections: list[str] = []
     for name, value in _items(config):
+        other = getattr(differing_from, name) if differing_from is not None else None
         if is_dataclass(value):
-            sections.append("\n".join([f"\n[{name}]", *(f"{k} = {_literal(v)}" for k, v in _items(value))]))
-        else:
+            settings = [(k, v) for k, v in _items(value) if other is None or v != getattr(other, k)]
+            if settings:
+                sections.append("\n".join([f"\n[{name}]", *(f"{k} = {_literal(v)}" for k, v in settings)]))
+        elif differing_from is None or value != other:
             lines.append(f"{name} = {_literal(value)}")
     return "\n".join([*lines, *sections]) + "\n"
 

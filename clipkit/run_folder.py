@@ -77,7 +77,9 @@ def _hold(lock: TextIO, run: Path) -> None:
 def _claim(run: Path, config: Config) -> None:
     """Write the run's configuration, or compare it with the one that the folder was trained with."""
     stored, aside = run / _CONFIG, run / f".{_CONFIG}.partial"
-    if stored.is_file() and (run / "metrics.jsonl").is_file():  # else it failed before its first step
+    if stored.is_file() and (
+        (run / "checkpoints").exists() or (run / ".saved").exists()
+    ):  # else nothing is lost
         differing = changes(load_config(stored), config)
         if differing:
             raise ConfigError(
@@ -85,7 +87,7 @@ def _claim(run: Path, config: Config) -> None:
                 f"set out=… for a new run (model.weights={run} starts from this one's weights), "
                 "or remove that folder"
             )
-    elif any(path.name not in (_LOCK, _CONFIG, _MANIFEST) and not _is_aside(path) for path in run.iterdir()):
+    elif not stored.is_file() and any(path.name != _LOCK and not _is_aside(path) for path in run.iterdir()):
         raise ConfigError(f"{run} exists and is no run folder: set another out=")
     try:
         aside.write_text(to_toml(config), encoding="utf-8")
@@ -136,5 +138,5 @@ def check_bad_samples(bad: int, seen: int, share: float, run: Path) -> None:
     if bad > share * max(seen, _FIRST_SAMPLES):  # a few early ones are no measure of the whole
         raise DataError(
             f"{bad} of the first {seen} samples are bad, more than data.max_bad = {share:g} allows: "
-            f"see {run}/bad_samples.jsonl"
+            f"see {run}/bad_samples.jsonl; raise data.max_bad, or mend the data"
         )

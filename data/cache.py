@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipkit.errors import ConfigError
 from data.shard_file import is_remote
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ def cache_folder() -> Path:
 
 def shard_cache(sources: Sequence[str], gigabytes: float) -> "ShardCache | None":
     """Where this machine keeps up to so much of remote shards; None if there are none, or nothing is to be kept."""
+    if not gigabytes and any(source.startswith("pipe:") for source in sources):
+        raise ConfigError(
+            "what a pipe: writes can be read only once: it needs a cache, data.cache_gb (or --cache-gb) above 0"
+        )
     if not gigabytes or not any(map(is_remote, sources)):
         return None
     from data.remote.shard_cache import ShardCache

@@ -150,7 +150,9 @@ class Loader:
         random = random_of(self.order.seed, _CAPTION, epoch, sample.id) if rule.draws else None
         caption = rule.caption(sample.caption, sample.meta, sample.caption_number, random)
         if caption is None:
-            raise DataError("empty caption")
+            raise DataError(
+                f"no caption in {' or '.join(rule.fields)}" if rule.reads_json else "empty caption"
+            )
         if len(caption) > MAX_CHARACTERS:
             raise DataError(f"caption of {len(caption)} characters")
         return caption

@@ -259,9 +259,11 @@ def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Select
         dropped.update(census.dropped)
     seen = ", ".join(f"{name} ({count})" for name, count in extensions.most_common(8)) or "none"
     where = f"shard {first.shown} holds" if len(found) == 1 else f"the first {len(found)} shards hold"
-    because = ", ".join(f"{reason} ({count})" for reason, count in dropped.most_common(4))
-    why = f"; left out: {because}" if selection.filters and because else ""
-    return f"{where} no sample with {' and '.join(selection.need)}; extensions seen: {seen}{why}"
+    lacking = {f"without {what}" for what in selection.need}
+    if selection.filters and any(reason not in lacking for reason in dropped):
+        because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))
+        return f"{where} no sample that passes data.filters: {because}"
+    return f"{where} no sample with {' and '.join(selection.need)}; extensions seen: {seen}"
 
 
 def _place(shards: Sequence[ShardFile], sources: Sequence[int], selection: Selection) -> Path:

@@ -69,7 +69,10 @@ def _shards_at(source: str, split: str) -> list[Path]:
         built_ins = ", ".join(sorted(BUILTIN))
         raise DataError(f"no data at {source!r}: not a folder, a tar, or a built-in corpus ({built_ins})")
     if missing:
-        raise DataError(f"{len(missing)} of {len(paths)} shards are missing, the first is {missing[0]}")
+        raise DataError(
+            f"{len(missing)} of {len(paths)} shards are missing, the first is {missing[0]}; to go without them "
+            "name the folder, or the others as {{00000..00001},{00003..00004}}.tar"
+        )
     return paths
 
 

@@ -145,6 +145,8 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
     told = f"{_percent(sampled.bad, sampled.tried)} of the samples are bad; {limit}"
     if sampled.share > found.max_bad:
         yield Note(text=told, grave=True)
+    elif sampled.bad and sampled.share == found.max_bad:
+        yield Note(text=f"{told}, which chance may pass", grave=True)
     elif sampled.bad and sampled.high > found.max_bad:
         yield Note(text=f"{told}, and it may be up to {100 * sampled.high:.1f}%: look at more by --samples")
     if captions.cut > _MENTIONED * captions.read:
@@ -256,13 +258,15 @@ def _names(found: Findings) -> Part:
 
 def _bad(found: Findings) -> Part:
     sampled = found.sampled
-    interval = f"{100 * sampled.low:.2g}–{100 * sampled.high:.2g}%"
+    interval = f"; of all, by 95% interval, {100 * sampled.low:.2g}–{100 * sampled.high:.2g}%"
+    every = found.shards.samples_known and sampled.tried >= found.shards.samples
+    share = _percent(sampled.bad, sampled.tried)
     rows = [
-        _row("decoded", f"{sampled.tried:,} samples, spread evenly"),
         _row(
-            "bad",
-            f"{sampled.bad:,} ({_percent(sampled.bad, sampled.tried)}); of all, by 95% interval, {interval}",
+            "decoded",
+            f"all {sampled.tried:,} samples" if every else f"{sampled.tried:,} samples, spread evenly",
         ),
+        _row("bad", f"{sampled.bad:,} ({share}){'' if every else interval}"),
         _row("training stops", f"beyond {100 * found.max_bad:g}% (data.max_bad)"),
     ]
     for one in sampled.causes[:10]:

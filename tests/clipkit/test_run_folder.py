@@ -46,9 +46,11 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
 
 
 def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
-    with only_trainer_of(tmp_path, CONFIG, chief=True):
-        (tmp_path / "metrics.jsonl").touch()
     other = replace(CONFIG, seed=1)
+    with only_trainer_of(tmp_path, other, chief=True):
+        (tmp_path / "metrics.jsonl").touch()
+    with only_trainer_of(tmp_path, CONFIG, chief=True):  # nothing was saved yet, so nothing is lost
+        (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="seed: 0 → 1"), only_trainer_of(tmp_path, other, chief=True):
         pass
     with only_trainer_of(tmp_path, CONFIG, chief=True):
