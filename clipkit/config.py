@@ -67,7 +67,7 @@ class DataConfig:
         0.0  # largest relative change of brightness, contrast and saturation; a quarter of it of hue
     )
     grayscale: float = 0.0  # probability that a picture loses its colours
-    scaled_decode: bool = False  # decode large JPEGs at a part of their size; changes values by 0.3 of 255
+    scaled_decode: bool = False  # decode large JPEGs at a part of their size; changes values by 0.7 of 255
     max_bad: float = 0.05  # share of samples that may be bad before the run stops; 0 stops at the first
 
     def __post_init__(self) -> None:

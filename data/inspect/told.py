@@ -147,7 +147,7 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
         yield Note(text=told, grave=True)
     elif sampled.bad and sampled.share == found.max_bad:
         yield Note(text=f"{told}, which chance may pass", grave=True)
-    elif sampled.bad and sampled.high > found.max_bad:
+    elif sampled.bad and sampled.high > found.max_bad and not _all_decoded(found):
         yield Note(text=f"{told}, and it may be up to {100 * sampled.high:.1f}%: look at more by --samples")
     if captions.cut > _MENTIONED * captions.read:
         yield Note(
@@ -259,7 +259,7 @@ def _names(found: Findings) -> Part:
 def _bad(found: Findings) -> Part:
     sampled = found.sampled
     interval = f"; of all, by 95% interval, {100 * sampled.low:.2g}–{100 * sampled.high:.2g}%"
-    every = found.shards.samples_known and sampled.tried >= found.shards.samples
+    every = _all_decoded(found)
     share = _percent(sampled.bad, sampled.tried)
     rows = [
         _row(
@@ -291,6 +291,10 @@ def _captions(found: Findings) -> Part:
             _row("most frequent", *(f"{count:,} × {plain(text, 100)}" for text, count in captions.frequent))
         )
     return Part(name="captions", title="Captions", rows=tuple(rows), charts=(captions.tokens,))
+
+
+def _all_decoded(found: Findings) -> bool:
+    return found.shards.samples_known and found.sampled.tried >= found.shards.samples
 
 
 def _all_read(found: Findings) -> bool:
