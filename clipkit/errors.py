@@ -77,6 +77,9 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
         status = 130
     for stream in (sys.stdout, sys.stderr):
         let_go_if_broken(stream)
+    # Ctrl-C within exec(text), which making a dataclass is, has `python -m` die of SIGINT at its end although it
+    # was caught; the next exec forgets it.
+    exec("")
     sys.exit(status)
 
 

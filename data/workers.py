@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterator
@@ -45,7 +46,8 @@ class Workers(Generic[T]):
     """One iteration over a ``DataLoader``, whose workers never outlive it nor make it wait for ever.
 
     Torch notices by SIGCHLD that a worker was killed, and raises wherever the main thread is. Here the same
-    signal raises in ``next`` only, at once or when it is called; without a worker all is as in torch.
+    signal raises in ``next`` only, at once or when it is called, and not where torch clears up after an error
+    of its own, which soon comes to ``next``; without a worker all is as in torch.
     """
 
     def __init__(self, loader: DataLoader[T]) -> None:
@@ -103,7 +105,7 @@ class Workers(Generic[T]):
         self._kill()
 
     def _on_child(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting:
+        if self._waiting and sys.exception() is None:
             self._check()
         if callable(self._earlier):
             with suppress(RuntimeError):  # torch's own handler, which knows our workers too

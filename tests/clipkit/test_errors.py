@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,14 @@ def test_ctrl_c_is_one_line_and_status_130() -> None:
     done = run("raise KeyboardInterrupt('all is saved')")
     assert (done.returncode, done.stderr) == (130, "stopped; all is saved\n")
     done = run("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
+def test_ctrl_c_where_text_is_executed_is_status_130_too(tmp_path: Path) -> None:
+    body = "exec('raise KeyboardInterrupt')"  # as within dataclass()
+    (tmp_path / "program.py").write_text(PROGRAM.format(body), encoding="utf-8")
+    command = [sys.executable, "-m", "program"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "stopped\n")
 
 

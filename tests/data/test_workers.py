@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,29 @@ def test_it_is_raised_in_next_and_nowhere_else() -> None:
         numbers.next()
     numbers.close()
     assert multiprocessing.active_children() == []
+
+
+def test_torch_clears_up_undisturbed_after_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = squares()
+    numbers.next()
+    cleared = []
+
+    def broken() -> Iterator[torch.Tensor]:
+        try:
+            raise EOFError  # as from the connection of a worker that is dying
+        except EOFError:
+            multiprocessing.active_children()[0].kill()
+            time.sleep(0.5)  # SIGCHLD comes
+            cleared.append(True)
+            raise
+        yield torch.zeros(0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(numbers, "_iterator", broken())
+        with pytest.raises(DataError, match="signal 9"):
+            numbers.next()
+    assert cleared
+    numbers.close()
 
 
 def test_closing_after_a_kill_that_was_not_noticed() -> None:
