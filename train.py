@@ -38,7 +38,7 @@ from clipkit.family import architecture
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
 from clipkit.optim import adamw, learning_rate
-from clipkit.process import StopRequest, check_launch, loss_after
+from clipkit.process import StopRequest, loss_after
 from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
 from clipkit.run_folder import (
     append_bad_samples,
@@ -75,7 +75,7 @@ def main() -> int:
         return 0
 
     # 2. This process among the others, and its device.
-    check_launch()
+    distributed.check_launch()
     device = distributed.start()
     rank, world = distributed.rank(), distributed.world_size()
     chief = rank == 0

@@ -14,9 +14,45 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 
 __all__ = [
-    "all_gather_rows", "any_rank", "barrier", "bytes_of_chief", "gather_objects", "mean_over_ranks", "rank",
-    "start", "stop", "sum_over_ranks", "world_size",
+    "all_gather_rows", "any_rank", "barrier", "bytes_of_chief", "check_launch", "gather_objects",
+    "mean_over_ranks", "rank", "rank_and_world", "start", "stop", "sum_over_ranks", "world_size",
 ]  # fmt: skip
+
+
+def check_launch() -> None:
+    """See that the environment names all that a process needs to find the others, as torchrun sets it.
+
+    Raises:
+        ConfigError: it names several processes, but not which one this is, or is no number.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if world != "1" else ()
+    missing = [name for name in needed if not os.environ.get(name)]
+    numbers = [
+        name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if not os.environ.get(name, "0").isdecimal()
+    ]
+    if missing or numbers:
+        wrong = f"{', '.join(missing)} not set" if missing else f"{numbers[0]} = {os.environ[numbers[0]]!r}"
+        raise ConfigError(
+            f"the environment says WORLD_SIZE = {world}, but has {wrong}: start with torchrun, or unset WORLD_SIZE"
+        )
+    rank_and_world()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's number and how many there are, as torchrun says; 0 and 1 where nothing is said.
+
+    Raises:
+        ConfigError: the environment says something impossible.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    rank = os.environ.get("RANK", "0" if world == "1" else "not set")
+    if rank.isdecimal() and world.isdecimal() and int(rank) < int(world):
+        return int(rank), int(world)
+    raise ConfigError(
+        f"the environment says RANK = {rank} and WORLD_SIZE = {os.environ.get('WORLD_SIZE', 'not set')}: "
+        "start with torchrun, or unset both"
+    )
 
 
 def start() -> torch.device:

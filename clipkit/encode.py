@@ -19,13 +19,13 @@ import torch
 
 from clipkit.api import load
 from clipkit.count_progress import CountProgress, counted
+from clipkit.distributed import rank_and_world
 from clipkit.embedding_folder import EmbeddingFolder, Part, Totals, only_writer
 from clipkit.embedding_manifest import Manifest
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, FeatureStream, pick_device
 from clipkit.model import CLIP
 from clipkit.pictures import Item, Stream
-from clipkit.process import rank_and_world
 from clipkit.shard_members import Member
 
 __all__ = ["EncodeOptions", "Encoded", "encode", "model_hash", "run"]

@@ -1,6 +1,10 @@
-"""Real gloo ranks: any number of processes and any accumulation give one process's gradient; bytes arrive."""
+"""Real gloo ranks: any number of processes and any accumulation give one process's gradient; bytes arrive.
+
+A launch that names only half of what it needs is refused.
+"""
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from clipkit import distributed
+from clipkit.distributed import check_launch, rank_and_world
+from clipkit.errors import ConfigError
 
 HERE = Path(__file__).parent
 
@@ -53,3 +59,58 @@ def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path) -> None:
     expected = [hashlib.sha256(content).hexdigest() for content in contents]
     assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [expected] * 2
     assert [distributed.bytes_of_chief(content) for content in (*contents, b"")] == [*contents, b""]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}, None),
+        ({"WORLD_SIZE": "4"}, "RANK, MASTER_ADDR, MASTER_PORT not set: start with torchrun"),
+        ({"WORLD_SIZE": "four", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE = 'four'"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK = 'x'"),
+    ],
+)
+def test_half_a_launch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], message: str | None
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setitem(os.environ, name, value)
+    if message is None:
+        check_launch()
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_launch()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "found"),
+    [
+        (None, None, (0, 1)),
+        ("0", None, (0, 1)),
+        (None, "1", (0, 1)),
+        ("2", "3", (2, 3)),
+        ("x", "2", "RANK = x and WORLD_SIZE = 2"),
+        ("0", "0", "RANK = 0 and WORLD_SIZE = 0"),
+        ("3", None, "RANK = 3 and WORLD_SIZE = not set"),
+        ("3", "3", "RANK = 3 and WORLD_SIZE = 3"),
+        (None, "2", "RANK = not set and WORLD_SIZE = 2"),
+        ("-1", "2", "RANK = -1"),
+    ],
+)
+def test_which_process_this_is(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, world: str | None, found: tuple[int, int] | str
+) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if isinstance(found, tuple):
+        assert rank_and_world() == found
+        return
+    with pytest.raises(ConfigError, match=found):
+        rank_and_world()
