@@ -75,7 +75,7 @@ class ShardIndex:
     def key(self, row: int) -> str:
         """The key of a sample."""
         start = self._key_ends[row - 1] if row else 0
-        return bytes(self._key_bytes[start : self._key_ends[row]]).decode("utf-8", "replace")
+        return str(self._key_bytes[start : self._key_ends[row]], "utf-8", "replace")
 
     def has(self) -> npt.NDArray[np.bool_]:
         """(N, 4) which of the members each sample has."""

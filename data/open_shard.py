@@ -12,7 +12,6 @@ from clipkit.tar import tar_files, tar_files_of
 from data.array_file import read_arrays, write_arrays
 from data.index import (
     CAPTION,
-    LABEL,
     META,
     ShardIndex,
     index_of_members,
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_MEMBER_BYTES", "OpenShard"]
 
 MAX_MEMBER_BYTES = 256 << 20  # a single picture beyond this is an attack or an accident
-# of the others, which become objects many times as large: a json of 4 MiB may take 100 MiB
-_MAX_BYTES = {CAPTION: 1 << 20, LABEL: 1 << 20, META: 4 << 20}
+# of each column; captions and the like become objects many times as large: a json of 4 MiB may take 100 MiB
+_MAX_BYTES = (MAX_MEMBER_BYTES, 1 << 20, 1 << 20, 4 << 20)
 _TRIES = 5
 _CHANGED = "the shard has changed since it was counted: is it being written?"
 _NEAR = 16 << 10  # bytes between members that are read along rather than asked for apart
@@ -64,6 +63,7 @@ class OpenShard:
         # size and time with which its bytes are those that were counted, and with which they are others
         self._sound = None if file.is_remote else _state(self._descriptor)
         self._changed: tuple[int, int] | None = None
+        self._has_large = bool((self.index.sizes > _MAX_BYTES).any())
         self.chosen = self._choose(selection)
         self._rows = self.chosen.rows.data
 
@@ -99,25 +99,34 @@ class OpenShard:
         Raises:
             DataError: they cannot be read, the file has shrunk since it was indexed, or one is over the size limit.
         """
-        wanted = [self.index.span(row, column) for column in columns]
-        for column, (_, size) in zip(columns, wanted, strict=True):
-            if size > (most := _MAX_BYTES.get(column, MAX_MEMBER_BYTES)):
-                raise DataError(f"a member of {size} bytes is over the limit of {most}")
-        if self._descriptor < 0:
-            return self._read_together(wanted)
-        found = [self._bytes(*span) if span[0] else None for span in wanted]
-        if self._sound is not None:
-            self._check_unchanged()
+        if self._has_large:
+            self._check_sizes(row, columns)
+        span, descriptor = self.index.span, self._descriptor
+        if descriptor < 0:
+            return self._read_together([span(row, column) for column in columns])
+        found: list[bytes | None] = []
+        try:
+            for column in columns:
+                offset, size = span(row, column)
+                data = os.pread(descriptor, size, offset) if offset else None
+                if data is not None and len(data) != size:
+                    raise DataError("the shard has become shorter since it was indexed")
+                found.append(data)
+        except OSError as error:
+            raise DataError(f"the shard cannot be read: {error.strerror}") from error
+        # looked at after its bytes were read, as it may be written at any time
+        if self._sound is not None and (now := _state(self._descriptor)) != self._sound:
+            self._check_content(now)
         return found
 
-    def _check_unchanged(self) -> None:
-        """That a file of this machine is what was counted; a later time alone does no harm.
+    def _check_sizes(self, row: int, columns: tuple[int, ...]) -> None:
+        for column in columns:
+            _, size = self.index.span(row, column)
+            if size > (most := _MAX_BYTES[column]):
+                raise DataError(f"a member of {size} bytes is over the limit of {most}")
 
-        Looked at after its bytes were read, as it may be written at any time.
-        """
-        now = _state(self._descriptor)
-        if now == self._sound:
-            return
+    def _check_content(self, now: tuple[int, int]) -> None:
+        """That a file of this machine still is what was counted; a later time alone does no harm."""
         if now != self._changed:
             self._changed = now
             with suppress(DataError):
@@ -132,22 +141,14 @@ class OpenShard:
         first = min((offset for offset, _ in there), default=0)
         last = max((offset + size for offset, size in there), default=0)
         if last - first > sum(size for _, size in there) + _NEAR * len(there):
-            return [self._bytes(*span) if span[0] else None for span in wanted]
-        together = self._bytes(first, last - first) if there else b""
+            return [self._range(at, at + size) if at else None for at, size in wanted]
+        together = self._range(first, last) if there else b""
         return [together[at - first : at - first + size] if at else None for at, size in wanted]
 
-    def _bytes(self, offset: int, size: int) -> bytes:
-        if self._descriptor < 0:
-            from data.remote import store
+    def _range(self, start: int, end: int) -> bytes:
+        from data.remote import store
 
-            return store.read_range(self.file, offset, offset + size)
-        try:
-            data = os.pread(self._descriptor, size, offset)
-        except OSError as error:
-            raise DataError(f"the shard cannot be read: {error.strerror}") from error
-        if len(data) != size:
-            raise DataError("the shard has become shorter since it was indexed")
-        return data
+        return store.read_range(self.file, start, end)
 
     def _choose(self, selection: Selection) -> Chosen:
         if not selection.reads_json:

@@ -5,9 +5,8 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,7 @@ _MAX_OPEN = 256
 _FETCHING = 4  # shards that one process fetches at a time
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """One sample as it lies in its shard, nothing decoded.
 
     ``id`` is its number in the list of shards it was read from. A caption, label or json that nobody asked for
@@ -41,10 +39,10 @@ class Sample:
     shard: str
     key: str
     image: bytes
-    caption: str | None = None
-    label: int | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
-    caption_number: int = 0
+    caption: str | None
+    label: int | None
+    meta: dict[str, Any]
+    caption_number: int
 
 
 class Shards:
@@ -143,10 +141,8 @@ class Shards:
         shard, within = self._position(number)
         opened = self._opened(shard)
         row = opened.row(within)
-        found: list[bytes | None] = [None] * 4
-        for column, data in zip(self._columns, opened.read(row, self._columns), strict=True):
-            found[column] = data
-        caption, meta = text_of(found[CAPTION]), meta_of(found[META])
+        found = dict(zip(self._columns, opened.read(row, self._columns), strict=True))
+        caption, meta = text_of(found.get(CAPTION)), meta_of(found.get(META))
         if self._caption and caption is None:
             if not self._meta:
                 meta = meta_of(opened.read(row, (META,))[0])
@@ -158,7 +154,7 @@ class Shards:
             key=opened.index.key(row),
             image=found[IMAGE] or b"",
             caption=caption,
-            label=label_of(found[LABEL]),
+            label=label_of(found.get(LABEL)),
             meta=meta,
             caption_number=opened.caption_number(within),
         )

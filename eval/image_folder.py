@@ -46,7 +46,16 @@ class ImageFolder:
             image = file.read_bytes()
         except OSError as error:
             raise DataError(str(error.strerror)) from error
-        return Sample(id=number, shard=folder, key=key, image=image, label=label)
+        return Sample(
+            id=number,
+            shard=folder,
+            key=key,
+            image=image,
+            caption=None,
+            label=label,
+            meta={},
+            caption_number=0,
+        )
 
     def locate(self, number: int) -> tuple[str, str]:
         """The folder, and the file's path in it."""

@@ -82,6 +82,7 @@ def test_it_reads_what_was_written(folder: Path) -> None:
             caption=wrote.caption,
             label=wrote.label,
             meta=dict(wrote.meta),
+            caption_number=0,
         )
     for number in (-1, 23):
         with pytest.raises(IndexError):
