@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -57,9 +56,10 @@ from data.remote.shard_cache import ShardCache
 from data.selection import Filter, Selection
 from data.shards import Shards
 from data.sources import find_shards
-from eval import EvalDataset, check_tasks, encode_dataset, evaluate, open_datasets, read_results
+from eval import check_tasks, open_datasets
+from eval.encode import Ranks
 from eval.report import build_report
-from eval.snapshot import take_snapshot, write_snapshot
+from eval.scorer import Scorer
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 
@@ -154,8 +154,17 @@ def main() -> int:
         progress.say(beginning(run, state.step, config))
         if checkpoint is not None and (bad := passed_over(checkpoint)):
             progress.say(f"note: {', '.join(bad)} is damaged or missing; {checkpoint.name} was taken instead")
-        log = MetricsLog(run, config, step=state.step) if chief else None
-        scorer = Scorer(model, datasets, run, config, log, progress, bf16=bf16)
+        log = MetricsLog(run, config, step=state.step, kept=chief)
+        scorer = Scorer(
+            model=model,
+            datasets=datasets,
+            run=run,
+            ranks=Ranks(rank=rank, world=world, gather=distributed.sum_over_ranks),
+            batch_size=config.eval.batch_size,
+            bf16=bf16,
+            say=progress.say,
+            record=log.write_scores,
+        )
         batches = loader.batches(state.step, config.steps)
         step, bad_samples, stopped = state.step, state.bad_samples, False
         began = clock() - state.seconds
@@ -226,8 +235,7 @@ def main() -> int:
                         "seconds": clock() - began,
                     }
                     progress.update(step, metrics)
-                    if log is not None:
-                        log.write(step, metrics)
+                    log.write(step, metrics)
 
                 # 7f. Scores on what it never saw, by all ranks together; then a checkpoint.
                 if due_score:
@@ -247,8 +255,7 @@ def main() -> int:
                 scorer.score_if_owed(step)
         finally:
             progress.close()
-            if log is not None:
-                log.close()
+            log.close()
         if stopped:
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif chief:
@@ -387,71 +394,6 @@ def record_bad_samples(run: Path, batch: Batch, step: int, progress: ProgressLin
         first = batch.bad[0]
         more = f" (and {len(batch.bad) - 1} more)" if len(batch.bad) > 1 else ""
         progress.say(f"bad sample replaced: {first.key} in {first.shard}: {first.cause}{more}")
-
-
-class Scorer:
-    """Scores the model on the evaluation data, by all ranks together, and keeps what the report shows."""
-
-    def __init__(
-        self,
-        model: CLIP,
-        datasets: Sequence[EvalDataset],
-        run: Path,
-        config: Config,
-        log: MetricsLog | None,
-        progress: ProgressLine,
-        *,
-        bf16: bool,
-    ) -> None:
-        self.model, self.datasets, self.run, self.config = model, datasets, run, config
-        self.log, self.progress, self.bf16 = log, progress, bf16
-        self.device_type = model.logit_scale.device.type
-
-    def score_if_owed(self, step: int) -> None:
-        """Score this step unless the results have it already."""
-        done = {
-            str(line.get("dataset"))
-            for line in read_results(self.run / "results.jsonl")
-            if line.get("step") == step
-        }
-        owed = distributed.rank() == 0 and any(dataset.name not in done for dataset in self.datasets)
-        if distributed.any_rank(owed):
-            self.score(step)
-
-    def score(self, step: int) -> None:
-        """Append a line a score to results.jsonl, and take a snapshot."""
-        rank, world = distributed.rank(), distributed.world_size()
-        for dataset in self.datasets:
-            with torch.autocast(self.device_type, torch.bfloat16, enabled=self.bf16):
-                encoded = encode_dataset(
-                    self.model,
-                    dataset,
-                    batch_size=self.config.eval.batch_size,
-                    rank=rank,
-                    world=world,
-                    gather=distributed.sum_over_ranks,
-                )
-                scores = evaluate(
-                    self.model,
-                    encoded,
-                    rank=rank,
-                    world=world,
-                    gather=distributed.sum_over_ranks,
-                    out=self.run / "results.jsonl",
-                    step=step,
-                    weights=f"{self.run.name} at step {step}",
-                )
-            if self.log is None:
-                continue
-            write_snapshot(self.run, take_snapshot(self.model, encoded, step=step))
-            for score in scores:
-                if score.metric in ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1"):
-                    self.progress.say(
-                        f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
-                        f"[{score.low:.1%}, {score.high:.1%}] chance {score.chance:.1%}"
-                    )
-            named = {f"{score.dataset}/{score.task}/{score.metric}": score.value for score in scores}
-            self.log.write_scores(step, named)
 
 
 if __name__ == "__main__":

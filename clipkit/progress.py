@@ -120,13 +120,17 @@ class MetricsLog:
         run: the run folder.
         config: of the run.
         step: updates made so far; figures of later steps, left by a run that was killed, are taken out.
+        kept: whether anything is recorded; only one process of a run does.
     """
 
-    def __init__(self, run: Path, config: Config, *, step: int) -> None:
+    def __init__(self, run: Path, config: Config, *, step: int, kept: bool = True) -> None:
+        self._file: TextIO | None = None
+        self._sinks: list[Sink] = []
+        if not kept:
+            return
         path = run / "metrics.jsonl"
         drop_lines_after(path, step)
         self._file = path.open("a", encoding="utf-8")
-        self._sinks: list[Sink] = []
         if config.log.tensorboard:
             with suppress(ImportError):  # an extra; its absence is said in README, not at each start
                 self._sinks.append(_TensorBoard(run, step))
@@ -139,6 +143,8 @@ class MetricsLog:
         Raises:
             DataError: the file cannot be written, for example for want of space.
         """
+        if self._file is None:
+            return
         try:
             self._file.write(json.dumps({"step": step, **values}) + "\n")
             self._file.flush()
@@ -155,7 +161,8 @@ class MetricsLog:
     def close(self) -> None:
         """Bring everything out."""
         with suppress(OSError):  # all lines are out, but for one that ``write`` has complained of
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
         for sink in self._sinks:
             sink.close()
 

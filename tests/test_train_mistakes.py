@@ -21,10 +21,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import train
-from clipkit.config import Config
-from clipkit.model import create
-from clipkit.progress import ProgressLine
 from data.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[1]
@@ -250,11 +246,3 @@ def test_ctrl_c_before_the_first_step_is_one_line(place: Place) -> None:
     # where the signal meets a finalizer, Python itself tells of the KeyboardInterrupt that it ignores
     ignored = r"Exception ignored in: .*\nTraceback .*\n(?: .*\n)*KeyboardInterrupt.*\n"
     assert "Traceback" not in re.sub(ignored, "", stderr)
-
-
-def test_a_line_of_results_without_a_dataset_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").write_text('{"step": 3}\n{"step": 3, "dataset": []}\n')
-    silent = ProgressLine(steps=9, done=3, shown=False)
-    model = create("ViT-Ti-4-16", seed=0)
-    train.Scorer(model, [], tmp_path, Config(), None, silent, bf16=False).score_if_owed(3)
-    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
