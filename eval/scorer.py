@@ -1,0 +1,95 @@
+"""Scores one model again and again while it changes, and keeps what a run's page shows of it.
+
+RUN/results.jsonl             a line a score, see eval/results.py
+RUN/snapshots/                pictures and guesses of each moment, see eval/snapshot_file.py
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from clipkit import CLIP
+from eval import evaluate
+from eval.datasets import EvalDataset
+from eval.encode import Ranks, encode_dataset
+from eval.results import Score, read_results
+from eval.snapshot import take_snapshot, write_snapshot
+
+__all__ = ["Scorer"]
+
+_TOLD = ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Scores a model on some datasets, by all ranks together.
+
+    Attributes:
+        model: as it is at each call.
+        datasets: what it is scored on.
+        run: the folder that rank 0 writes to.
+        ranks: who shares the work.
+        batch_size: pictures encoded at a time on each rank.
+        bf16: whether the towers run in bfloat16.
+        say: is given a line for each of the main scores.
+        record: is given the step and all scores of a dataset by ``dataset/task/metric``; called on rank 0 only.
+    """
+
+    model: CLIP
+    datasets: Sequence[EvalDataset]
+    run: Path
+    ranks: Ranks
+    batch_size: int
+    bf16: bool
+    say: Callable[[str], None]
+    record: Callable[[int, Mapping[str, float]], None]
+
+    def score_if_owed(self, step: int) -> None:
+        """Score this step unless rank 0 finds it in the results already."""
+        owed = 0.0
+        if self.ranks.rank == 0:
+            lines = read_results(self._results)
+            done = {str(line.get("dataset")) for line in lines if line.get("step") == step}
+            owed = float(any(dataset.name not in done for dataset in self.datasets))
+        if self.ranks.gather(torch.tensor(owed)).item():
+            self.score(step)
+
+    def score(self, step: int) -> None:
+        """Append a line a score to the results, and take a snapshot."""
+        for dataset in self.datasets:
+            self._score(dataset, step)
+
+    @property
+    def _results(self) -> Path:
+        return self.run / "results.jsonl"
+
+    def _score(self, dataset: EvalDataset, step: int) -> None:
+        rank, world, gather = self.ranks.rank, self.ranks.world, self.ranks.gather
+        with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
+            encoded = encode_dataset(
+                self.model, dataset, batch_size=self.batch_size, rank=rank, world=world, gather=gather
+            )
+            scores = evaluate(
+                self.model,
+                encoded,
+                rank=rank,
+                world=world,
+                gather=gather,
+                out=self._results,
+                step=step,
+                weights=f"{self.run.name} at step {step}",
+            )
+        if rank == 0:
+            write_snapshot(self.run, take_snapshot(self.model, encoded, step=step))
+            self._tell(scores, step)
+
+    def _tell(self, scores: Sequence[Score], step: int) -> None:
+        for score in scores:
+            if score.metric in _TOLD:
+                self.say(
+                    f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
+                    f"[{score.low:.1%}, {score.high:.1%}] chance {score.chance:.1%}"
+                )
+        self.record(step, {f"{score.dataset}/{score.task}/{score.metric}": score.value for score in scores})
