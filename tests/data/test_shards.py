@@ -150,7 +150,7 @@ def test_text_that_is_no_utf8_and_json_that_is_no_object_are_read(tmp_path: Path
 
 
 def test_a_member_beyond_the_limit_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_shard, "MAX_MEMBER_BYTES", 20)
+    monkeypatch.setattr(open_shard, "_MAX_BYTES", (20, 20, 20, 20))
     shards = Shards.of(find_shards(str(folder)))
     assert shards.read(0).id == 0
     with pytest.raises(DataError, match="over the limit"):
