@@ -38,18 +38,19 @@ from clipkit.loss import clip_loss
 from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
 from clipkit.optim import adamw, learning_rate
 from clipkit.process import StopRequest, loss_after
-from clipkit.progress import MetricsLog, ProgressLine, drop_lines_after
+from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
 from clipkit.run_folder import (
     append_bad_samples,
     bad_samples_file,
     check_bad_samples,
     manifest_file,
     only_trainer_of,
+    too_many_bad,
 )
 from data.augment import Augmentation
 from data.cache import shard_cache
 from data.captions import CaptionRule
-from data.loader import Batch, Loader
+from data.loader import Loader
 from data.manifest import Manifest, make_manifest
 from data.order import Order
 from data.remote.shard_cache import ShardCache
@@ -137,6 +138,7 @@ def main() -> int:
             found = load_training(checkpoint, model, optimizer)
             if found.data != state.data:
                 raise other_data(run, f"fingerprint {state.data}, it was {found.data}")
+            check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
             state = found
         # What a run that was killed had written after its last checkpoint will be written again.
         drop_lines_after(bad_samples_file(run, rank), state.step)
@@ -165,6 +167,7 @@ def main() -> int:
             say=progress.say,
             record=log.write_scores,
         )
+        bad_lines = BadSampleLines(progress, total=state.bad_samples, listed=f"{run}/bad_samples*.jsonl")
         batches = loader.batches(state.step, config.steps)
         step, bad_samples, stopped = state.step, state.bad_samples, False
         began = clock() - state.seconds
@@ -198,13 +201,16 @@ def main() -> int:
                 progress.advance(step)
 
                 # 7c. What all ranks must agree on: whether to stop, and how many samples were bad.
-                record_bad_samples(run, batch, step, progress, rank=rank)
+                bad_here = [asdict(one) for one in batch.bad]
+                append_bad_samples(run, bad_here, step, rank=rank)
+                bad_lines.found(bad_here)
                 asked_to_stop, newly_bad = distributed.sum_over_ranks(
-                    torch.tensor([int(stop.asked), len(batch.bad)])
+                    torch.tensor([int(stop.asked), len(bad_here)])
                 ).tolist()
-                stopped = asked_to_stop > 0
                 bad_samples += newly_bad
-                check_bad_samples(bad_samples, step * config.batch_size, config.data.max_bad, run)
+                stopped = asked_to_stop > 0 or too_many_bad(
+                    bad_samples, step * config.batch_size, config.data.max_bad
+                )
 
                 # 7d. What is due after this step. Only the chief's clock counts, and only it saves.
                 last = step == config.steps
@@ -235,6 +241,7 @@ def main() -> int:
                         "seconds": clock() - began,
                     }
                     progress.update(step, metrics)
+                    bad_lines.sum_up(bad_samples)
                     log.write(step, metrics)
 
                 # 7f. Scores on what it never saw, by all ranks together; then a checkpoint.
@@ -254,9 +261,12 @@ def main() -> int:
                 stop.save_first(False, "all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
+            bad_lines.sum_up(bad_samples, at_once=True)
             progress.close()
             log.close()
         if stopped:
+            distributed.barrier()  # a rank that ends with an error would end the chief while it saves
+            check_bad_samples(bad_samples, step * config.batch_size, config.data.max_bad, run)
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif chief:
             progress.say(f"done: {build_report(run)}")
@@ -386,14 +396,6 @@ def describe(
         f"{order.samples} samples, skipped: {skipped or 'none'}; "
         f"{order.describe(steps)}"
     )
-
-
-def record_bad_samples(run: Path, batch: Batch, step: int, progress: ProgressLine, *, rank: int) -> None:
-    if batch.bad:
-        append_bad_samples(run, [asdict(bad) for bad in batch.bad], step, rank=rank)
-        first = batch.bad[0]
-        more = f" (and {len(batch.bad) - 1} more)" if len(batch.bad) > 1 else ""
-        progress.say(f"bad sample replaced: {first.key} in {first.shard}: {first.cause}{more}")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class DataConfig:
     )
     grayscale: float = 0.0  # probability that a picture loses its colours
     scaled_decode: bool = False  # decode large JPEGs at a part of their size; changes values by 0.7 of 255
-    max_bad: float = 0.05  # share of samples that may be bad before the run stops; 0 stops at the first
+    # share of all samples drawn, again in each epoch, that may be bad before the run saves and stops; 0: none
+    max_bad: float = 0.05
 
     def __post_init__(self) -> None:
         require(bool(self.train) and all(self.sources), "data.train", self.train, "name at least one source")

@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
@@ -16,9 +17,12 @@ from clipkit.config import Config
 from clipkit.config_file import to_toml
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 
-__all__ = ["MetricsLog", "ProgressLine", "drop_lines_after"]
+__all__ = ["BadSampleLines", "MetricsLog", "ProgressLine", "drop_lines_after"]
 
 _PLAIN_EVERY_SECONDS = 10.0
+_BAD_EVERY_SECONDS = 60.0
+_BAD_ONE_BY_ONE = 5
+_MOST_CAUSES = 1000  # that are counted: some hold numbers, and each is another
 
 
 class ProgressLine:
@@ -75,6 +79,42 @@ class ProgressLine:
         """Take the bar away."""
         if self._live:
             self._bar.stop()
+
+
+class BadSampleLines:
+    """Tells of bad samples: of the first few one by one, then how many there are, a line a minute at most.
+
+    Args:
+        progress: where the lines go.
+        total: bad samples before this process began.
+        listed: what they are listed in, for the lines.
+    """
+
+    def __init__(self, progress: ProgressLine, *, total: int, listed: str) -> None:
+        self._progress, self._listed = progress, listed
+        self._told, self._shown = total, 0
+        self._last_line = time.monotonic()
+        self._causes: Counter[str] = Counter()
+
+    def found(self, bad: Sequence[Mapping[str, str]]) -> None:
+        """This rank has met bad samples, each with ``key``, ``shard`` and ``cause``."""
+        for one in bad:
+            if one["cause"] in self._causes or len(self._causes) < _MOST_CAUSES:
+                self._causes[one["cause"]] += 1
+            if self._shown < _BAD_ONE_BY_ONE:
+                self._shown += 1
+                self._told += 1
+                self._progress.say(f"bad sample replaced: {one['key']} in {one['shard']}: {one['cause']}")
+
+    def sum_up(self, total: int, *, at_once: bool = False) -> None:
+        """There are ``total`` bad samples on all ranks; said if some are not told of and it is time, or at once."""
+        now = time.monotonic()
+        if total <= self._told or not (at_once or now - self._last_line >= _BAD_EVERY_SECONDS):
+            return
+        self._told, self._last_line = total, now
+        often = self._causes.most_common(1)
+        cause = f"; most often: {often[0][0]}" if often else ""
+        self._progress.say(f"{total:,} bad samples so far, all in {self._listed}{cause}")
 
 
 class _Output:

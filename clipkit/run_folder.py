@@ -21,10 +21,11 @@ from clipkit.errors import ConfigError, DataError
 
 __all__ = [
     "append_bad_samples", "bad_samples_file", "check_bad_samples", "manifest_file", "only_trainer_of",
+    "too_many_bad",
 ]  # fmt: skip
 
 _LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
-_FIRST_SAMPLES = 1000
+_FIRST_SAMPLES = 1000  # draws
 _LONGEST_NAME = 200  # characters of a process's name
 
 
@@ -129,14 +130,28 @@ def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def check_bad_samples(bad: int, seen: int, share: float, run: Path) -> None:
-    """End a run in which more than a share of the samples is bad.
+def too_many_bad(bad: int, used: int, share: float) -> bool:
+    """Whether more than a share of the samples that were drawn is bad, or more than that of a thousand.
+
+    Draws are counted, not different samples: a bad sample that comes again in each epoch counts again, as each
+    good one does, so that the share does not depend on how long the run is.
+
+    Args:
+        bad: draws that could not be used, those in place of others too.
+        used: draws that were trained on; steps times the size of a batch.
+        share: 0 to 1, ``data.max_bad``.
+    """
+    return bad > share * max(bad + used, _FIRST_SAMPLES)  # a few early ones are no measure of the whole
+
+
+def check_bad_samples(bad: int, used: int, share: float, run: Path) -> None:
+    """End a run that is saved and has ``too_many_bad``.
 
     Raises:
-        DataError: there are more.
+        DataError: it has.
     """
-    if bad > share * max(seen, _FIRST_SAMPLES):  # a few early ones are no measure of the whole
+    if too_many_bad(bad, used, share):
         raise DataError(
-            f"{bad} of the first {seen} samples are bad, more than data.max_bad = {share:g} allows: "
-            f"see {run}/bad_samples.jsonl; raise data.max_bad, or mend the data"
+            f"{bad:,} of {bad + used:,} samples drawn so far are bad, more than data.max_bad = {share:g} allows: "
+            f"see {run}/bad_samples*.jsonl; all steps are saved: raise data.max_bad, and the same command goes on"
         )

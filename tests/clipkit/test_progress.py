@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from clipkit import progress as module
 from clipkit.config import Config, LogConfig
 from clipkit.errors import DataError
-from clipkit.progress import MetricsLog, ProgressLine, _clock, drop_lines_after
+from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, _clock, drop_lines_after
 
 QUIET = replace(Config(), log=LogConfig(tensorboard=False))
 
@@ -90,6 +91,36 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
         assert first == "[bold]starting[/bold] runs/x"
         assert hostile == "bad sample replaced: a\ufffd[2Jb\ufffdc"
         assert second.startswith("step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3 left ")
+
+
+def test_of_many_bad_samples_a_few_are_told_and_the_rest_summed_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = BadSampleLines(
+        ProgressLine(steps=9, done=0, shown=True), total=10, listed="runs/x/bad_samples*.jsonl"
+    )
+    lines.sum_up(10, at_once=True)  # all told of before
+    for number in range(3):
+        lines.found([{"shard": "0.tar", "key": f"{number}{k}", "cause": "empty caption"} for k in range(4)])
+        lines.found([{"shard": "0.tar", "key": "x", "cause": f"caption of {number} characters"}])
+    lines.sum_up(25)  # too soon
+    monkeypatch.setattr(module, "_BAD_EVERY_SECONDS", 0.0)
+    lines.sum_up(25)
+    lines.sum_up(25)
+    lines.sum_up(1_026)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "bad sample replaced: 00 in 0.tar: empty caption"
+    assert [line.split()[3] for line in said[:5]] == ["00", "01", "02", "03", "x"]
+    assert said[5:] == [
+        f"{many} bad samples so far, all in runs/x/bad_samples*.jsonl; most often: empty caption"
+        for many in ("25", "1,026")
+    ]
+
+
+def test_bad_samples_of_other_ranks_are_summed_up_too(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), total=0, listed="bad_samples*.jsonl")
+    lines.sum_up(2, at_once=True)
+    assert capsys.readouterr().err == "2 bad samples so far, all in bad_samples*.jsonl\n"
 
 
 @pytest.mark.parametrize(

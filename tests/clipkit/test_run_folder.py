@@ -10,7 +10,7 @@ import pytest
 
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError
-from clipkit.run_folder import append_bad_samples, only_trainer_of
+from clipkit.run_folder import append_bad_samples, check_bad_samples, only_trainer_of, too_many_bad
 
 CONFIG = Config(out="runs/test")
 
@@ -65,3 +65,35 @@ def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [{"step": 2, "key": "a"}, {"step": 2, "key": "b"}]
     with pytest.raises(DataError, match="cannot be written: No such file"):
         append_bad_samples(tmp_path / "gone", [{"key": "a"}], 2, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "used", "share", "too_many"),
+    [
+        (0, 0, 0.0, False),
+        (1, 10**9, 0.0, True),
+        (50, 4, 0.05, False),  # a few early ones are no measure
+        (51, 4, 0.05, True),
+        (1_000, 19_000, 0.05, False),
+        (1_001, 19_000, 0.05, True),
+        (10**9, 10, 1.0, False),  # whatever is bad
+        (4_999, 5_001, 0.5, False),  # half of all draws, as half of the samples are
+        (5_001, 4_999, 0.5, True),
+    ],
+)
+def test_the_share_of_bad_samples_is_one_of_draws(bad: int, used: int, share: float, too_many: bool) -> None:
+    assert too_many_bad(bad, used, share) is too_many
+    if not too_many:
+        check_bad_samples(bad, used, share, Path("run"))
+        return
+    with pytest.raises(
+        DataError, match=f"^{bad:,} of {bad + used:,} samples drawn so far are bad, more than "
+    ):
+        check_bad_samples(bad, used, share, Path("run"))
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 100])
+def test_the_share_of_bad_samples_does_not_grow_with_epochs(epochs: int) -> None:
+    bad, good = 100, 99_900  # one in a thousand of a corpus, each drawn once an epoch
+    assert not too_many_bad(bad * epochs, good * epochs, 0.001)
+    assert too_many_bad(bad * epochs, good * epochs, 0.0009)
