@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from data.json_fields import value_at
+
 __all__ = ["CHOICES", "TEXT", "CaptionRule"]
 
 CHOICES = ("first", "random", "weighted", "all")
@@ -53,7 +55,7 @@ class CaptionRule:
         if text is None and isinstance(meta.get("caption"), str):
             text = meta["caption"]
         return [
-            [one for one in _texts(text if name == TEXT else _value(meta, name)) if one.strip()]
+            [one for one in _texts(text if name == TEXT else value_at(meta, name)) if one.strip()]
             for name in self.fields
         ]
 
@@ -98,13 +100,6 @@ class CaptionRule:
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         return asdict(self)
-
-
-def _value(meta: Mapping[str, Any], name: str) -> Any:
-    value: Any = meta
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _texts(value: Any) -> list[str]:

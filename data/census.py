@@ -18,14 +18,16 @@ from data.index import stored_index
 from data.open_shard import OpenShard
 from data.selection import Selection
 from data.shard_file import ShardFile
+from data.unknown_fields import refuse_unknown_caption, refuse_unknown_fields
 
 if TYPE_CHECKING:
     from data.remote.shard_cache import ShardCache
 
-__all__ = ["Census", "take_census"]
+__all__ = ["Census", "stated_count", "take_census"]
 
 _MAX_STATS_BYTES = 1 << 20
 _MOST_STATED = 1 << 31  # samples; an index holds no larger shard
+_FIRST = 8  # shards among which a sample must count
 _ALONE = 4  # so few shards are counted in this process
 _MOST_PROCESSES = 32
 _UNDER_WAY = 4  # shards given to each process ahead of its work
@@ -58,18 +60,36 @@ def take_census(
     """Number and census of each shard, as they become known; the first one comes first.
 
     Raises:
-        DataError: a shard is broken or cannot be fetched, or a process was killed.
+        DataError: a shard is broken or cannot be fetched, a process was killed, or no sample of the first shards
+            has a field that captions or filters name.
     """
-    count = partial(_count, selection=selection, cache=cache)
-    yield (
-        0,
-        count(shards[0], stats=False),
-    )  # always looked into, so that what is wrong with all is seen at once
+    done: list[int] = []
+    samples = 0
+    for number, census in _counted(shards, selection, cache, partial(_count, stats=stats)):
+        done.append(number)
+        samples += census.count
+        if not samples and len(done) == min(_FIRST, len(shards)):
+            refuse_unknown_fields([shards[one] for one in done], selection, cache)
+        yield number, census
+
+
+def _counted(
+    shards: Sequence[ShardFile],
+    selection: Selection,
+    cache: "ShardCache | None",
+    count: Callable[..., Census],
+) -> Iterator[tuple[int, Census]]:
+    """The first one is always looked into, so that what is wrong with all is seen at once."""
+    first = OpenShard(shards[0], selection, cache)
+    refuse_unknown_caption(first, shards, selection, cache)
+    yield 0, _census_of(first)
+    del first  # it would stay open
+    one = partial(count, selection=selection, cache=cache)
     rest = range(1, len(shards))
     if len(shards) <= _ALONE:
-        yield from ((number, count(shards[number], stats=stats)) for number in rest)
+        yield from ((number, one(shards[number])) for number in rest)
     else:
-        yield from _in_processes(partial(count, stats=stats), shards, rest)
+        yield from _in_processes(one, shards, rest)
 
 
 def _in_processes(
@@ -110,9 +130,12 @@ def _end_after_parent() -> None:
 
 def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None", stats: bool) -> Census:
     plain = not selection.reads_json and set(selection.need) <= {"image", "caption"}
-    if stats and plain and stored_index(shard) is None and (stated := _stated(shard)) is not None:
+    if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
         return Census(count=stated, digest="", dropped={}, extensions={})
-    opened = OpenShard(shard, selection, cache)
+    return _census_of(OpenShard(shard, selection, cache))
+
+
+def _census_of(opened: OpenShard) -> Census:
     return Census(
         count=len(opened),
         digest=opened.index.digest,
@@ -121,8 +144,12 @@ def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None"
     )
 
 
-def _stated(shard: ShardFile) -> int | None:
-    """How many samples img2dataset says that it has written."""
+def stated_count(shard: ShardFile) -> int | None:
+    """How many samples img2dataset's ``NNNNN_stats.json`` beside a shard says that it holds; None if nothing does.
+
+    Raises:
+        DataError: the store does not answer.
+    """
     stem, dot, _ = shard.url.rpartition(".tar")
     if not dot or shard.url.startswith("pipe:"):
         return None

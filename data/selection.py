@@ -16,6 +16,7 @@ import numpy.typing as npt
 from clipkit.errors import ConfigError, DataError
 from data.captions import TEXT, CaptionRule
 from data.index import CAPTION, IMAGE, LABEL, META, ShardIndex
+from data.json_fields import value_at
 
 __all__ = ["Chosen", "Filter", "Selection"]
 
@@ -24,6 +25,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
     "=": operator.eq, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
+_MEANT = {"=>": ">=", "=<": "<=", "=!": "!=", "<>": "!=", "===": "=", "!==": "!=", "<<": "<", ">>": ">"}
 _COLUMN = {"image": IMAGE, "caption": CAPTION, "label": LABEL}
 _MOST_CAPTIONS = 2**16 - 1  # of one sample
 
@@ -54,7 +56,7 @@ class Filter:
             raise ConfigError(f"filter {text!r} is not of the form FIELD >= VALUE (or <=, >, <, =, !=)")
         name, compare, value = match.groups()
         if text[match.end(2)] in "<>=!":  # as in "width => 256", which would ask for the text "> 256"
-            raise ConfigError(f"filter {text!r} has no known operator: >=, <=, >, <, = or !=")
+            raise ConfigError(_unknown_operator(text, name, value, text[match.start(2) :]))
         if compare in ("<", ">", "<=", ">=") and _number(value) is None:
             raise ConfigError(f"filter {text!r} compares with {value!r}, which is no number")
         return cls(name=name, compare=compare, value=value.strip("\"'"))
@@ -64,9 +66,7 @@ class Filter:
 
     def passes(self, meta: Meta) -> bool | None:
         """Whether a sample passes; None if it lacks the field."""
-        value: Any = meta
-        for part in self.name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = value_at(meta, self.name)
         if value is None:
             return None
         wanted, found = _number(self.value), _number(value)
@@ -77,6 +77,15 @@ class Filter:
         if isinstance(value, bool):  # which JSON writes in small letters
             return _COMPARE[self.compare](str(value).lower(), self.value.lower())
         return _COMPARE[self.compare](str(value), self.value)
+
+
+def _unknown_operator(text: str, name: str, value: str, behind: str) -> str:
+    """What to say of ``=>`` and its like."""
+    typed = behind[: len(behind) - len(behind.lstrip("<>=!"))]
+    if (meant := _MEANT.get(typed)) is not None:
+        right = f"{name} {meant} {value.lstrip('<>=! ') or 'VALUE'}"
+        return f"filter {text!r} has {typed} for {meant}: write {right!r}"
+    return f"filter {text!r} has no known operator: >=, <=, >, <, = or !="
 
 
 def _number(value: Any) -> float | None:

@@ -309,7 +309,9 @@ def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
 def test_a_field_in_which_no_caption_is_says_so(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"a": "x"}))
     selection = Selection(captions=CaptionRule(fields=("b",), choice="all"))
-    with pytest.raises(DataError, match="no sample with image and caption; extensions seen"):
+    with pytest.raises(
+        DataError, match="names the json field 'b', which no sample of 1 looked at has: their json has: a"
+    ):
         make_manifest([[file]], selection)
 
 
@@ -317,3 +319,21 @@ def test_more_captions_than_are_told_apart(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"c": ["x"] * 70_000}))
     opened = OpenShard(file, Selection(captions=CaptionRule(fields=("c",), choice="all")), None)
     assert len(opened) == 65_535 and opened.caption_number(65_534) == 65_534
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("width => 256", "filter 'width => 256' has => for >=: write 'width >= 256'"),
+        ("width=<256", "filter 'width=<256' has =< for <=: write 'width <= 256'"),
+        ("a.b =! en", "filter 'a.b =! en' has =! for !=: write 'a.b != en'"),
+        ("a <> 3", "filter 'a <> 3' has <> for !=: write 'a != 3'"),
+        ("a === 3", "filter 'a === 3' has === for =: write 'a = 3'"),
+        ("a =>", "filter 'a =>' has => for >=: write 'a >= VALUE'"),
+        ("a >== 3", "filter 'a >== 3' has no known operator: >=, <=, >, <, = or !="),
+    ],
+)
+def test_operators_typed_the_wrong_way_round_say_the_right_one(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Filter.of(text)
+    assert str(caught.value) == said

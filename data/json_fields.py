@@ -1,0 +1,61 @@
+"""The fields of samples' json by name: ``a.b`` is field b of the object in field a."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from clipkit.errors import nearest
+
+__all__ = ["field_hint", "leaf_fields", "value_at"]
+
+_DEEPEST = 4  # objects inside one another whose fields are named
+_MOST_OF_ONE = 200  # fields of one json
+_MOST_TOLD = 20
+_LONGEST = 40  # characters of a name that are told
+
+
+def value_at(meta: Mapping[str, Any], name: str) -> Any:
+    """The value of a field; None if it is not there."""
+    value: Any = meta
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def leaf_fields(meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields that a filter or ``data.captions`` could name, with their values; without those that are null.
+
+    Of an object only its fields are told; of one with very many fields the first.
+    """
+    left = _MOST_OF_ONE
+    waiting = [("", meta, 0)]
+    while waiting:
+        before, within, deep = waiting.pop()
+        for name, value in within.items():
+            if "." in name or value is None:  # no name reaches it
+                continue
+            if isinstance(value, Mapping):
+                if value and deep < _DEEPEST:
+                    waiting.append((f"{before}{name}.", value, deep + 1))
+                continue
+            if not left:
+                return
+            left -= 1
+            yield before + name, value
+
+
+def field_hint(name: str, known: Iterable[str]) -> str:
+    """What to say where there is no such field: the nearest one, and which there are, as a line may show them."""
+    shown = sorted({_shown(one) for one in known})
+    if not shown:
+        return "they have no json with any field"
+    there = ", ".join(shown[:_MOST_TOLD])
+    more = f" and {len(shown) - _MOST_TOLD:,} more" if len(shown) > _MOST_TOLD else ""
+    same = [one for one in shown if one.lower() == name.lower()]
+    hint = f"did you mean {same[0]!r}?" if same else nearest(name, shown)
+    told = f"their json has: {there}{more}"
+    return f"{hint} {told}" if hint.startswith("did you mean") else told
+
+
+def _shown(name: str) -> str:
+    plain = name if name.isprintable() else ascii(name)[1:-1]
+    return plain if len(plain) <= _LONGEST else plain[:_LONGEST] + "…"
