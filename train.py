@@ -2,6 +2,7 @@
 
 Read from top to bottom in the order in which things happen: build, resume, loop, evaluate, save. The same
 command again resumes where the run was left, with the same weights, bit for bit, as if it had never stopped.
+With more ``steps`` it goes on past a run's end, at the rate that the longer run has there.
 """
 
 import argparse
@@ -133,13 +134,13 @@ def main() -> int:
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
         state = LoopState(step=0, data=shards.fingerprint())
-        checkpoint = latest_checkpoint(run)
+        checkpoint, planned = latest_checkpoint(run), config.steps
         if checkpoint is not None:
             found = load_training(checkpoint, model, optimizer)
             if found.data != state.data:
                 raise other_data(run, f"fingerprint {state.data}, it was {found.data}")
             check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
-            state = found
+            state, planned = found, load_config(checkpoint / "config.toml").steps
         # What a run that was killed had written after its last checkpoint will be written again.
         drop_lines_after(bad_samples_file(run, rank), state.step)
         if chief:
@@ -153,7 +154,7 @@ def main() -> int:
             print(to_toml(config, differing_from=Config()), file=sys.stderr)
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
         progress.say(describe(model, order, shards, world, device, bf16=bf16, steps=config.steps))
-        progress.say(beginning(run, state.step, config))
+        progress.say(beginning(run, state.step, config, planned=planned))
         if checkpoint is not None and (bad := passed_over(checkpoint)):
             progress.say(f"note: {', '.join(bad)} is damaged or missing; {checkpoint.name} was taken instead")
         log = MetricsLog(run, config, step=state.step, kept=chief)
@@ -371,11 +372,18 @@ def use_bf16(config: Config, device: torch.device) -> bool:
     return config.precision == "bf16"
 
 
-def beginning(run: Path, step: int, config: Config) -> str:
-    """What is about to happen, and what in it may not be meant."""
+def beginning(run: Path, step: int, config: Config, *, planned: int) -> str:
+    """What is about to happen, and what in it may not be meant; ``planned`` steps were wanted so far."""
     if step >= config.steps:
         return f"{run} has made all its {config.steps} steps"
     line = f"resuming {run} at step {step}" if step else f"starting {run}"
+    if config.steps != planned:
+        line += (
+            f"; steps = {config.steps} now, and were {planned}: the rate follows the "
+            f"{'longer' if config.steps > planned else 'shorter'} run's schedule from here on, "
+            f"{learning_rate(step - 1, planned, config.optim):.3g} at step {step} and "
+            f"{learning_rate(step, config.steps, config.optim):.3g} at step {step + 1}"
+        )
     if config.optim.warmup >= config.steps:
         line += (
             f"; note that optim.warmup = {config.optim.warmup} is no shorter than the run of {config.steps} steps: "

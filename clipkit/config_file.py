@@ -17,9 +17,11 @@ from clipkit.errors import ConfigError, nearest
 
 __all__ = ["changes", "load_config", "to_toml"]
 
-# what may differ when a run is resumed: it changes neither the data's order nor the maths
+# what may differ when a run is resumed: it changes neither the data's order nor the maths, but for ``steps``, which
+# a run is extended by, and whose schedule of the rate train.py then tells of
 RESUMABLE = (
     "out",
+    "steps",
     "accumulate",
     "data.train",  # data may be moved; the manifest tells whether they are the same
     "data.workers",

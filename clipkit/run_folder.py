@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from clipkit.checkpoint import latest_checkpoint
 from clipkit.config import Config
 from clipkit.config_file import changes, load_config, to_toml
 from clipkit.errors import ConfigError, DataError
@@ -39,7 +40,9 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]
         chief: whether this process is the one that writes; the others do nothing here.
 
     Raises:
-        ConfigError: it cannot be made or written, another training holds it, or it is of something else.
+        ConfigError: it cannot be made or written, another training holds it, it is of something else, or it has
+            made more steps.
+        CheckpointError: its checkpoints are gone or damaged.
     """
     if not chief:
         yield
@@ -88,6 +91,11 @@ def _claim(run: Path, config: Config) -> None:
                 f"set out=… for a new run (model.weights={run} starts from this one's weights), "
                 "or remove that folder"
             )
+        if config.steps < (made := _steps_made(run)):
+            raise ConfigError(
+                f"steps = {config.steps}, but {run} has made {made}: set steps={made} or more, "
+                "or out=… for a new run"
+            )
     elif not stored.is_file() and any(path.name != _LOCK and not _is_aside(path) for path in run.iterdir()):
         raise ConfigError(f"{run} exists and is no run folder: set another out=")
     try:
@@ -96,6 +104,12 @@ def _claim(run: Path, config: Config) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+def _steps_made(run: Path) -> int:
+    checkpoint = latest_checkpoint(run)
+    step = checkpoint.name.removeprefix("step_") if checkpoint is not None else "0"
+    return int(step) if step.isdecimal() else 0  # a name of its own that LATEST was given by hand
 
 
 def _is_aside(path: Path) -> bool:

@@ -242,6 +242,7 @@ def test_changes_names_what_may_not_differ_and_leaves_out_what_may() -> None:
     free = replace(
         before,
         out="elsewhere",
+        steps=before.steps + 1,
         accumulate=2,
         data=replace(before.data, train="moved", workers=7, max_bad=0.5, cache_gb=1.0),
         checkpoint=CheckpointConfig(every_steps=1, every_minutes=1, keep=1),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.config import Config
+from clipkit.config_file import load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.run_folder import append_bad_samples, check_bad_samples, only_trainer_of, too_many_bad
 
@@ -55,6 +56,25 @@ def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
         pass
     with only_trainer_of(tmp_path, CONFIG, chief=True):
         pass
+
+
+def test_a_run_may_be_extended_but_not_to_fewer_steps_than_it_has_made(tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=20)
+    with only_trainer_of(tmp_path, config, chief=True):
+        checkpoint = tmp_path / "checkpoints" / "step_00000010"
+        checkpoint.mkdir(parents=True)
+        names = ("model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml")
+        for name in names:
+            (checkpoint / name).touch()
+        (checkpoint / "COMPLETE").write_text(json.dumps(dict.fromkeys(names, 0)))
+    for steps in (30, 10):
+        with only_trainer_of(tmp_path, replace(CONFIG, steps=steps), chief=True):
+            assert load_config(tmp_path / "config.toml").steps == steps
+    fewer = replace(CONFIG, steps=9)
+    with pytest.raises(ConfigError, match="has made 10: set steps=10 or more, or out=…"):  # noqa: SIM117
+        with only_trainer_of(tmp_path, fewer, chief=True):
+            pass
+    assert load_config(tmp_path / "config.toml").steps == 10
 
 
 def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""A run that has ended goes on under another setting: more bad samples allowed, more steps wanted.
+
+Every case is a real ``train.py``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from clipkit.config_file import load_config
+from clipkit.optim import learning_rate
+from data.writer import DatasetWriter, Record
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+SAMPLES, BATCH = 48, 4
+BROKEN = (10, 30)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of noise with captions, two of which are no pictures."""
+    out = tmp_path_factory.mktemp("data") / "pairs"
+    noise = np.random.default_rng(0)
+    with DatasetWriter(out, samples_per_shard=20) as writer:
+        for i in range(SAMPLES):
+            pixels = np.ascontiguousarray(noise.integers(0, 256, (20, 24, 3), dtype=np.uint8))
+            image = b"no picture" if i in BROKEN else simplejpeg.encode_jpeg(pixels)
+            writer.write("train", Record(key=f"{i:04d}", image=image, extension="jpg", caption=f"noise {i}"))
+        writer.finish({"name": "pairs"})
+    return out
+
+
+def train(pairs: Path, out: Path, *more: str, status: int = 0) -> str:
+    """Train, and give what was said."""
+    settings = [
+        f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", "model.name=ViT-Ti-4-16", "data.workers=0",
+        "optim.warmup=2", "eval.data=[]", "log.tensorboard=false", "log.every_steps=1",
+    ]  # fmt: skip
+    command = [sys.executable, str(ROOT / "train.py"), *settings, *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == status, done.stderr[-3000:]
+    return done.stderr
+
+
+def weights(out: Path, step: int) -> bytes:
+    return (out / "checkpoints" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_too_many_bad_samples_cost_no_step(pairs: Path, tmp_path: Path) -> None:
+    steps = SAMPLES // BATCH + 1
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(pairs, whole, f"steps={steps}", "data.max_bad=1")
+    said = train(pairs, stopped, f"steps={steps}", "data.max_bad=0", status=1)
+    at = int((stopped / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
+    assert metrics(stopped)[-1]["step"] == at < steps
+    error = (
+        f"error: 1 of {at * BATCH + 1} samples drawn so far are bad, more than data.max_bad = 0 allows: see "
+    )
+    assert said.count(error) == 1
+    assert "the same command goes on" in said.partition(error)[2].partition("\n")[0]
+
+    before = (stopped / "metrics.jsonl").read_text()
+    assert error in train(pairs, stopped, f"steps={steps}", "data.max_bad=0", status=1)
+    assert (stopped / "metrics.jsonl").read_text() == before  # not one more step
+
+    assert f"resuming {stopped} at step {at}" in train(pairs, stopped, f"steps={steps}", "data.max_bad=1")
+    assert weights(stopped, steps) == weights(whole, steps)
+    counted = metrics(stopped)[-1]["bad_samples"]
+    assert counted == metrics(whole)[-1]["bad_samples"] >= len(BROKEN)
+    listed = [path.read_text().splitlines() for path in stopped.glob("bad_samples*.jsonl")]
+    assert sum(map(len, listed)) == counted
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_can_be_extended(pairs: Path, tmp_path: Path) -> None:
+    out, optim = tmp_path / "run", replace(load_config(QUICKSTART).optim, warmup=2)
+    train(pairs, out, "steps=4")
+    said = train(pairs, out, "steps=8")
+    rates = [learning_rate(step, 4, optim) for step in range(4)]
+    rates += [learning_rate(step, 8, optim) for step in range(4, 8)]
+    assert [line["lr"] for line in metrics(out)] == rates
+    assert (
+        f"resuming {out} at step 4; steps = 8 now, and were 4: the rate follows the longer run's schedule "
+        f"from here on, {rates[3]:.3g} at step 4 and {rates[4]:.3g} at step 5"
+    ) in said
+    assert load_config(out / "config.toml").steps == 8
+    assert load_config(out / "checkpoints" / "step_00000008" / "config.toml").steps == 8
+    assert load_config(out / "checkpoints" / "step_00000004" / "config.toml").steps == 4
+
+    assert "now, and were" not in train(pairs, out, "steps=8")
+    again = train(pairs, out, "steps=7", status=1).splitlines()[-1]
+    assert again == f"error: steps = 7, but {out} has made 8: set steps=8 or more, or out=… for a new run"
+    assert load_config(out / "config.toml").steps == 8
