@@ -67,20 +67,21 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 
 
 def main() -> int:
-    # 1. The configuration, which never changes from here on.
+    # 1. This process among the others, and its device.
     options = parse_arguments()
     stop = StopRequest()
-    config = load_config(options.config, options.overrides)
-    run = Path(config.out)
-    if options.dry_run:
-        print(to_toml(config), end="")
-        return 0
-
-    # 2. This process among the others, and its device.
     distributed.check_launch()
     device = distributed.start()
     rank, world = distributed.rank(), distributed.world_size()
     chief = rank == 0
+
+    # 2. The configuration, which never changes from here on.
+    config = load_config(options.config, options.overrides)
+    run = Path(config.out)
+    if options.dry_run:
+        print(to_toml(config) if chief else "", end="")
+        distributed.stop()
+        return 0
     check_split(config, world)
     bf16 = use_bf16(config, device)
 
@@ -407,4 +408,4 @@ def describe(
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(distributed.together(main))

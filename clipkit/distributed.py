@@ -4,19 +4,27 @@ Everything works without a process group too, as the single process of a world o
 """
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from clipkit.errors import ConfigError
+from clipkit.failure import Failures, failing_together
 
 __all__ = [
     "all_gather_rows", "any_rank", "barrier", "bytes_of_chief", "check_launch", "gather_objects",
-    "mean_over_ranks", "rank", "rank_and_world", "start", "stop", "sum_over_ranks", "world_size",
+    "mean_over_ranks", "rank", "rank_and_world", "start", "stop", "sum_over_ranks", "together",
+    "world_size",
 ]  # fmt: skip
+
+_TIMEOUT = timedelta(minutes=10)
+_failures: Failures | None = None  # of the process group
 
 
 def check_launch() -> None:
@@ -56,28 +64,54 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def start() -> torch.device:
-    """Join the process group that ``torchrun`` announces, if any, and choose this process's device."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    """Join the process group that ``torchrun`` announces, if any, and choose this process's device.
+
+    Raises:
+        ConfigError: the machine has fewer GPUs than processes.
+    """
+    global _failures
     cuda = torch.cuda.is_available()
-    if cuda:
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"{os.environ.get('LOCAL_WORLD_SIZE')} processes on a machine with "
-                f"{torch.cuda.device_count()} GPUs: set --nproc-per-node to the number of GPUs"
-            )
-        torch.cuda.set_device(local_rank)
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
+        _failures = Failures(store, rank=rank, host=rank == 0 and not _store_is_torchruns())
         # tensors on the CPU go by gloo, so that agreeing on a flag never waits for a GPU's queue
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
-    return device
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=PrefixStore("clipkit", store),
+            rank=rank,
+            world_size=world,
+            timeout=_TIMEOUT,
+        )
+    if not cuda:
+        return torch.device("cpu")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if max(here, local_rank + 1) > torch.cuda.device_count():
+        raise ConfigError(
+            f"{here} processes on a machine with {torch.cuda.device_count()} GPUs: "
+            "set --nproc-per-node to the number of GPUs"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def stop() -> None:
     """Leave the process group, all ranks together: one that leaves early can abort one that still talks to it."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
+        if _failures is not None:
+            _failures.close()
         dist.destroy_process_group()
+
+
+def together(command: Callable[[], int]) -> Callable[[], int]:
+    """A program's main function, after whose ``start`` no rank fails alone, see clipkit/failure.py."""
+    return failing_together(command, lambda: _failures)
+
+
+def _store_is_torchruns() -> bool:
+    """Whether the store that the ranks meet in outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def rank() -> int:

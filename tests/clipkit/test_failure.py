@@ -1,0 +1,88 @@
+"""Where one rank fails all end soon, and each mistake is told once: real ranks, with torchrun and without."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from clipkit.failure import _NO_WORD
+
+PROGRAM = str(Path(__file__).parent / "failing_program.py")
+# how the ranks fail, and what is said of it; nothing is said of the others
+FAILURES = {
+    "none": [],
+    "all alike": ["error: no such setting"],
+    "each its own": ["error (rank 1): no such setting as 1", "error: no such setting as 0"],
+    "the last": ["error (rank 1): the last one's shard is gone"],
+    "the chief": ["error: the chief's shard is gone"],
+    "the chief, the others are busy": ["error: the chief's shard is gone"],
+    "a mistake of ours": [],
+    "killed": [f"error: {_NO_WORD}"],
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextmanager
+def ranks(how: str, *, world: int) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Ranks that nobody ends when one has ended, as on machines of their own."""
+    port = free_port()
+    running = []
+    try:
+        for rank in range(world):
+            given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+            environment = {**os.environ, **{name: str(value) for name, value in given.items()}}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, PROGRAM, how]
+            running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        yield running
+    finally:
+        for one in running:
+            one.kill()
+            one.communicate()
+
+
+def errors_in(said: str) -> list[str]:
+    return sorted(line for line in said.splitlines() if line.startswith("error"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILURES)
+def test_where_one_rank_fails_all_end_and_it_is_told_once(how: str) -> None:
+    with ranks(how, world=2) as running:
+        began = time.monotonic()
+        said = [one.communicate(timeout=60)[1] for one in running]
+        status = [one.returncode for one in running]
+        took = time.monotonic() - began
+    assert errors_in("\n".join(said)) == FAILURES[how], said
+    assert ["Traceback" in one for one in said] == [False, how == "a mistake of ours"]
+    assert status == {"none": [0, 0], "killed": [1, -9]}.get(how, [1, 1])
+    assert took < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["all alike", "the last"])
+def test_torchruns_report_ends_with_the_mistake(how: str) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, PROGRAM, how], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert errors_in(done.stderr) == FAILURES[how]
+    cause = done.stderr.partition("Root Cause")[2]
+    told = re.findall(r"traceback : (.*)", cause)
+    assert [line.removeprefix("error: ") for line in told] == [FAILURES[how][0].partition(": ")[2]]
+    assert cause.rstrip().splitlines()[-2].endswith(told[0])
