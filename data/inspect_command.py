@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
+import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipkit.errors import DataError
+from clipkit.config import Config
+from clipkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from data.inspect.findings import Findings
@@ -22,6 +24,7 @@ some, spread evenly, and says so.
 
   python -m data inspect pairs --html pairs.html
   python -m data inspect 'shards/{00000..00331}.tar' --samples 10000
+  python -m data inspect pairs --filters 'width >= 256' --filters 'language = en'
 """
 
 
@@ -64,6 +67,20 @@ def add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="where captions are, as data.captions has it: txt, or fields of the json, with commas (default: txt)",
     )
     parser.add_argument(
+        "--filters",
+        metavar="FILTER",
+        action="append",
+        default=[],
+        help="how many samples would pass, as data.filters has it: 'width >= 256'; may be given several times",
+    )
+    parser.add_argument(
+        "--batch-size",
+        metavar="N",
+        type=int,
+        default=Config.batch_size,
+        help=f"pairs of a step, to tell the steps of an epoch (default: {Config.batch_size})",
+    )
+    parser.add_argument(
         "--cache-gb",
         metavar="GB",
         type=float,
@@ -94,6 +111,8 @@ def _inspect(parsed: argparse.Namespace) -> int:
             image_size=parsed.image_size,
             rate=parsed.rate,
             captions=[one.strip() for one in parsed.captions.split(",") if one.strip()] or ["txt"],
+            filters=_filters(parsed.filters),
+            batch_size=parsed.batch_size,
             cache=shard_cache(parsed.sources, parsed.cache_gb),
             progress=bars.show,
         )
@@ -103,6 +122,22 @@ def _inspect(parsed: argparse.Namespace) -> int:
     if parsed.json is not None:
         _write(parsed.json, _json(found))
     return 0
+
+
+def _filters(given: list[str]) -> list[str]:
+    """Each as it is, or a list of them as ``data.filters='["a > 1", "b = c"]'`` has it."""
+    filters: list[str] = []
+    for one in given:
+        if not one.lstrip().startswith("["):
+            filters.append(one)
+            continue
+        try:
+            filters += map(str, tomllib.loads(f"filters = {one}")["filters"])
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"--filters {one!r} is no list of texts, such as '[\"width >= 256\"]': {error}"
+            ) from error
+    return filters
 
 
 class _Bars:

@@ -171,6 +171,13 @@ class Selection:
         there: npt.NDArray[np.bool_] = has[:, META]  # may hold one
         return there | has[:, CAPTION] if TEXT in self.captions.fields else there
 
+    def refuses(self, meta: Meta) -> str:
+        """Why the filters leave a sample of this json out; empty if they do not."""
+        for one in self.filters:
+            if not (passes := one.passes(meta)):
+                return f"without {one.name}" if passes is None else f"not {one}"
+        return ""
+
     def _samples_of(
         self, row: int, content: Callable[[int], tuple[str | None, Meta]], dropped: Counter[str]
     ) -> Sequence[int]:
@@ -180,10 +187,9 @@ class Selection:
         except DataError:
             dropped["unreadable"] += 1
             return ()
-        for one in self.filters:
-            if not (passes := one.passes(meta)):
-                dropped[f"without {one.name}" if passes is None else f"not {one}"] += 1
-                return ()
+        if reason := self.refuses(meta):
+            dropped[reason] += 1
+            return ()
         if self.captions.choice != "all":
             return (0,)
         count = sum(map(len, self.captions.by_field(text, meta)))

@@ -20,7 +20,7 @@ from data.shard_file import ShardFile
 if TYPE_CHECKING:
     from data.remote.shard_cache import ShardCache
 
-__all__ = ["refuse_unknown_caption", "refuse_unknown_fields"]
+__all__ = ["no_caption", "refuse_unknown_caption", "refuse_unknown_fields"]
 
 _SHARDS = 8
 _SAMPLES, _REQUESTED = 1000, 32  # of each shard; where each is a request over the network
@@ -86,7 +86,7 @@ def _refuse_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: "Shar
             looked, files = looked + 1, files + (text is not None)
             known.update(name for name, _ in leaf_fields(meta))
     if looked:
-        raise DataError(_no_caption(rule, looked, files, known))
+        raise DataError(no_caption(rule, looked, files, known))
 
 
 def _opened(
@@ -115,8 +115,15 @@ def _may_have_caption(rule: CaptionRule, text: str | None, meta: dict[str, Any])
     return (TEXT in rule.fields and text is not None) or any(rule.by_field(text, meta))
 
 
-def _no_caption(rule: CaptionRule, looked: int, files: int, known: Counter[str]) -> str:
-    """The line that says which field there is not, and where captions may be."""
+def no_caption(rule: CaptionRule, looked: int, files: int, known: Counter[str]) -> str:
+    """The line that says which field there is not, and where captions may be.
+
+    Args:
+        rule: where they were looked for.
+        looked: samples without one there.
+        files: how many of these have a caption file.
+        known: the fields of their json.
+    """
     names = [name for name in rule.fields if name != TEXT] or ["caption"]
     none = f"no sample of {looked:,} looked at has"
     if present := [name for name in names if known[name]]:

@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 
 from clipkit.tokenizer import END_OF_TEXT, tokenize
-from data.inspect.findings import Captions, Histogram, Place
+from data.inspect.findings import Captions, Histogram
+from data.inspect.shard_findings import Place
 
 __all__ = ["CaptionSurvey", "token_counts"]
 

@@ -7,18 +7,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+from data.inspect.shard_findings import Names, Place, ShardsFound
+
 __all__ = [
-    "BadCause", "Broken", "Captions", "Duplicates", "Findings", "Histogram", "Names", "Pictures", "Place",
-    "Sampled", "ShardsFound", "SheetEntry", "Speed", "wilson",
+    "BadCause", "Captions", "Duplicates", "Field", "Fields", "Filtered", "Findings", "Histogram", "Pictures",
+    "Sampled", "SheetEntry", "Speed", "Thumbnail", "wilson",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a sample is."""
-
-    shard: str
-    key: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,90 +33,6 @@ class Histogram:
             labels=(*labels, f"{edges[-1]} and more"),
             counts=tuple(counts[number] for number in range(len(edges))),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Broken:
-    """A shard that cannot be read."""
-
-    shard: str
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardsFound:
-    """The shards.
-
-    Attributes:
-        count: how many there are.
-        bytes: of those whose size is known.
-        looked_into: how many were opened.
-        beginnings: of how many of these only the first samples were seen.
-        ends_checked: of how many the first and last bytes were looked at.
-        suspicious: how many of these do not begin or end as a tar does.
-        missing: the numbers that lack between the first and the last one, as ranges.
-        missing_count: how many shards these are; more than ``missing`` shows.
-        refused: what a training would say of the list itself.
-        broken: those among the opened ones that cannot be read.
-        empty: shards without a sample that counts, among the opened sound ones.
-        least, median, greatest: samples of a shard, among those that are known and sound.
-        samples: that count, in all shards.
-        samples_known: whether that was counted (or stated by ``_stats.json``) for every shard, not extrapolated.
-        counted: shards whose samples are known.
-    """
-
-    count: int
-    bytes: int
-    looked_into: int
-    beginnings: int
-    ends_checked: int
-    suspicious: int
-    missing: tuple[str, ...]
-    missing_count: int
-    refused: tuple[str, ...]
-    broken: tuple[Broken, ...]
-    empty: tuple[str, ...]
-    least: int
-    median: float
-    greatest: int
-    samples: int
-    samples_known: bool
-    counted: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Names:
-    """Keys and members of the shards looked into.
-
-    Attributes:
-        groups: samples, whether they count or not.
-        patterns: forms of keys and how many of those looked at have each; # is a digit.
-        extensions: members by extension, the most frequent first.
-        upper_case: extensions written in capitals, of local shards.
-        second_dot: members whose file name has a dot in the key, so that their extension is not known.
-        hidden: members that belong to no sample, as they are hidden or have no extension.
-        without_picture: samples that have a caption but no picture.
-        without_caption: samples that have a picture but no caption.
-        apart: keys that come back later in their shard: files of one sample do not lie together.
-        apart_example: one of them.
-        repeated: members whose name comes twice in a sample; the first counts.
-        across: keys that are in more than one shard.
-        across_example: one of them.
-    """
-
-    groups: int
-    patterns: dict[str, int]
-    extensions: dict[str, int]
-    upper_case: dict[str, int]
-    second_dot: int
-    hidden: int
-    without_picture: int
-    without_caption: int
-    apart: int
-    apart_example: Place | None
-    repeated: int
-    across: int
-    across_example: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +88,58 @@ class Captions:
     longest_at: Place | None
     repeated: int
     frequent: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A field of the samples' json.
+
+    Attributes:
+        name: as filters and ``data.captions`` name it.
+        kind: "number", "text", "true or false", "list", or several of these.
+        count: samples that have it.
+        values: its range, or its most frequent values, or some of them, in words.
+    """
+
+    name: str
+    kind: str
+    count: int
+    values: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """The json of the samples read.
+
+    Attributes:
+        read: samples.
+        with_json: those of them that have one that can be read.
+        fields: the most frequent ones.
+        more: how many others there are.
+    """
+
+    read: int
+    with_json: int
+    fields: tuple[Field, ...]
+    more: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filtered:
+    """What filters leave of the samples read.
+
+    Attributes:
+        filters: in the form in which ``data.filters`` takes them.
+        unknown: for each field that no sample read has, what to say of it.
+        read, passed: samples.
+        left_out: the others by reason.
+    """
+
+    filters: tuple[str, ...]
+    unknown: tuple[str, ...]
+    read: int
+    passed: int
+    left_out: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +230,27 @@ class SheetEntry:
     place: Place
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Thumbnail:
+    """A sample's whole picture, small, to look at.
+
+    Attributes:
+        picture: a WebP file; empty where nothing of it can be decoded.
+        beginning: the first bytes of the file as text, where nothing can be decoded.
+        size: bytes of the file.
+        caption: beginning of it.
+        cause: why the sample is bad; empty if it is not.
+        place: where it is.
+    """
+
+    picture: bytes
+    beginning: str
+    size: int
+    caption: str
+    cause: str
+    place: Place
+
+
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     """All of it.
@@ -276,8 +259,11 @@ class Findings:
         sources: as they were given.
         image_size, context_length: of the model, in pixels and tokens.
         max_bad: share of bad samples beyond which a training stops.
+        batch_size: pairs of a step over all GPUs, as assumed.
+        filtered: None where no filters were given.
         sheet: samples as the model sees them.
-        alike: groups of pictures that look the same, a few of each.
+        bad_shown: some bad samples.
+        same, alike: groups of pictures that are the same file or look the same, a few of each.
         seconds: that the inspection took.
     """
 
@@ -285,15 +271,37 @@ class Findings:
     image_size: int
     context_length: int
     max_bad: float
+    batch_size: int
     shards: ShardsFound
     names: Names
     sampled: Sampled
     captions: Captions
+    fields: Fields
+    filtered: Filtered | None
     pictures: Pictures
     speed: Speed
     sheet: tuple[SheetEntry, ...]
-    alike: tuple[tuple[SheetEntry, ...], ...]
+    bad_shown: tuple[Thumbnail, ...]
+    same: tuple[tuple[Thumbnail, ...], ...]
+    alike: tuple[tuple[Thumbnail, ...], ...]
     seconds: float
+
+    @property
+    def all_decoded(self) -> bool:
+        """Whether every sample was tried."""
+        return self.shards.samples_known and self.sampled.tried >= self.shards.samples
+
+    @property
+    def all_read(self) -> bool:
+        """Whether every sample's caption and json were read."""
+        return self.shards.samples_known and self.fields.read >= self.shards.samples
+
+    @property
+    def left(self) -> int:
+        """Samples that filters leave of all, estimated where not all were read."""
+        if self.filtered is None:
+            return self.shards.samples
+        return round(self.shards.samples * self.filtered.passed / max(1, self.filtered.read))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it, without pictures."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from clipkit.tar import Content, sample_name, tar_files, tar_files_of
 from data.index import IMAGE, IMAGE_EXTENSIONS, ShardIndex, index_of_members, keep_index, stored_index
-from data.inspect.findings import Place
+from data.inspect.shard_findings import Place
 from data.open_shard import OpenShard
 from data.selection import Selection
 from data.shard_file import ShardFile
@@ -97,6 +97,7 @@ class Look:
         apart: keys that come twice in it, and one of them.
         beginning: the index, where it is of the first samples only.
         bytes_seen: of the shard, in which these samples lie.
+        stated: samples that the ``_stats.json`` beside it says it has; None if there is none.
     """
 
     number: int
@@ -113,6 +114,7 @@ class Look:
     apart_example: Place | None = None
     beginning: ShardIndex | None = None
     bytes_seen: int = 0
+    stated: int | None = None
     _blocks: npt.NDArray[np.int64] | None = None
 
     def extension_at(self, block: int) -> str:

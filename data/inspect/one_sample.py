@@ -2,7 +2,9 @@
 
 import hashlib
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +18,13 @@ from data.augment import Augmentation, empty_batch, random_of, training_pixels
 from data.captions import CaptionRule
 from data.index import CAPTION, IMAGE, META
 from data.inspect.duplicates import look_code
-from data.inspect.findings import Place
 from data.inspect.look import OpenBeginning
+from data.inspect.shard_findings import Place
 from data.open_shard import OpenShard, meta_of, text_of
 
-__all__ = ["Making", "Picture", "Trial", "caption_of", "try_sample"]
+__all__ = ["EMPTY_CAPTION", "Making", "Picture", "Texts", "Trial", "read_texts", "try_sample"]
 
+EMPTY_CAPTION = "empty caption"
 _ORIENTATION = 0x0112  # the EXIF tag
 _GREY = ("1", "L", "LA", "I", "F")
 _FORMATS = {"MPO": "JPEG", "JPEG2000": "JPEG 2000", "DIB": "BMP"}  # what Pillow calls them
@@ -51,6 +54,8 @@ class Trial:
         shard, row: the same by numbers: of the shard in the list, of the sample in its index.
         cause: why it is bad; empty if it is good.
         caption: None where it was not read.
+        meta: its json; None where it has none that can be read.
+        has_text: whether it has a caption file.
         picture: None where it was not decoded.
         crop: (3, S, S) uint8 as the model sees it.
         make, text: seconds of a core's time for the picture, from file to crop, and for its caption.
@@ -61,20 +66,48 @@ class Trial:
     row: int = 0
     cause: str = ""
     caption: str | None = None
+    meta: dict[str, Any] | None = None
+    has_text: bool = False
     picture: Picture | None = None
     crop: Tensor | None = None
     make: float = 0.0
     text: float = 0.0
 
 
-def caption_of(rule: CaptionRule, members: list[bytes | None]) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """A sample's caption, "" if it has none, and its json, None if it has none that can be read."""
+
+    place: Place
+    caption: str
+    meta: dict[str, Any] | None
+
+
+def read_texts(shard: OpenShard | OpenBeginning, row: int, rule: CaptionRule) -> Texts:
+    """All but the picture of a sample."""
+    caption, meta = "", None
+    with suppress(DataError):
+        members = shard.read(row, (CAPTION, META))
+        meta = _meta(members[1])
+        caption = _caption(rule, members)
+    return Texts(place=Place(shard=shard.file.shown, key=shard.index.key(row)), caption=caption, meta=meta)
+
+
+def _meta(data: bytes | None) -> dict[str, Any] | None:
+    if data is not None:
+        with suppress(DataError):
+            return meta_of(data)
+    return None
+
+
+def _caption(rule: CaptionRule, members: list[bytes | None]) -> str:
     """The caption that a training would take of caption file and json; DataError if there is none."""
     text, meta = text_of(members[0]), {}
     if rule.reads_json or text is None:
         meta = meta_of(members[1])
     caption = rule.caption(text, meta, 0, None)
     if caption is None:
-        raise DataError("empty caption")
+        raise DataError(EMPTY_CAPTION)
     if len(caption) > MAX_CHARACTERS:
         raise DataError(f"caption of {len(caption)} characters")
     return caption
@@ -102,9 +135,9 @@ def try_sample(shard: OpenShard | OpenBeginning, row: int, how: Making, *, exten
 
 def _prepare(trial: Trial, data: bytes, rest: list[bytes | None], how: Making, extension: str) -> None:
     """The sample's way through a loader, by steps whose time is taken; DataError where it ends."""
+    trial.meta, trial.has_text, trial.caption = _meta(rest[1]), rest[0] is not None, ""
     begin = time.thread_time()
-    trial.caption = ""
-    trial.caption = caption_of(how.captions, rest)
+    trial.caption = _caption(how.captions, rest)
     tokenize([trial.caption], CONTEXT_LENGTH)
     trial.text = time.thread_time() - begin
     crop = empty_batch(1, how.image_size)[0]

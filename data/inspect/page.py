@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from data.inspect.findings import Findings, Histogram, SheetEntry
-from data.inspect.told import Part, headline, notes, parts, plain
+from data.inspect.findings import Findings, Histogram, SheetEntry, Thumbnail
+from data.inspect.notes import notes
+from data.inspect.shard_findings import Place
+from data.inspect.told import Part, headline, parts
+from data.inspect.wording import plain, size_of
 
 __all__ = ["page_of"]
 
@@ -53,10 +56,21 @@ def _part(part: Part, found: Findings) -> str:
     )
     charts = "".join(_chart(chart, found) for chart in part.charts)
     charts = f'<div class="charts">{charts}</div>' if charts else ""
-    alike = _alike(found.alike) if part.name == "pictures" else ""
+    shown = _shown(part, found)
     return (
-        f'<section id="{part.name}"><h2>{escape(part.title)}</h2><dl>{rows}</dl>{charts}{alike}</section>\n'
+        f'<section id="{part.name}"><h2>{escape(part.title)}</h2><dl>{rows}</dl>{charts}{shown}</section>\n'
     )
+
+
+def _shown(part: Part, found: Findings) -> str:
+    """Pictures to look at that belong to a part."""
+    if part.name == "bad" and found.bad_shown:
+        cells = "".join(map(_thumbnail, found.bad_shown))
+        return f'<h3>Some of them</h3><ol class="bad">{cells}</ol>'
+    if part.name == "pictures":
+        same, alike = found.pictures.same_bytes.groups, found.pictures.same_look.groups
+        return _groups("The same file", found.same, same) + _groups("Look alike", found.alike, alike)
+    return ""
 
 
 def _chart(chart: Histogram, found: Findings) -> str:
@@ -90,25 +104,32 @@ def _sheet(found: Findings) -> str:
 
 def _entry(entry: SheetEntry) -> str:
     rest = f"<s>{escape(plain(entry.rest, 600))}</s>" if entry.rest else ""
-    where = f"{entry.place.shard.rpartition('/')[2]}: {entry.place.key}"
     tokens = f"{entry.tokens} tokens" if entry.tokens < 1024 else "1,024 tokens or more"
     return (
         f'<li>{_picture(entry)}<p class="caption">{escape(plain(entry.caption, 600))}{rest}</p>'
-        f'<p class="where">{escape(plain(where, 80))} · {tokens}</p></li>'
+        f'<p class="where">{_where(entry.place)} · {tokens}</p></li>'
     )
 
 
-def _picture(entry: SheetEntry) -> str:
+def _where(place: Place) -> str:
+    return escape(plain(f"{place.shard.rpartition('/')[2]}: {place.key}", 80))
+
+
+def _picture(entry: SheetEntry | Thumbnail) -> str:
     data = base64.b64encode(entry.picture).decode()
     return f'<img src="data:image/webp;base64,{data}" alt="{escape(plain(entry.caption, 200))}">'
 
 
-def _alike(groups: Sequence[Sequence[SheetEntry]]) -> str:
-    rows = []
-    for group in groups:
-        cells = "".join(
-            f'<li>{_picture(entry)}<p class="where">{escape(plain(entry.place.key, 60))}</p></li>'
-            for entry in group
-        )
-        rows.append(f'<ol class="group">{cells}</ol>')
-    return f'<h3>Look alike, in grey values</h3><div class="alike">{"".join(rows)}</div>' if rows else ""
+def _groups(title: str, groups: Sequence[Sequence[Thumbnail]], count: int) -> str:
+    rows = "".join(f'<ol class="group">{"".join(map(_thumbnail, group))}</ol>' for group in groups)
+    title += f": {len(groups)} of {count:,} groups" if len(groups) < count else ""
+    return f'<h3>{title}</h3><div class="groups">{rows}</div>' if rows else ""
+
+
+def _thumbnail(entry: Thumbnail) -> str:
+    cause = f'<p class="cause">{escape(plain(entry.cause))}</p>' if entry.cause else ""
+    caption = f'<p class="caption">{escape(plain(entry.caption))}</p>' if entry.caption.strip() else ""
+    begin = escape(plain(entry.beginning, 80)) or "no bytes"
+    picture = _picture(entry) if entry.picture else f'<div class="nothing"><code>{begin}</code></div>'
+    where = f"{_where(entry.place)} · {size_of(entry.size).replace(' ', '&nbsp;')}"
+    return f'<li>{picture}{cause}{caption}<p class="where">{where}</p></li>'

@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 
 from data.inspect.duplicates import MOST_COMPARED, groups_alike, groups_equal
-from data.inspect.findings import Duplicates, Histogram, Pictures, Place
+from data.inspect.findings import Duplicates, Histogram, Pictures
 from data.inspect.one_sample import Picture, Trial
+from data.inspect.shard_findings import Place
 
 __all__ = ["PictureSurvey"]
 
@@ -66,10 +67,18 @@ class PictureSurvey:
             same_look=self._duplicates(self._groups_alike()),
         )
 
-    def groups_shown(self) -> list[list[tuple[int, int]]]:
-        """Shard and row of the pictures of a few groups that are the same in bytes or look, to show them."""
-        groups = self._groups_alike()[:_SHOWN_GROUPS]
-        return [[self._at[number][1:] for number in group[:_SHOWN_OF_GROUP]] for group in groups]
+    def same_shown(self) -> list[list[tuple[int, int]]]:
+        """Shard and row of the pictures of a few groups that are the same file, to show them."""
+        return self._shown(groups_equal([one.digest for one in self._pictures]))
+
+    def alike_shown(self) -> list[list[tuple[int, int]]]:
+        """The same of pictures that look the same."""
+        return self._shown(self._groups_alike())
+
+    def _shown(self, groups: list[list[int]]) -> list[list[tuple[int, int]]]:
+        return [
+            [self._at[number][1:] for number in group[:_SHOWN_OF_GROUP]] for group in groups[:_SHOWN_GROUPS]
+        ]
 
     def _groups_alike(self) -> list[list[int]]:
         """Groups that look the same and are not all the same file."""

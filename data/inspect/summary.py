@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data.index import IMAGE_EXTENSIONS
-from data.inspect.findings import BadCause, Broken, Names, Sampled, ShardsFound, Speed, wilson
+from data.inspect.findings import BadCause, Sampled, Speed, wilson
 from data.inspect.look import Look
 from data.inspect.one_sample import Trial
+from data.inspect.shard_findings import Broken, Names, ShardsFound, Stated
 from data.inspect.shard_list import ShardList
 
 __all__ = ["bad_samples", "key_pattern", "names_of", "shards_of", "speed_of"]
@@ -62,6 +63,22 @@ def shards_of(
         samples=total,
         samples_known=len(unknown) == 0,
         counted=len(counts) - len(unknown),
+        stated=_stated(sound),
+    )
+
+
+def _stated(looks: Sequence[Look]) -> Stated:
+    """What ``_stats.json`` says of shards that were seen whole, against the samples with a picture in them."""
+    both = [
+        (look.file.shown, look.stated, look.groups - look.without_picture)
+        for look in looks
+        if look.stated is not None and look.beginning is None
+    ]
+    return Stated(
+        shards=len(both),
+        stated=sum(stated for _, stated, _ in both),
+        found=sum(found for _, _, found in both),
+        differ=tuple(one for one in both if one[1] != one[2])[:_MOST_LISTED],
     )
 
 

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from data.inspect.findings import Findings, Histogram
-from data.inspect.told import Part, headline, notes, parts
+from data.inspect.notes import notes
+from data.inspect.told import Part, headline, parts
 
 __all__ = ["print_table"]
 

@@ -5,10 +5,8 @@ import json
 import os
 import re
 import signal
-import tarfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,13 +18,12 @@ from PIL import Image
 
 from clipkit.errors import ConfigError, DataError, run_command
 from data.__main__ import main
-from data.inspect import Findings, inspect
+from data.inspect import inspect
 from data.inspect.caption_survey import token_counts
+from data.inspect.notes import notes
 from data.inspect.page import page_of
-from data.inspect.told import notes, parts
+from tests.data.inspected_tars import Members, look, pairs, picture, row, told, write_tar
 from tests.data.remote import servers
-
-Members = Sequence[tuple[str, bytes]]
 
 nginx = servers.nginx
 
@@ -37,57 +34,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-def picture(seed: int, size: tuple[int, int] = (40, 36), form: str = "jpeg", **options: Any) -> bytes:
-    """A picture of soft spots, other ones for each seed."""
-    spots = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(spots).resize(size, Image.Resampling.BICUBIC).save(file, form, **options)
-    return file.getvalue()
-
-
-def write_tar(path: Path, members: Members) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            tar.addfile(about, io.BytesIO(content))
-
-
-def pairs(first: int, count: int, **more: Mapping[int, bytes]) -> list[tuple[str, bytes]]:
-    """Good samples with keys of six digits; ``pictures`` and ``captions`` replace some of their content."""
-    members = []
-    for number in range(first, first + count):
-        key = f"{number:06d}"
-        caption = f"a picture of thing {number}".encode()
-        members += [
-            (f"{key}.jpg", more.get("pictures", {}).get(number, picture(number))),
-            (f"{key}.txt", more.get("captions", {}).get(number, caption)),
-        ]
-    return members
-
-
-def look(sources: Sequence[str], **options: Any) -> Findings:
-    """Inspect for a small model."""
-    return inspect(sources, image_size=32, **options)
-
-
-def row(found: Findings, part: str, label: str) -> str:
-    """What the report says there."""
-    return " | ".join(
-        line
-        for one in parts(found)
-        if one.name == part
-        for row in one.rows
-        if row.label == label
-        for line in row.lines
-    )
-
-
-def told(found: Findings) -> str:
-    return "\n".join(note.text for note in notes(found))
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +315,7 @@ def test_the_command(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert max(map(len, output.out.splitlines())) <= 80 and "\x1b" not in output.out
     assert not any(line.endswith(" ") for line in output.out.splitlines())
     assert "3 shards, 36 samples" in output.out
-    assert re.search(r"for 1,000/s +\d+ workers? a GPU", output.out)
+    assert re.search(r"workers needed +\d+ workers? \(data.workers\) for a GPU", output.out)
     wrong = tmp_path / "none/page.html"
     with pytest.raises(SystemExit) as stop:
         run_command(partial(main, ["inspect", str(good), "--html", str(wrong)]))

@@ -10,7 +10,7 @@ from data.inspect.duplicates import groups_alike, groups_equal, look_code
 from data.inspect.findings import Histogram, Speed, wilson
 from data.inspect.shard_list import missing_numbers
 from data.inspect.summary import key_pattern
-from data.inspect.told import plain
+from data.inspect.wording import plain
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))

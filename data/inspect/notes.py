@@ -1,0 +1,129 @@
+"""What a user should mend or know first, from the findings."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from data.inspect.findings import Findings
+from data.inspect.wording import many, name_of, of_all, percent, place_of, plain
+
+__all__ = ["Note", "notes"]
+
+_MENTIONED = 0.1  # share from which something common is worth a note
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something to know first; ``grave`` where a training would stop or be harmed."""
+
+    text: str
+    grave: bool = False
+
+
+def notes(found: Findings) -> list[Note]:
+    """What a user should mend or know, the gravest first."""
+    told = [*_shard_notes(found), *_count_notes(found), *_sample_notes(found), *_picture_notes(found)]
+    return sorted(told, key=lambda note: not note.grave)
+
+
+def _shard_notes(found: Findings) -> Iterator[Note]:
+    shards, names = found.shards, found.names
+    for refusal in shards.refused:
+        yield Note(text=f"training refuses this list of shards: {plain(refusal, 300)}", grave=True)
+    if shards.broken:
+        yield Note(
+            text=f"{len(shards.broken):,} of {many(shards.looked_into, 'shard')} looked into cannot be read; "
+            "training refuses them: fetch them again or leave them out",
+            grave=True,
+        )
+    if shards.suspicious > len(shards.broken):
+        yield Note(
+            text=f"{many(shards.suspicious, 'shard')} not ending as a tar does: likely cut short",
+            grave=True,
+        )
+    if shards.missing_count:
+        yield Note(
+            text=f"missing {many(shards.missing_count, 'shard number')}: {', '.join(shards.missing[:6])}"
+        )
+    if shards.empty:
+        yield Note(
+            text=f"{many(len(shards.empty), 'shard')} without a pair, among them {name_of(shards.empty[0])}"
+        )
+    if names.apart:
+        yield Note(
+            text=f"{many(names.apart, 'key')} coming back later in the shard ({place_of(names.apart_example)}): "
+            "the files of one sample must follow one another",
+            grave=True,
+        )
+    if names.second_dot:
+        yield Note(
+            text=f"{many(names.second_dot, 'file')} with a second dot in the name; all behind the first dot is "
+            "taken for the extension, so they are not seen: leave no dots in keys",
+            grave=True,
+        )
+
+
+def _count_notes(found: Findings) -> Iterator[Note]:
+    """Of how many samples there are, by ``_stats.json`` and after filters."""
+    stated, filtered = found.shards.stated, found.filtered
+    if stated.found != stated.stated:
+        less = "fewer" if stated.found < stated.stated else "more"
+        yield Note(
+            text=f"{stated.found:,} samples with a picture are there, {less} than the {stated.stated:,} that "
+            "_stats.json files say: were shards cut or written again?"
+        )
+    if filtered is not None:
+        for unknown in filtered.unknown:
+            yield Note(text=plain(unknown, 1000), grave=True)
+        if not filtered.passed and not filtered.unknown:
+            yield Note(text="no sample read passes the filters", grave=True)
+    if found.left < found.batch_size and (filtered is None or filtered.passed):
+        yield Note(
+            text=f"{found.left:,} samples fill no batch of {found.batch_size:,}: train with a smaller batch_size",
+            grave=True,
+        )
+
+
+def _sample_notes(found: Findings) -> Iterator[Note]:
+    names, sampled, captions = found.names, found.sampled, found.captions
+    left_out = names.without_caption + names.without_picture
+    if left_out:
+        yield Note(
+            text=f"{of_all(left_out, names.groups)} samples lack a picture or a caption and are left out"
+        )
+    limit = f"training stops beyond {100 * found.max_bad:g}% (data.max_bad)"
+    told = f"{percent(sampled.bad, sampled.tried)} of the samples are bad; {limit}"
+    if sampled.share > found.max_bad:
+        yield Note(text=told, grave=True)
+    elif sampled.bad and sampled.share == found.max_bad:
+        yield Note(text=f"{told}, which chance may pass", grave=True)
+    elif sampled.bad and sampled.high > found.max_bad and not found.all_decoded:
+        yield Note(text=f"{told}, and it may be up to {100 * sampled.high:.1f}%: look at more by --samples")
+    if captions.cut > _MENTIONED * captions.read:
+        yield Note(
+            text=f"{percent(captions.cut, captions.read)} of the captions have more than {found.context_length} "
+            "tokens: their end is not seen"
+        )
+    if captions.repeated > _MENTIONED * captions.read:
+        yield Note(
+            text=f"{percent(captions.repeated, captions.read)} of the captions read are there already with "
+            "another picture: in one batch such pairs count as wrong"
+        )
+
+
+def _picture_notes(found: Findings) -> Iterator[Note]:
+    pictures, speed = found.pictures, found.speed
+    if pictures.small > _MENTIONED * pictures.read:
+        yield Note(
+            text=f"{percent(pictures.small, pictures.read)} of the pictures are smaller than the model's "
+            f"{found.image_size} pixels and are enlarged"
+        )
+    if turned := pictures.marks.get("turned by EXIF", 0):
+        yield Note(
+            text=f"{percent(turned, pictures.read)} of the pictures have an EXIF tag that says to turn them; "
+            "as in CLIP, nothing turns them"
+        )
+    if speed.workers > speed.cores:
+        yield Note(
+            text=f"{speed.rate:,.0f} samples/s need {many(speed.workers, 'worker')}; "
+            f"this machine has {many(speed.cores, 'core')}"
+        )

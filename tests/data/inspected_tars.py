@@ -1,0 +1,67 @@
+"""Small tars to inspect, and what the report says of them."""
+
+import io
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data.inspect import Findings, inspect
+from data.inspect.notes import notes
+from data.inspect.told import parts
+
+Members = Sequence[tuple[str, bytes]]
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 36), form: str = "jpeg", **options: Any) -> bytes:
+    """A picture of soft spots, other ones for each seed."""
+    spots = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(spots).resize(size, Image.Resampling.BICUBIC).save(file, form, **options)
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: Members) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+
+
+def pairs(first: int, count: int, **more: Mapping[int, bytes]) -> list[tuple[str, bytes]]:
+    """Good samples with keys of six digits; ``pictures`` and ``captions`` replace some of their content."""
+    members = []
+    for number in range(first, first + count):
+        key = f"{number:06d}"
+        caption = f"a picture of thing {number}".encode()
+        members += [
+            (f"{key}.jpg", more.get("pictures", {}).get(number, picture(number))),
+            (f"{key}.txt", more.get("captions", {}).get(number, caption)),
+        ]
+    return members
+
+
+def look(sources: Sequence[str], **options: Any) -> Findings:
+    """Inspect for a small model."""
+    return inspect(sources, **{"image_size": 32, "batch_size": 4} | options)
+
+
+def row(found: Findings, part: str, label: str) -> str:
+    """What the report says there."""
+    return " | ".join(
+        line
+        for one in parts(found)
+        if one.name == part
+        for row in one.rows
+        if row.label == label
+        for line in row.lines
+    )
+
+
+def told(found: Findings) -> str:
+    return "\n".join(note.text for note in notes(found))
