@@ -2,18 +2,23 @@
 
 A source is a dataset folder (with ``train/`` and ``test/``), a folder of tars, a brace pattern such as
 ``pairs/{00000..00041}.tar``, a single tar, the name of a built-in corpus; or such a folder, pattern or tar at
-``s3://``, ``gs://``, ``https://`` or ``hf://``, or ``pipe:`` and a command that writes a tar.
+``s3://``, ``gs://``, ``https://`` or ``hf://``, or ``pipe:`` and a command that writes a tar. On a disk
+wildcards are patterns too, as in ``pairs-*/*.tar``.
 """
 
+import glob
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import braceexpand
 
 from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN, built_in
+from data.remote.patience import Unreachable
 from data.shard_file import ShardFile, is_remote
+from data.source_hints import hint_of_file, hint_of_folder, hint_of_remote, hint_of_several
 
 __all__ = ["find_shards"]
 
@@ -45,35 +50,70 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
 def _remote_shards(source: str, split: str) -> list[ShardFile]:
     from data.remote import store
 
+    if (hint := hint_of_remote(source)) is not None:
+        raise DataError(hint)
     if source.startswith("pipe:") or "{" in source or source.partition("?")[0].endswith(".tar"):
         return store.describe(list(_expanded(source)))
-    fault = DataError(f"no tar at {store.shown(source)} or in its folder {split!r}")
+    form = f"; name the shards as {store.HUB_FORM}" if source.startswith("hf://") else ""
+    fault = nothing = DataError(f"no tar at {store.shown(source)} or in its folder {split!r}{form}")
     for folder in (f"{source.rstrip('/')}/{split}", source.rstrip("/")):
         try:
             found = store.list_folder(folder)
+        except Unreachable:
+            raise
         except DataError as error:
             fault = error
             continue
         if found:
             _check_count(store.shown(folder), len(found), store.read_text(f"{folder}/nshards.txt", limit=100))
             return found
+        fault = nothing
     raise fault
 
 
 def _shards_at(source: str, split: str) -> list[Path]:
     if "{" not in source and (path := Path(source).expanduser()).is_dir():
         return _shards_of_folder(path, split)
-    paths = [Path(name).expanduser() for name in _expanded(source)]
-    missing = [one for one in paths if not one.is_file()]
-    if len(paths) == 1 and missing:
-        built_ins = ", ".join(sorted(BUILTIN))
-        raise DataError(f"no data at {source!r}: not a folder, a tar, or a built-in corpus ({built_ins})")
-    if missing:
-        raise DataError(
-            f"{len(missing)} of {len(paths)} shards are missing, the first is {missing[0]}; to go without them "
-            "name the folder, or the others as {{00000..00001},{00003..00004}}.tar"
-        )
+    paths = [path for name in _expanded(source) for path in _matching(name)]
+    if missing := [one for one in paths if not one.is_file()]:
+        raise DataError(_about_missing(source, missing, len(paths)))
+    if (hint := next(filter(None, map(hint_of_file, paths)), None)) is not None:
+        raise DataError(hint)
     return paths
+
+
+def _about_missing(source: str, missing: list[Path], count: int) -> str:
+    if (hint := hint_of_several(source)) is not None:
+        return hint
+    if glob.has_magic(str(missing[0])):
+        found = list(islice(_found(missing[0]), 100))
+        if any(one.is_dir() for one in found):
+            return f"{str(missing[0])[:200]!r} names folders: end it with /*.tar"
+        fault = f"no tar on this disk has a name as {str(missing[0])[:200]!r}"
+        return next(filter(None, map(hint_of_file, found)), fault)
+    if count == 1:
+        built_ins = ", ".join(sorted(BUILTIN))
+        return f"no data at {source!r}: not a folder, a tar, or a built-in corpus ({built_ins})"
+    return (
+        f"{len(missing)} of {count} shards are missing, the first is {missing[0]}; to go without them name the "
+        "folder, or the others as {{00000..00001},{00003..00004}}.tar"
+    )
+
+
+def _matching(name: str) -> list[Path]:
+    """The tars that wildcards stand for, folder by folder, shorter names first; itself if there are none."""
+    path = Path(name).expanduser()
+    if not glob.has_magic(name) or path.exists():
+        return [path]
+    found = list(islice(_found(path), _MAX_SHARDS + 1))
+    if len(found) > _MAX_SHARDS:
+        raise DataError(f"{name[:200]!r} stands for more than {_MAX_SHARDS} files: name their folder")
+    tars = [one for one in found if one.suffix == ".tar" and one.is_file()]
+    return sorted(tars, key=lambda one: (str(one.parent), len(one.name), one.name)) or [path]
+
+
+def _found(pattern: Path) -> Iterator[Path]:
+    return map(Path, glob.iglob(str(pattern), recursive=True))  # noqa: PTH207 - leaves hidden files out
 
 
 def _expanded(source: str) -> Iterator[str]:
@@ -125,7 +165,7 @@ def _shards_of_folder(folder: Path, split: str) -> list[Path]:
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
         more = ", …" if len(splits) > 8 else ""
         found = f"; it has the folders {', '.join(splits[:8])}{more}" if splits else ""
-        raise DataError(f"no tar of split {split!r} in {folder}{found}")
+        raise DataError(hint_of_folder(here) or f"no tar of split {split!r} in {folder}{found}")
     stated = here / "nshards.txt"
     if stated.is_file():
         with stated.open(errors="replace") as file:

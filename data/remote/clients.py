@@ -4,13 +4,16 @@ Libraries are imported at the first use. Clients belong to one process: a forked
 """
 
 import asyncio
+import errno
 import importlib
 import os
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from clipkit.errors import DataError
@@ -20,14 +23,16 @@ from data.remote.patience import TransferError, of_status
 __all__ = ["ask", "call", "client_of", "failure_of", "library_errors", "told"]
 
 _MARGIN = 5.0  # seconds that a library has for its own timeout before we stop waiting for it
-_EXTRAS = {"gs": "gs", "gcs": "gs", "http": "remote", "https": "remote", "s3": "remote", "s3a": "remote"}
+_EXTRAS = {"gs": "gs", "gcs": "gs"}  # of all others it is "remote"
 _LIBRARY_ERRORS = (
     "aiohttp.ClientError", "botocore.exceptions.BotoCoreError", "botocore.exceptions.ClientError",
     "botocore.exceptions.HTTPClientError", "fsspec.exceptions.FSTimeoutError", "gcsfs.retry.HttpError",
     "google.auth.exceptions.GoogleAuthError", "httpx.HTTPError", "httpx2.HTTPError",
     "huggingface_hub.errors.HfHubHTTPError",
 )  # fmt: skip
-_PASSES = ("Timeout", "Connection", "Payload", "Disconnected", "Incomplete", "Network", "Protocol", "Stream")
+_PASSES = ("Timeout", "Connect", "Payload", "Disconnected", "Incomplete", "Network", "Protocol", "Stream")
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL)
+_DEEPEST = 8  # causes of causes
 
 _clients: dict[tuple[int, str, patience.Patience], Any] = {}  # never emptied: see client_of
 _clients_lock = threading.Lock()
@@ -74,7 +79,7 @@ def _new_client(protocol: str) -> Any:
             client = cls(skip_instance_cache=True, use_listings_cache=False, **settings)
     except ImportError as error:
         extra = _EXTRAS.get(protocol, "remote")
-        raise DataError(f"{protocol}:// needs pip install 'clipkit[{extra}]'") from error
+        raise DataError(f"{protocol}:// needs: pip install -e '.[{extra}]'") from error
     except (ValueError, TypeError):  # fsspec does not know it, or wants more than a URL, as for ftp
         raise DataError(f"nobody can read {protocol}:// here; known: s3, gs, hf, http, https, pipe") from None
     if protocol in ("s3", "s3a"):
@@ -122,10 +127,63 @@ def failure_of(error: BaseException) -> TransferError:
         return TransferError(f"nothing came for {patience.PATIENCE.stall_seconds:g} s", temporary=True)
     if name in ("InvalidURL", "InvalidUrlClientError", "NonHttpUrlClientError"):
         return TransferError("this is no URL", temporary=False)
+    if name == "OfflineModeIsEnabled":  # of Hugging Face
+        return TransferError("HF_HUB_OFFLINE forbids to ask for it: unset it", temporary=False)
+    if (unreached := _unreached(error)) is not None:
+        return unreached
     reason = getattr(getattr(error, "os_error", error), "strerror", None) or name
-    if isinstance(error, OSError) or any(part in name for part in _PASSES):
+    names = " ".join(one.__name__ for one in type(error).__mro__)
+    if isinstance(error, OSError) or any(part in names for part in _PASSES):
         return TransferError(f"the connection failed ({reason})", temporary=True)
     return TransferError(f"it cannot be read ({name})", temporary=False)
+
+
+def _unreached(error: BaseException) -> TransferError | None:
+    """The failure of one who found nobody, None where it is another one."""
+    host = " the proxy" if "Proxy" in type(error).__name__ else _host(error)
+    for one in _causes(error):
+        if isinstance(one, socket.gaierror):
+            message = f"the host{host} is not known ({one.strerror}): a wrong name, or no network"
+        elif isinstance(one, OSError) and one.errno == errno.ECONNREFUSED:
+            by = f" by{host}" if host else ""
+            message = f"the connection failed (refused{by}): no server listens at this host and port"
+        elif isinstance(one, OSError) and one.errno in _NO_WAY:
+            message = f"the connection failed ({os.strerror(one.errno)}): no way to this host from here"
+        else:
+            continue
+        return TransferError(message, temporary=True, unreached=True)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it comes from, as each library keeps it."""
+    for _ in range(_DEEPEST):
+        yield error
+        places = (
+            getattr(error, "os_error", None),
+            _of_botocore(error, "error"),
+            error.__cause__,
+            error.__context__,
+        )
+        below = next((one for one in places if isinstance(one, BaseException)), None)
+        if below is None:
+            return
+        error = below
+
+
+def _of_botocore(error: BaseException, name: str) -> Any:
+    about = getattr(error, "kwargs", None)
+    return about.get(name) if isinstance(about, dict) else None
+
+
+def _host(error: BaseException) -> str:
+    """A host that a library was told by its configuration, after a space; that of an http URL stands there."""
+    try:
+        url = _of_botocore(error, "endpoint_url") or getattr(getattr(error, "request", None), "url", "")
+        host = urlsplit(str(url)).hostname
+    except (ValueError, RuntimeError):  # no URL; httpx has no request to show
+        return ""
+    return f" {host}" if host else ""
 
 
 def _status(error: BaseException) -> int | None:

@@ -18,7 +18,7 @@ __all__ = ["STREAMS", "PipeTransfer"]
 
 STREAMS = ("pipe", "ais", "htgs", "sftp", "ftps", "scp")
 _CHUNK = 1 << 20
-_CANNOT_RUN = (126, 127)  # a shell's words for: no program, no such program
+_CANNOT_RUN = {126: "a program of it cannot be run", 127: "a program of it was not found"}  # a shell's words
 
 
 class PipeTransfer:
@@ -30,6 +30,7 @@ class PipeTransfer:
     total = -1
     version = ""
     start = 0
+    ranged = False
     checksum: tuple[str, str] | None = None
 
     def __init__(self, url: str) -> None:
@@ -68,10 +69,12 @@ class PipeTransfer:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise TransferError("the command does not end", temporary=True) from None
+        if status in _CANNOT_RUN:
+            message = f"the command failed with status {status}: {_CANNOT_RUN[status]}"
+            raise TransferError(message, temporary=False)
         if status:
-            raise TransferError(
-                f"the command failed with status {status}", temporary=status not in _CANNOT_RUN
-            )
+            how = f"with status {status}" if status > 0 else f"by signal {-status}"
+            raise TransferError(f"the command failed {how}", temporary=True, unreached=True)
 
     def close(self) -> None:
         if self._process.poll() is None:

@@ -26,6 +26,7 @@ from typing import Any
 from clipkit.errors import DataError
 from data.remote.cache_room import STILL_SECONDS, CacheRoom, NoRoom
 from data.remote.node_lock import NodeLock
+from data.remote.patience import has_answered
 from data.remote.store import download, shown
 from data.shard_file import ShardFile
 
@@ -149,11 +150,14 @@ class ShardCache:
     def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
         """Fetch these next, in their order, instead of what an earlier call has named.
 
+        Their samples were counted, so a store that cannot be reached now is out of order rather than wrong.
         Failures are kept for who asks for the shard. What is under way is brought to its end.
         """
         ahead = self._ahead
         with ahead.changed:
             ahead.wanted = [shard for shard in dict.fromkeys(shards) if shard.is_remote]
+            for shard in ahead.wanted:
+                has_answered(shard.url)  # to whoever has counted its samples, if not to this process
             ahead.later.clear()
             ahead.limit = threads
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]

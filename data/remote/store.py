@@ -7,6 +7,7 @@ message holds more of a URL than ``shown`` leaves.
 """
 
 import hashlib
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,22 @@ from typing import Any, BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 from clipkit.errors import DataError
+from data.remote.hub import HUB_FORM
 from data.remote.patience import Attempts, TransferError, shown
 from data.remote.pipes import STREAMS
 from data.remote.transfers import Transfer, facts, listing, open_transfer, protocol_of
 from data.shard_file import ShardFile, is_remote
 
-__all__ = ["RangedBytes", "describe", "download", "list_folder", "read_range", "read_text", "shown"]
+__all__ = [
+    "HUB_FORM",
+    "RangedBytes",
+    "describe",
+    "download",
+    "list_folder",
+    "read_range",
+    "read_text",
+    "shown",
+]
 
 _MANY = 32  # questions to a store at a time
 _MAX_PAGE_BYTES = 64 << 20  # of a listing: some 500,000 links
@@ -102,22 +113,36 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
     Raises:
         DataError: some are missing (they are counted, the first is named), or the store does not answer.
     """
+    failed = threading.Event()  # none but the first of a million shards is tried again and again
+
+    def look(url: str) -> ShardFile | None:
+        try:
+            return None if failed.is_set() else _described(url)
+        except DataError:
+            failed.set()
+            raise
+
     pool = ThreadPoolExecutor(min(_MANY, max(1, len(urls))))
     try:
-        found = list(pool.map(_described, urls))
+        found = list(pool.map(look, urls))
     finally:
         pool.shutdown(cancel_futures=True)
     missing = [url for url, shard in zip(urls, found, strict=True) if shard is None]
-    if len(missing) == 1 == len(urls):
-        raise DataError(f"{shown(missing[0])}: there is no such file")
     if missing:
-        raise DataError(f"{len(missing)} of {len(urls)} shards are missing, the first is {shown(missing[0])}")
+        form = f"; the form is {HUB_FORM}" if protocol_of(missing[0]) == "hf" else ""
+        if len(urls) == 1:
+            raise DataError(f"{shown(missing[0])}: there is no such file{form}")
+        raise DataError(
+            f"{len(missing)} of {len(urls)} shards are missing, the first is {shown(missing[0])}{form}"
+        )
     return [shard for shard in found if shard is not None]
 
 
 def _described(url: str) -> ShardFile | None:
     if not is_remote(url):
         return ShardFile.at(Path(url)) if Path(url).exists() else None
+    if protocol_of(url) in STREAMS:
+        return ShardFile(url=url, size=-1, version="")
     found = _patiently(url, lambda: facts(url), (404, 410))
     return None if found is None else ShardFile(url=url, size=found[0], version=found[1])
 
@@ -127,9 +152,12 @@ def _patiently(url: str, work: Callable[[], Any], none_for: Sequence[int] = ()) 
     attempts = Attempts(url)
     while True:
         try:
-            return work()
+            result = work()
+            attempts.answered()
+            return result
         except TransferError as error:
             if error.status in none_for:
+                attempts.answered()
                 return None
             attempts.failed(error)
 
@@ -167,7 +195,7 @@ def read_range(shard: ShardFile, start: int, stop: int) -> bytes:
     """
     if stop <= start:
         return b""
-    attempts = Attempts(shard.url)
+    attempts = _attempts(shard)
     data = bytearray()
     while len(data) < stop - start:
         try:
@@ -179,12 +207,21 @@ def read_range(shard: ShardFile, start: int, stop: int) -> bytes:
     return bytes(data)
 
 
+def _attempts(shard: ShardFile) -> Attempts:
+    attempts = Attempts(shard.url)
+    if shard.size >= 0 or shard.version:  # somebody has been told of it, if not this process
+        attempts.answered()
+    return attempts
+
+
 def _read_on(shard: ShardFile, start: int, stop: int, data: bytearray, attempts: Attempts) -> None:
     here = start + len(data)
     with closing(open_transfer(shard.url, here, stop)) as transfer:
         _check_same(shard, transfer)
-        if transfer.start != here:
-            attempts.give_up("its server does not read from the middle of a file: set data.cache_gb above 0")
+        if not transfer.ranged or transfer.start != here:
+            attempts.give_up(
+                "this server gives no ranges, only whole files: set data.cache_gb (--cache-gb) to more than 0"
+            )
         while len(data) < stop - start and (part := transfer.read()):
             data += part[: stop - start - len(data)]
             attempts.received(len(part))
@@ -219,7 +256,7 @@ def download(shard: ShardFile, path: Path, *, room: Callable[[int], None] | None
     Raises:
         DataError: the store does not give the file, gives another one, or it cannot be written.
     """
-    attempts = Attempts(shard.url)
+    attempts = _attempts(shard)
     try:
         with path.open("wb") if not path.exists() else path.open("r+b") as file:
             sink = _Sink(file, room)
@@ -234,12 +271,13 @@ def download(shard: ShardFile, path: Path, *, room: Callable[[int], None] | None
 class _Sink:
     """A file that is written from its start, and what is known of its bytes.
 
-    ``version`` is that of the file whose first bytes it has.
+    ``version`` is that of the file whose first bytes it has; ``furthest`` the largest size that it has had.
     """
 
     def __init__(self, file: BinaryIO, room: Callable[[int], None] | None) -> None:
         self._file = file
         self._room = room
+        self.furthest = 0
         self.restart()
 
     def restart(self) -> None:
@@ -256,6 +294,7 @@ class _Sink:
             self._digests = {checksum[0]: hashlib.new(checksum[0], usedforsecurity=False)}
         self._file.write(data)
         self.size += len(data)
+        self.furthest = max(self.furthest, self.size)
         self.crc = zlib.crc32(data, self.crc)
         for digest in self._digests.values():
             digest.update(data)
@@ -271,6 +310,8 @@ def _fetched(shard: ShardFile, sink: _Sink, attempts: Attempts) -> bool:
         if protocol_of(shard.url) in STREAMS:
             sink.restart()
         with closing(open_transfer(shard.url, sink.size)) as transfer:
+            if protocol_of(shard.url) not in STREAMS:  # a command that runs may still fail
+                attempts.answered()
             _check_same(replace(shard, version=sink.version) if sink.version else shard, transfer)
             sink.version = transfer.version
             if not 0 <= transfer.start <= sink.size:
@@ -278,8 +319,10 @@ def _fetched(shard: ShardFile, sink: _Sink, attempts: Attempts) -> bool:
             known = sink.size - transfer.start  # of a server that always begins at the start
             expected = max(transfer.total, shard.size)
             while part := transfer.read():
-                attempts.received(len(part))
-                if new := part[known:]:
+                new = part[known:]
+                # what is begun again must come further than before, or it would begin again for ever
+                attempts.received(len(part), new=sink.size + len(new) > sink.furthest)
+                if new:
                     if 0 <= expected < sink.size + len(new):
                         attempts.give_up(f"more comes than its {expected} bytes")
                     sink.write(new, transfer.checksum)
@@ -296,6 +339,7 @@ def _fetched(shard: ShardFile, sink: _Sink, attempts: Attempts) -> bool:
             raise _changed(shard) from None
         attempts.failed(error)
         return False
+    attempts.answered()
     return True
 
 

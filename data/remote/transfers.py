@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from data.remote import patience
-from data.remote.clients import ask, call, client_of, failure_of, library_errors, told
+from data.remote.clients import ask, call, client_of, failure_of, library_errors
+from data.remote.hub import check_place, of_hub
 from data.remote.patience import TransferError, of_status
 from data.remote.pipes import STREAMS, PipeTransfer
 
@@ -31,11 +32,13 @@ class Transfer(Protocol):
         version: of the file, as in ``ShardFile``.
         start: the place in the file of the first byte that comes, which may lie before the one asked for.
         checksum: an algorithm of hashlib and the digest that the whole file must have, where the store says so.
+        ranged: whether it can begin anywhere in the file.
     """
 
     total: int
     version: str
     start: int
+    ranged: bool
     checksum: tuple[str, str] | None
 
     def read(self) -> bytes:
@@ -70,10 +73,8 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Transfer
 
 
 def facts(url: str) -> tuple[int, str]:
-    """Size and version of a file, with one short request; raises as ``open_transfer``."""
+    """Size and version of a file that is no stream, with one short request; raises as ``open_transfer``."""
     protocol = protocol_of(url)
-    if protocol in STREAMS:
-        return -1, ""
     client = client_of(protocol)
     if protocol in ("http", "https", "hf"):
         # not HEAD, for which signed URLs are not valid
@@ -90,6 +91,8 @@ def listing(url: str) -> list[tuple[str, int, str]]:
     """Full URL, size and version of the files directly in a folder, by the store's own listing; raises as above."""
     protocol = protocol_of(url)
     client = client_of(protocol)
+    if protocol == "hf":
+        check_place(client, url)
     entries = ask(client, "ls", url.rstrip("/"), detail=True, refresh=True)
     return [
         (name if "://" in (name := entry["name"]) else f"{protocol}://{name}", *_facts_of(entry))
@@ -127,11 +130,12 @@ class _Stream:
 
     def __init__(
         self, client: Any, read: Callable[[], Awaitable[bytes]], close: Callable[[], Any],
-        *, total: int, version: str, start: int, checksum: tuple[str, str] | None,
+        *, total: int, version: str, start: int, ranged: bool, checksum: tuple[str, str] | None,
     ) -> None:  # fmt: skip
         self.total = total
         self.version = version
         self.start = start
+        self.ranged = ranged
         self.checksum = checksum
         self._client = client
         self._read = read
@@ -172,7 +176,7 @@ def _of_http(client: Any, url: str, byte_range: str | None) -> Transfer:
     if byte_range:
         headers["Range"] = byte_range
     if protocol_of(url) == "hf":
-        url, own = _of_hub(client, url)
+        url, own = of_hub(client, url)
         headers |= own
         client = client_of("hub")
     response = call(client, _get, client, _as_written(url), headers)
@@ -190,28 +194,12 @@ def _of_http(client: Any, url: str, byte_range: str | None) -> Transfer:
         if total != 0 or byte_range is None or not byte_range.startswith("bytes=0-"):
             raise of_status(416)
         read = _nothing  # of an empty file even the first byte is too much
+    # where all is asked for a server that knows ranges may well answer with 200
+    ranged = response.status != 200 or response.headers.get("Accept-Ranges", "").lower() == "bytes"
     return _Stream(
         client, read, response.close,
-        total=total, version=version, start=start, checksum=checksum,
+        total=total, version=version, start=start, ranged=ranged, checksum=checksum,
     )  # fmt: skip
-
-
-def _of_hub(client: Any, url: str) -> tuple[str, dict[str, str]]:
-    """The https URL of a file of Hugging Face, and the headers that give access to it."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
-
-    try:
-        with told():
-            place = client.resolve_path(url)
-            if not hasattr(place, "repo_id"):  # a bucket
-                return client.url(url), build_hf_headers()
-    except (ValueError, NotImplementedError):
-        raise TransferError("this is no file of a repository", temporary=False) from None
-    of_repository = {"repo_type": place.repo_type, "revision": place.revision}
-    return hf_hub_url(
-        place.repo_id, place.path_in_repo, endpoint=client.endpoint, **of_repository
-    ), build_hf_headers()
 
 
 async def _nothing() -> bytes:
@@ -281,12 +269,17 @@ def _of_s3(client: Any, url: str, byte_range: str | None) -> Transfer:
 
     content = getattr(getattr(body, "raw_stream", None), "content", None)
     read = partial(body.read, _CHUNK) if content is None else partial(_any_of, content)
-    return _Stream(client, read, body.close, total=total, version=version, start=start, checksum=checksum)
+    ranged = "ContentRange" in answer or answer.get("AcceptRanges", "").lower() == "bytes"
+    return _Stream(
+        client, read, body.close,
+        total=total, version=version, start=start, ranged=ranged, checksum=checksum,
+    )  # fmt: skip
 
 
 class _InPieces:
     """A transfer by one request after the other."""
 
+    ranged = True
     checksum: tuple[str, str] | None = None
 
     def __init__(self, client: Any, url: str, start: int, stop: int, total: int, version: str) -> None:

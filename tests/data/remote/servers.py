@@ -202,10 +202,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> patience.Patience:
         first_wait=0.02,
         longest_wait=0.3,
         total_seconds=20.0,
+        contact_waits=(0.05, 0.1),
+        contact_seconds=2.0,
         connect_seconds=2.0,
         stall_seconds=0.4,
     )
     monkeypatch.setattr(patience, "PATIENCE", short)
+    monkeypatch.setattr(patience, "_answered", set())  # ports come again
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     return short

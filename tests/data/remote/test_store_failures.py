@@ -6,7 +6,11 @@ import os
 import sys
 import threading
 import time
+import tomllib
 import zlib
+from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,11 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
-from data.remote import patience
+from data.remote import clients, patience
+from data.remote.shard_cache import ShardCache
 from data.remote.store import describe, download, list_folder, read_range, shown
 from data.shard_file import ShardFile
+from data.shards import Shards
+from data.sources import find_shards
+from data.writer import DatasetWriter, Record
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, SECRETS, Nginx, Unruly, error_of, whole
+
+ROOT = Path(__file__).parents[3]
 
 impatient = servers.impatient
 nginx = servers.nginx
@@ -110,6 +120,20 @@ def test_wrong_bytes_are_found_by_the_checksum(
     assert "checksum" in error_of(lambda: download(shard, tmp_path / "got"))
 
 
+def test_what_begins_again_must_come_further(
+    s3: S3, unruly: Unruly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a file of some MiB whose bytes are never right would be fetched for ever."""
+    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, stall_seconds=20.0))
+    unruly.data = os.urandom(3 << 19)
+    unruly.etag = f'"{hashlib.md5(unruly.data).hexdigest()}"'
+    unruly.script = ["other"] * 99
+    monkeypatch.setenv("AWS_ENDPOINT_URL", unruly.url.rpartition("/")[0])
+    message = error_of(lambda: download(whole("s3://pairs/00000.tar"), tmp_path / "got"))
+    assert "checksum that the store states; gave up after 8 tries" in message
+    assert len(unruly.requests) == 8
+
+
 def test_nobody_there(tmp_path: Path) -> None:
     message = error_of(lambda: read_range(whole("http://u:p-word@127.0.0.1:9/0.tar?X-Sig=s1gn4ture"), 0, 9))
     assert message.startswith("http://127.0.0.1:9/0.tar: the connection failed")
@@ -123,8 +147,37 @@ def test_a_server_without_ranges(nginx: Nginx, tmp_path: Path) -> None:
     [shard] = describe([nginx.url("0.tar", of="whole/")])
     assert shard.size == len(data)
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
-    assert read_range(shard, 0, 10) == data[:10]
-    assert "data.cache_gb" in error_of(lambda: read_range(shard, 10, 20))
+    for start, stop in ((0, 10), (10, 20), (0, len(data))):
+        message = error_of(partial(read_range, shard, start, stop))
+        assert message.startswith(f"{shard.url}: this server gives no ranges")
+        assert message.endswith("set data.cache_gb (--cache-gb) to more than 0")
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_server_without_ranges_is_told_before_samples_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own server, which gives all whatever is asked for."""
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
+    with DatasetWriter(tmp_path / "set", samples_per_shard=4) as writer:
+        for number in range(8):
+            record = Record(key=f"{number}", image=b"picture", extension="jpg", caption="text")
+            writer.write("train", record)
+        writer.finish({})
+    handler = partial(_Quiet, directory=str(tmp_path / "set"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        shards = find_shards(f"http://127.0.0.1:{server.server_port}/train/{{0..1}}.tar")
+        message = error_of(lambda: Shards.of(shards, cache=None))
+        assert len(Shards.of(shards, cache=ShardCache(tmp_path / "shards", 1 << 30))) == 8
+        server.shutdown()
+        thread.join()
+    assert "/train/0.tar: this server gives no ranges" in message and "data.cache_gb" in message
 
 
 def test_a_full_disk_is_no_failure_of_the_store(nginx: Nginx, tmp_path: Path) -> None:
@@ -210,11 +263,25 @@ def test_s3_without_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None
     assert message.startswith("s3://pairs/0.tar: no credentials in the environment") and "ANON" in message
 
 
-def test_a_library_that_is_missing(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    message = error_of(lambda: describe(["s3://pairs/0.tar"]))
-    assert message == "s3:// needs pip install 'clipkit[remote]'"
+@pytest.mark.parametrize(
+    ("protocol", "module", "extra"),
+    [
+        ("s3", "s3fs", "remote"),
+        ("https", "fsspec", "remote"),
+        ("hf", "aiohttp", "remote"),
+        ("gs", "gcsfs", "gs"),
+    ],
+)
+def test_a_library_that_is_missing(
+    protocol: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = pytest.importorskip("fsspec.registry")
+    monkeypatch.setattr(clients, "_clients", {})
+    monkeypatch.delitem(registry._registry, protocol, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    message = error_of(lambda: describe([f"{protocol}://datasets/who/0.tar"]))
+    assert message == f"{protocol}:// needs: pip install -e '.[{extra}]'"
+    assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def test_patience_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
