@@ -4,11 +4,15 @@ import io
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import clipkit.tar
 from clipkit.errors import DataError
 from clipkit.tar import tar_files_of
 from tests.data.hostile_tars import header, pax
@@ -37,10 +41,18 @@ class Short:
 
 
 def ours(tar: bytes) -> tuple[Members, str]:
-    """The members up to the end or to a fault, and the fault."""
+    """The members up to the end or to a fault, and the fault: the same however the headers are found."""
+    found = listed(tar, at_hand=False)
+    for window in (BLOCK, 3 * BLOCK, clipkit.tar._WINDOW):
+        with patch.multiple(clipkit.tar, _WINDOW=window, _WORTH=0):
+            assert listed(tar, at_hand=True) == found
+    return found
+
+
+def listed(tar: bytes, *, at_hand: bool) -> tuple[Members, str]:
     found: Members = []
     try:
-        for one in tar_files_of("0.tar", tar):
+        for one in tar_files_of("0.tar", tar, at_hand=at_hand):
             found.append(one)
     except DataError as error:
         assert str(error).isprintable()
@@ -208,3 +220,28 @@ def test_a_store_that_gives_less_than_was_asked_for(
         assert found == theirs(tar)[: len(found)]
     else:
         assert found == theirs(tar)
+
+
+def test_the_scan_finds_nearly_all_headers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = by_tarfile(
+        [(f"inner/{n}.txt", b"x" * n, tarfile.REGTYPE, "") for n in range(9)], tarfile.PAX_FORMAT
+    )
+    members = []
+    for number in range(2000):
+        long = number == 700  # its name stands in a note
+        data = inner if number == 1460 else bytes(number)
+        members.append((f"{number}.{'日' * 60 if long else 'jpg'}", data, tarfile.REGTYPE, ""))
+    walked = []
+    follow = clipkit.tar._follow
+
+    def counted(*given: Any, most: int) -> Any:
+        walked.append(follow(*given, most=most))
+        return walked[-1]
+
+    monkeypatch.setattr(clipkit.tar, "_follow", counted)
+    monkeypatch.setattr(clipkit.tar, "_WORTH", 200)
+    for form in FORMATS[:2]:
+        walked.clear()
+        tar = by_tarfile(members, form)
+        assert listed(tar, at_hand=True) == (theirs(tar), "")
+        assert sum(len(run.headers) for run in walked) < 600
