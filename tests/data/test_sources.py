@@ -1,5 +1,7 @@
 """The ways to name a source's shards, and what is said where none are there."""
 
+import gzip
+import subprocess
 from pathlib import Path
 
 import braceexpand
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from clipkit.errors import DataError
 from data import sources
 from data.shard_file import ShardFile, is_remote
+from data.source_hints import hint_of_remote
 from data.sources import find_shards
 from data.writer import DatasetWriter, Record
 
@@ -99,6 +102,140 @@ def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
         paths_of(str(folder))
     (folder / "train" / "nshards.txt").unlink()
     assert len(paths_of(str(folder))) == 11
+
+
+# What tired people type
+
+
+def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = folder / "train"
+    every = [train / f"{number}.tar" for number in range(12)]
+    for name in ("notes.txt", ".9.tar", "0.tar.tmp"):
+        (train / name).write_bytes(b"")
+    (tmp_path / "set" / "folder.tar").mkdir()
+    assert paths_of(f"{train}/*.tar") == paths_of(f"{train}/*") == every  # 10 after 9
+    assert paths_of(f"{train}/1?.tar") == every[10:]
+    assert paths_of(f"{train}/[13].tar") == [every[1], every[3]]
+    assert paths_of(f"{tmp_path}/*/train/{{3,1?}}.tar") == [every[3], *every[10:]]
+    assert paths_of(f"{tmp_path}/**/*.tar") == every
+    (train / ".9.tar").unlink()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert paths_of("train/*.tar") == paths_of("~/s?t/train/*.tar") == every
+    strange = tmp_path / "set[1]*"  # a name with such letters is first of all a name
+    train.rename(strange)
+    assert len(paths_of(str(strange))) == 12 and paths_of(f"{strange}/3.tar") == [strange / "3.tar"]
+    monkeypatch.setattr(sources, "_MAX_SHARDS", 5)
+    with pytest.raises(DataError, match="stands for more than 5 files: name their folder"):
+        paths_of(f"{tmp_path}/*/*.tar")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no*.tar", "no tar on this disk has a name as 'no*.tar'"),
+        ("tr*", "'tr*' names folders: end it with /*.tar"),
+        ("{train,none}/*.tar", "no tar on this disk has a name as 'none/*.tar'"),
+        (
+            "*.csv",
+            "pairs.csv is a table, not a tar: make shards of it with python -m data pack pairs.csv OUT",
+        ),
+        (
+            "pairs.csv",
+            "pairs.csv is a table, not a tar: make shards of it with python -m data pack pairs.csv OUT",
+        ),
+        ("a cat.jpg", "a cat.jpg is a picture, not a tar: write a table of paths and captions"),
+        ("*.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
+        ("packed.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
+        ("train/1.tar::train/2.tar", "2 sources in one text: give them as a list, "),
+        ("train/1.tar,train/2.tar", """data.train='["train/1.tar","train/2.tar"]', or to a command"""),
+        ("train/{0..1}.tar train/{2..3}.tar", """'["train/{0..1}.tar","train/{2..3}.tar"]'"""),
+        (
+            "train/1.tar, train/2.tar; none.tar",
+            """3 sources in one text: give them as a list, data.train='["train/""",
+        ),
+        ("glyphs,digits", """'["glyphs","digits"]'"""),
+        ("train,~", """'["train","~"]'"""),
+        (
+            "s3://pairs/{0..3}.tar::s3://pairs/{4..9}.tar",
+            """["s3://pairs/{0..3}.tar","s3://pairs/{4..9}.tar"]""",
+        ),
+        ("s3://pairs/1.tar::2.tar", """["s3://pairs/1.tar","2.tar"]"""),
+        ("s3://pairs/a s3://pairs/b", """["s3://pairs/a","s3://pairs/b"]"""),
+        ("train::s3://pairs/a,s3://pairs/b", "2 sources in one text"),
+        ("https://u:Zq@h/1.tar?s=Zq,https://h/2.tar?s=Zq", """'["https://h/1.tar","https://h/2.tar"]'"""),
+        ("pipe:cat 1.tar::pipe:cat 2.tar", """["pipe:cat … 1.tar","pipe:cat … 2.tar"]"""),
+        ("s3://pairs/*.tar", "s3://pairs/*.tar: a store knows no wildcards; name the folder"),
+        ("https://h/a*/{0..3}.tar?s=Zq", "https://h/a*/{0..3}.tar: a store knows no wildcards"),
+    ],
+)
+def test_what_is_meant(source: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "pairs.csv").write_text("image,caption\n")
+    (folder / "a cat.jpg").write_bytes(b"\xff\xd8")
+    (folder / "packed.tgz").write_bytes(gzip.compress(b""))
+    with pytest.raises(DataError) as caught:
+        find_shards(source)
+    message = str(caught.value)
+    assert said in message and "Zq" not in message and len(message.splitlines()) == 1
+
+
+def test_names_that_only_look_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is taken, whatever its name; and a store or a shell may have such names."""
+    one = (folder / "train" / "1.tar").read_bytes()
+    for name in ("a,b.tar", "a b.tar", "a::b.tar", "saved.tar.gz", "odd.csv"):
+        (folder / name).write_bytes(one)
+        assert paths_of(f"{folder}/{name}") == [folder / name]
+    for source in (
+        "s3://pairs/my data/0.tar", "s3://pairs/a,b.tar", "s3://pairs/{1.tar,2.tar}", "https://h/0.tar?s=a,b.tar*",
+        "https://[::1]/0.tar", "pipe:cat a.tar,b.tar *.tar", "pipe:curl -s https://h/0.tar",
+    ):  # fmt: skip
+        assert hint_of_remote(source) is None
+    assert [one.url for one in find_shards("pipe:cat {1,2}.tar *")] == [
+        "pipe:cat 1.tar *",
+        "pipe:cat 2.tar *",
+    ]
+
+
+def test_a_folder_of_other_things(tmp_path: Path) -> None:
+    for name, said in (
+        ("0.tar.gz", "the tars in {0} are compressed: unpack them with gunzip -k '{0}'/*.tar.gz"),
+        ("0.TGZ", "the tars in {0} are compressed: unpack them with gunzip -k '{0}'/*.TGZ"),
+        ("0.tar.zst", "the tars in {0} are compressed: unpack them with unzstd '{0}'/*.zst"),
+        (
+            "0.parquet",
+            "{0} holds a table, not tars: make shards of it with python -m data pack '{0}/0.parquet' OUT",
+        ),
+        (
+            "all.csv",
+            "{0} holds a table, not tars: make shards of it with python -m data pack '{0}/all.csv' OUT",
+        ),
+        ("0.JPG", "{0} holds pictures, not tars: write a table of paths and captions"),
+        ("cats/0.webp", "{0} holds pictures, not tars: write a table of paths and captions"),
+        ("notes.txt", "no tar of split 'train' in {0}"),
+        ("cats/x/0.webp", "no tar of split 'train' in {0}; it has the folders cats"),
+    ):
+        folder = tmp_path / f"my {name.replace('/', '_')}"
+        for place in (folder, folder / "train"):
+            (place / name).parent.mkdir(parents=True)
+            (place / name).write_bytes(b"x")
+            with pytest.raises(DataError) as caught:
+                paths_of(str(folder))
+            expected = said.format(place) if not said.startswith("no tar") else said.format(folder)
+            assert str(caught.value).startswith(expected)
+
+
+def test_the_command_that_unpacks(folder: Path) -> None:
+    """The line that the message says, run by a shell."""
+    train = folder / "train"
+    wanted = {path: path.read_bytes() for path in sorted(train.glob("*.tar"))}
+    for path, data in wanted.items():
+        path.with_suffix(".tar.gz").write_bytes(gzip.compress(data))
+        path.unlink()
+    with pytest.raises(DataError) as caught:
+        paths_of(str(folder))
+    subprocess.run(str(caught.value).partition("unpack them with ")[2], shell=True, check=True)
+    assert {path: path.read_bytes() for path in paths_of(str(folder))} == wanted
 
 
 @st.composite
