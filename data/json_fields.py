@@ -5,7 +5,7 @@ from typing import Any
 
 from clipkit.errors import nearest
 
-__all__ = ["field_hint", "leaf_fields", "value_at"]
+__all__ = ["field_hint", "leaf_fields", "listed", "value_at"]
 
 _DEEPEST = 4  # objects inside one another whose fields are named
 _MOST_OF_ONE = 200  # fields of one json
@@ -45,15 +45,20 @@ def leaf_fields(meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def field_hint(name: str, known: Iterable[str]) -> str:
     """What to say where there is no such field: the nearest one, and which there are, as a line may show them."""
-    shown = sorted({_shown(one) for one in known})
-    if not shown:
+    names = {_shown(one) for one in known}
+    if not names:
         return "they have no json with any field"
-    there = ", ".join(shown[:_MOST_TOLD])
-    more = f" and {len(shown) - _MOST_TOLD:,} more" if len(shown) > _MOST_TOLD else ""
-    same = [one for one in shown if one.lower() == name.lower()]
-    hint = f"did you mean {same[0]!r}?" if same else nearest(name, shown)
-    told = f"their json has: {there}{more}"
+    same = [one for one in sorted(names) if one.lower() == name.lower()]
+    hint = f"did you mean {same[0]!r}?" if same else nearest(name, names)
+    told = f"their json has: {listed(names)}"
     return f"{hint} {told}" if hint.startswith("did you mean") else told
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of fields in one line, the first of many."""
+    shown = sorted({_shown(one) for one in names})
+    more = f" and {len(shown) - _MOST_TOLD:,} more" if len(shown) > _MOST_TOLD else ""
+    return ", ".join(shown[:_MOST_TOLD]) + more
 
 
 def _shown(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from data.captions import TEXT, CaptionRule
 from data.index import CAPTION, META
-from data.json_fields import field_hint, leaf_fields, value_at
+from data.json_fields import field_hint, leaf_fields, listed, value_at
 from data.open_shard import OpenShard, meta_of, text_of
 from data.selection import Selection
 from data.shard_file import ShardFile
@@ -20,7 +20,7 @@ from data.shard_file import ShardFile
 if TYPE_CHECKING:
     from data.remote.shard_cache import ShardCache
 
-__all__ = ["no_caption", "refuse_unknown_caption", "refuse_unknown_fields"]
+__all__ = ["no_caption", "note_texts", "refuse_unknown_caption", "refuse_unknown_fields"]
 
 _SHARDS = 8
 _SAMPLES, _REQUESTED = 1000, 32  # of each shard; where each is a request over the network
@@ -77,14 +77,14 @@ def refuse_unknown_fields(
 
 
 def _refuse_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: "ShardCache | None") -> None:
-    known: Counter[str] = Counter()
+    known: dict[str, bool] = {}
     looked = files = 0
     for one in opened:
         for text, meta in _contents(one, cache):
             if _may_have_caption(rule, text, meta):
                 return
             looked, files = looked + 1, files + (text is not None)
-            known.update(name for name, _ in leaf_fields(meta))
+            note_texts(known, meta)
     if looked:
         raise DataError(no_caption(rule, looked, files, known))
 
@@ -115,22 +115,34 @@ def _may_have_caption(rule: CaptionRule, text: str | None, meta: dict[str, Any])
     return (TEXT in rule.fields and text is not None) or any(rule.by_field(text, meta))
 
 
-def no_caption(rule: CaptionRule, looked: int, files: int, known: Counter[str]) -> str:
+def note_texts(known: dict[str, bool], meta: dict[str, Any]) -> None:
+    """Add a json's fields to those known, with whether any sample has a text there."""
+    for name, value in leaf_fields(meta):
+        several = value if isinstance(value, list) else [value]
+        known[name] = known.get(name, False) or any(isinstance(one, str) for one in several)
+
+
+def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool]) -> str:
     """The line that says which field there is not, and where captions may be.
 
     Args:
         rule: where they were looked for.
         looked: samples without one there.
         files: how many of these have a caption file.
-        known: the fields of their json.
+        known: the fields of their json, by ``note_texts``.
     """
     names = [name for name in rule.fields if name != TEXT] or ["caption"]
     none = f"no sample of {looked:,} looked at has"
-    if present := [name for name in names if known[name]]:
-        return f"{none} a text in the json field {present[0]!r}, where data.captions says that captions are"
+    texts = [name for name, has_text in known.items() if has_text]
+    if present := [name for name in names if name in known]:
+        others = listed(name for name in texts if name not in present)
+        where = f"; texts are in: {others}" if others else ""
+        return (
+            f"{none} a text in the json field {present[0]!r}, where data.captions looks for captions{where}"
+        )
     if TEXT in rule.fields:
         told = f"{none} a caption file (.txt) or the json field {names[0]!r}"
     else:
         told = f"data.captions names the json field {names[0]!r}, which {none}"
     instead = f"; {files:,} of them with a caption file: data.captions=txt takes it" if files else ""
-    return f"{told}: {field_hint(names[0], known)}{instead}"
+    return f"{told}: {field_hint(names[0], texts or known)}{instead}"

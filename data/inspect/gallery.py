@@ -12,10 +12,9 @@ import numpy.typing as npt
 from clipkit.decode import decode_image, jpeg_size
 from clipkit.errors import DataError
 from data.captions import CaptionRule
-from data.index import IMAGE
 from data.inspect.findings import Thumbnail
 from data.inspect.look import OpenBeginning
-from data.inspect.one_sample import Trial, read_texts
+from data.inspect.one_sample import Trial, read_all
 from data.open_shard import OpenShard
 
 __all__ = ["some_of_each_cause", "thumbnail"]
@@ -49,10 +48,7 @@ def thumbnail(shard: OpenShard | OpenBeginning, row: int, rule: CaptionRule, *, 
         rule: where captions are.
         cause: why it is bad, if it is.
     """
-    data = b""
-    with suppress(DataError):
-        data = shard.read(row, (IMAGE,))[0] or b""
-    texts = read_texts(shard, row, rule)
+    data, texts = read_all(shard, row, rule)
     pixels = _pixels(data, cause)
     return Thumbnail(
         picture=b"" if pixels is None else _webp(pixels),

@@ -22,7 +22,7 @@ from data.inspect.look import OpenBeginning
 from data.inspect.shard_findings import Place
 from data.open_shard import OpenShard, meta_of, text_of
 
-__all__ = ["EMPTY_CAPTION", "Making", "Picture", "Texts", "Trial", "read_texts", "try_sample"]
+__all__ = ["EMPTY_CAPTION", "Making", "Picture", "Texts", "Trial", "read_all", "read_texts", "try_sample"]
 
 EMPTY_CAPTION = "empty caption"
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -85,12 +85,25 @@ class Texts:
 
 def read_texts(shard: OpenShard | OpenBeginning, row: int, rule: CaptionRule) -> Texts:
     """All but the picture of a sample."""
-    caption, meta = "", None
+    return read_all(shard, row, rule, columns=(CAPTION, META))[1]
+
+
+def read_all(
+    shard: OpenShard | OpenBeginning,
+    row: int,
+    rule: CaptionRule,
+    *,
+    columns: tuple[int, ...] = (CAPTION, META, IMAGE),
+) -> tuple[bytes, Texts]:
+    """A sample's picture, b"" where it cannot be read, and the rest of it."""
+    caption, meta, picture = "", None, b""
     with suppress(DataError):
-        members = shard.read(row, (CAPTION, META))
+        members = shard.read(row, columns)
+        picture = b"".join(one or b"" for one in members[2:])
         meta = _meta(members[1])
         caption = _caption(rule, members)
-    return Texts(place=Place(shard=shard.file.shown, key=shard.index.key(row)), caption=caption, meta=meta)
+    place = Place(shard=shard.file.shown, key=shard.index.key(row))
+    return picture, Texts(place=place, caption=caption, meta=meta)
 
 
 def _meta(data: bytes | None) -> dict[str, Any] | None:

@@ -194,8 +194,8 @@ def _pictures(found: Findings) -> Part:
         _row("formats", formats or "none"),
         _row("wrong extension", misnamed or "none"),
         _row(f"under {found.image_size} pixels", small),
-        _row("widest", _ratio(pictures.widest, "as wide as high", pictures.widest_at)),
-        _row("tallest", _ratio(pictures.tallest, "as high as wide", pictures.tallest_at)),
+        _row("widest", _ratio(pictures.widest, "as wide as high", "wider than high", pictures.widest_at)),
+        _row("tallest", _ratio(pictures.tallest, "as high as wide", "higher than wide", pictures.tallest_at)),
         _row("unusual", marks or "none is grey, CMYK, transparent, of 16 bits or turned"),
         _row("the same file", *_duplicates(pictures.same_bytes)),
         _row("look alike", *_duplicates(pictures.same_look)),
@@ -203,12 +203,8 @@ def _pictures(found: Findings) -> Part:
     return Part(name="pictures", title="Pictures", rows=tuple(rows), charts=(pictures.width, pictures.height))
 
 
-def _ratio(ratio: float, what: str, at: Place | None) -> str:
-    return (
-        f"{ratio:.3g} times {what}: {place_of(at)}"
-        if ratio > 1
-        else f"none is more {what.replace(' as ', ' than ')[3:]}"
-    )
+def _ratio(ratio: float, times: str, more: str, at: Place | None) -> str:
+    return f"{ratio:.3g} times {times}: {place_of(at)}" if ratio > 1 else f"none is {more}"
 
 
 def _duplicates(found: Duplicates) -> Sequence[str]:

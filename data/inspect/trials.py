@@ -19,9 +19,8 @@ from data.inspect.look import OpenBeginning
 from data.inspect.one_sample import EMPTY_CAPTION, Making, Trial, try_sample
 from data.inspect.refusal import seen
 from data.inspect.summary import speed_of
-from data.json_fields import leaf_fields
 from data.open_shard import OpenShard
-from data.unknown_fields import no_caption
+from data.unknown_fields import no_caption, note_texts
 
 __all__ = ["Trials"]
 
@@ -41,7 +40,7 @@ class Trials:
         self.bad: list[Trial] = []
         self.good: list[Trial] = []
         self.sheet: list[Trial] = []
-        self._known: Counter[str] = Counter()  # fields in the json of the first bad ones
+        self._known: dict[str, bool] = {}  # fields in the json of the first bad ones
         self.read, self.bytes_read, self.read_seconds = 0, 0, 0.0
 
     def run(self, progress: Progress | None) -> Iterator[Trial]:
@@ -115,7 +114,7 @@ class Trials:
         if trial.cause:
             self.bad.append(trial)
             if not self.good:
-                self._known.update(name for name, _ in leaf_fields(trial.meta or {}))
+                note_texts(self._known, trial.meta or {})
             if not self.good and self.tried >= _FIRST_SAMPLES:
                 raise DataError(self._all_bad())
             return

@@ -72,6 +72,7 @@ METAS = of_json(
     *[{"width": 300, "caption": "x", "alt": {"en": "y"}, "tags": ["z"], "none": None} for _ in range(3)]
 )
 THERE = "their json has: alt.en, caption, tags, width"
+TEXTS = "their json has: alt.en, caption, tags"
 
 
 @pytest.mark.parametrize("shards", [1, 3, 12])
@@ -105,7 +106,7 @@ def test_a_caption_field_that_no_json_has_names_those_it_has(
     said = refusal(METAS, Selection(captions=rule), tmp_path, shards=shards)
     assert said == (
         f"data.captions names the json field 'captoin', which no sample of {3 * min(shards, 8)} looked at "
-        f"has: did you mean 'caption'? {THERE}; {3 * min(shards, 8)} of them with a caption file: "
+        f"has: did you mean 'caption'? {TEXTS}; {3 * min(shards, 8)} of them with a caption file: "
         "data.captions=txt takes it"
     )
 
@@ -117,8 +118,8 @@ def test_other_mistakes_with_where_captions_are(tmp_path: Path) -> None:
     )
     said = refusal(METAS, Selection(captions=CaptionRule(fields=("width",))), tmp_path)
     assert said == (
-        "no sample of 3 looked at has a text in the json field 'width', where data.captions says that "
-        "captions are"
+        "no sample of 3 looked at has a text in the json field 'width', where data.captions looks for captions; "
+        "texts are in: alt.en, caption, tags"
     )
     hostile = [{"json": json.dumps({"a\x1b[2J\n": 1, "x" * 99: 2, "": 3})}]
     said = refusal(hostile, Selection(captions=CaptionRule(fields=("z",))), tmp_path)
