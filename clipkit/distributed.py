@@ -70,7 +70,10 @@ def start() -> torch.device:
         ConfigError: the machine has fewer GPUs than processes.
     """
     global _failures
-    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda, gpus = torch.cuda.is_available(), torch.cuda.device_count()
+    if cuda and local_rank < gpus:
+        torch.cuda.set_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
         _failures = Failures(store, rank=rank, host=rank == 0 and not _store_is_torchruns())
@@ -82,17 +85,11 @@ def start() -> torch.device:
             world_size=world,
             timeout=_TIMEOUT,
         )
-    if not cuda:
-        return torch.device("cpu")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if max(here, local_rank + 1) > torch.cuda.device_count():
+    if cuda and local_rank >= gpus:  # said only now, when it can be said once
         raise ConfigError(
-            f"{here} processes on a machine with {torch.cuda.device_count()} GPUs: "
-            "set --nproc-per-node to the number of GPUs"
+            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
 
 
 def stop() -> None:

@@ -31,7 +31,9 @@ _NO_WORD = (
     "the connection to another process was lost, and it has left no word: it was killed, often for want of memory; "
     "the last checkpoint is kept, and the same command resumes"
 )
-_LOST = re.compile("closed by peer|reset by peer|broken pipe|connection refused|remote process exited", re.I)
+_LOST = re.compile(
+    "(gloo|nccl).*(closed by peer|reset by peer|broken pipe|remote process exited)", re.I | re.S
+)
 
 
 class Store(Protocol):
@@ -139,20 +141,18 @@ class _FailingTogether:
         if error is None or isinstance(error, SystemExit):
             return
         failures = self._failures()
-        if isinstance(
-            error, KeyboardInterrupt
-        ):  # or torchrun's SIGTERM, after which nothing more need be said
+        if isinstance(error, KeyboardInterrupt):
+            # perhaps by torchrun, because another has ended; then nothing more need be said
             _end_if_another_failed(failures, 0.0)
             return
         # torchrun ends the others as soon as one has ended, and what is left to do here takes seconds
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         told = error
-        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+        if failures is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
             _end_if_another_failed(failures, _NOTE_SECONDS)
             told = ClipkitError(_NO_WORD)
-        mistake = isinstance(
-            told, ClipkitError | OSError
-        )  # else it is ours, and each rank's traceback is shown
+        # what is no user's mistake is ours, and each rank shows its traceback
+        mistake = isinstance(told, ClipkitError | OSError)
         message = " ".join((str(told) if mistake else f"{type(told).__name__}: {told}").split())
         _tell_torchrun(f"error: {message}")
         if failures is not None:

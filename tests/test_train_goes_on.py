@@ -1,5 +1,7 @@
 """A run that has ended goes on under another setting: more bad samples allowed, more steps wanted.
 
+Of two ranks that end with a mistake, one tells of it.
+
 Every case is a real ``train.py``.
 """
 
@@ -22,6 +24,10 @@ ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 SAMPLES, BATCH = 48, 4
 BROKEN = (10, 30)
+SETTINGS = (
+    "model.name=ViT-Ti-4-16", "data.workers=0", "optim.warmup=2", "eval.data=[]", "log.tensorboard=false",
+    "log.every_steps=1",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +46,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(pairs: Path, out: Path, *more: str, status: int = 0) -> str:
     """Train, and give what was said."""
-    settings = [
-        f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", "model.name=ViT-Ti-4-16", "data.workers=0",
-        "optim.warmup=2", "eval.data=[]", "log.tensorboard=false", "log.every_steps=1",
-    ]  # fmt: skip
+    settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS]
     command = [sys.executable, str(ROOT / "train.py"), *settings, *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -107,3 +110,42 @@ def test_a_run_that_has_ended_can_be_extended(pairs: Path, tmp_path: Path) -> No
     again = train(pairs, out, "steps=7", status=1).splitlines()[-1]
     assert again == f"error: steps = 7, but {out} has made 8: set steps=8 or more, or out=… for a new run"
     assert load_config(out / "config.toml").steps == 8
+
+
+def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], str]:
+    """What two ranks and torchrun say of a training that fails: all lines of an error, and the last words."""
+    settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS, *more]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(ROOT / "train.py"), *settings], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "Gloo" not in done.stderr and "[rank" not in done.stderr
+    return [line for line in done.stderr.splitlines() if line.startswith("error")], done.stderr[-1000:]
+
+
+@pytest.mark.slow
+def test_two_ranks_save_before_they_stop_for_bad_samples(pairs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    errors, last = train_by_two(pairs, out, "steps=12", "data.max_bad=0")
+    at = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
+    assert metrics(out)[-1]["step"] == at
+    assert len(errors) == 1 and errors[0].startswith(
+        f"error: 1 of {at * BATCH + 1} samples drawn so far are bad"
+    )
+    assert errors[0] in last.partition("Root Cause")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "setting", "error"),
+    [
+        ("/nothing", "steps=2", "error: no data at '/nothing'"),  # the chief alone meets this
+        ("glyphs", "accumulate=4", "error: batch_size = 4 is no multiple of 2 processes"),  # and all this
+    ],
+)
+def test_a_mistake_is_one_line_of_two_ranks(data: str, setting: str, error: str, tmp_path: Path) -> None:
+    errors, last = train_by_two(data, tmp_path / "run", setting)
+    assert len(errors) == 1 and errors[0].startswith(error)
+    assert errors[0] in last.partition("Root Cause")[2]
