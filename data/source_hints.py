@@ -99,6 +99,8 @@ _TO_PACK = (
 
 
 def _kind(name: str) -> str | None:
+    if name.endswith(".tar"):  # there may be a million
+        return None
     name = name.lower()
     suffix = Path(name).suffix
     if suffix == ".tgz" or (suffix in _UNPACKED_BY and name.endswith(".tar" + suffix)):

@@ -86,7 +86,7 @@ def test_commands_told_by_a_program(closed_port: int, tmp_path: Path) -> None:
     """With the waits that users have."""
     commands = (
         ["index", f"http://127.0.0.1:{closed_port}/{{0..99}}.tar"],
-        ["speed", "pipe:false 0.tar"],
+        ["index", "--cache-gb", "1", "pipe:false {0..9}.tar"],
     )
     environment = {**os.environ, "CLIPKIT_CACHE": str(tmp_path), "no_proxy": "*"}
     began = time.monotonic()
