@@ -87,7 +87,8 @@ def start() -> torch.device:
         )
     if cuda and local_rank >= gpus:  # said only now, when it can be said once
         raise ConfigError(
-            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
+            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes on a machine with {gpus} GPUs: "
+            "set --nproc-per-node to the number of GPUs"
         )
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
 
