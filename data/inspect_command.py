@@ -24,7 +24,7 @@ some, spread evenly, and says so.
 
   python -m data inspect pairs --html pairs.html
   python -m data inspect 'shards/{00000..00331}.tar' --samples 10000
-  python -m data inspect pairs --filters 'width >= 256' --filters 'language = en'
+  python -m data inspect pairs --filters 'width >= 256' --filters 'lang = en'
 """
 
 
@@ -101,6 +101,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
     from data.inspect import inspect
     from data.inspect.page import page_of
     from data.inspect.table import print_table
+    from data.inspect.wording import plain
 
     with _Bars(shown=not parsed.quiet) as bars:
         found = inspect(
@@ -119,9 +120,24 @@ def _inspect(parsed: argparse.Namespace) -> int:
     print_table(found)
     if parsed.html is not None:
         _write(parsed.html, page_of(found))
+        print(f"\nwrote {plain(str(parsed.html))}")
+    elif found.bad_shown or found.same or found.alike:
+        print("\nto look at bad and double pictures: --html PAGE.html")
     if parsed.json is not None:
         _write(parsed.json, _json(found))
     return 0
+
+
+def _write(out: Path, text: str) -> None:
+    """A file that appears whole or not at all; half of a surrogate pair becomes a question mark."""
+    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        aside.write_bytes(text.encode("utf-8", "replace"))
+        aside.replace(out)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _filters(given: list[str]) -> list[str]:
@@ -166,15 +182,3 @@ class _Bars:
 
 def _json(found: "Findings") -> str:
     return json.dumps(found.to_dict(), ensure_ascii=False, indent=1) + "\n"
-
-
-def _write(out: Path, text: str) -> None:
-    """A file that appears whole or not at all; half of a surrogate pair becomes a question mark."""
-    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        aside.write_bytes(text.encode("utf-8", "replace"))
-        aside.replace(out)
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror}") from error
-    finally:
-        aside.unlink(missing_ok=True)

@@ -63,6 +63,8 @@ def _shards(found: Findings) -> Part:
     rows.append(_epoch(found))
     if shards.counted:
         spread = f"{shards.least:,} to {shards.greatest:,} samples, median {shards.median:,.0f}"
+        if shards.least == shards.greatest:
+            spread = many(shards.least, "sample")
         rows.append(_row("in one shard", spread))
     if shards.stated.shards:
         rows.append(_row("_stats.json files", *_stated(shards.stated)))

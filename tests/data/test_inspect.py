@@ -297,7 +297,8 @@ def test_hostile_text_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["inspect", str(tmp_path), *options]) == 0
     output = capsys.readouterr()
     assert output.err == ""
-    assert max(map(len, output.out.splitlines())) <= 80
+    *lines, last = output.out.splitlines()
+    assert max(map(len, lines)) <= 80 and last == f"wrote {page}"
     assert all(character.isprintable() or character == "\n" for character in output.out)
     strict = _Strict()
     strict.feed(page.read_text(encoding="utf-8"))

@@ -225,6 +225,19 @@ def test_what_takes_seconds_to_import_is_left_alone(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_who_has_no_page_is_told_of_it_where_there_is_something_to_see(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def last_line(source: Path) -> str:
+        assert main(["inspect", str(source), "--image-size", "16", "--quiet"]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    write_tar(tmp_path / "good.tar", pairs(0, 4))
+    write_tar(tmp_path / "double.tar", pairs(0, 4, pictures={1: picture(0)}))
+    assert "--html" not in last_line(tmp_path / "good.tar")
+    assert last_line(tmp_path / "double.tar") == "to look at bad and double pictures: --html PAGE.html"
+
+
 def test_filters_may_be_many() -> None:
     survey = FieldSurvey([Filter.of("a > 1"), Filter.of("b > 1")])
     for meta in ({"a": 2, "b": 2}, {"a": 2}, {"b": 2}, None):
