@@ -37,6 +37,7 @@ __all__ = [
     "jpeg_size",
     "open_image",
     "pillow_errors",
+    "plain_jpeg_size",
 ]
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
@@ -123,6 +124,12 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
     _refuse_too_large(height, width)
     _refuse_many_scans(data, height * width)
     return height, width
+
+
+def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """``jpeg_size`` of a sequential JPEG that is there to its end, which any decoder takes; else None."""
+    whole = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
+    return jpeg_size(data) if whole and _has_one_scan(data) else None
 
 
 def _refuse_too_large(height: int, width: int) -> None:

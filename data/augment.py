@@ -6,14 +6,22 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from clipkit.decode import decode_image, jpeg_size
 from clipkit.errors import DataError
 
-__all__ = ["Augmentation", "empty_batch", "preload", "random_of", "training_pixels"]
+__all__ = [
+    "Augmentation",
+    "Recipe",
+    "draw_recipe",
+    "empty_batch",
+    "follow_recipe",
+    "preload",
+    "random_of",
+    "training_pixels",
+]
 
 _ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10
@@ -48,6 +56,23 @@ class Augmentation:
 
 
 _Box = tuple[int, int, int, int]  # top, left, height, width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What chance has made of an ``Augmentation`` for one picture.
+
+    Attributes:
+        box: top, left, height and width of the crop.
+        mirrored: whether it is flipped.
+        colours: factors of brightness, contrast and saturation and the turn of the hue, None for no change.
+        grey: whether the colours go.
+    """
+
+    box: _Box
+    mirrored: bool
+    colours: tuple[float, float, float, float] | None
+    grey: bool
 
 
 def preload() -> None:
@@ -98,37 +123,56 @@ def training_pixels(
     size = jpeg_size(data) if augmentation.scaled_decode else None
     if size is None:
         image = decode_image(data)
-        box = _crop(image.shape[0], image.shape[1], augmentation.crop_scale, random)
+        recipe = draw_recipe(image.shape[0], image.shape[1], augmentation, random)
+        box = recipe.box
     else:  # the crop comes first, so that it is the same at every scale
-        box = _crop(size[0], size[1], augmentation.crop_scale, random)
+        recipe = draw_recipe(*size, augmentation, random)
+        box = recipe.box
         reduce = _reduction(min(box[2:]), image_size)
         image = decode_image(data, reduce=reduce)
         if image.shape[:2] != size:  # it stays whole where Pillow had to decode it
             box = _reduced(box, size, image.shape[:2], reduce)
-    _augment(image, box, augmentation, random, out)
-
-
-def _augment(
-    image: npt.NDArray[np.uint8],
-    box: _Box,
-    augmentation: Augmentation,
-    random: np.random.Generator,
-    out: Tensor,
-) -> None:
-    """The box of an (H, W, 3) picture → (3, S, S)."""
     top, left, height, width = box
     # torch's fast path for bytes takes pixels without gaps; it would copy them too, but more slowly
     cut = np.require(image[top : top + height, left : left + width], requirements=("C", "W"))
     # one picture as a batch with channels last; torch would not know pixels[None] for that, and copy the result
-    pixels = torch.from_numpy(cut[None]).permute(0, 3, 1, 2)  # (1, 3, H, W)
+    _finish(torch.from_numpy(cut[None]).permute(0, 3, 1, 2), recipe, out)
+
+
+def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.random.Generator) -> Recipe:
+    """What happens to a picture of this size; options that are off draw nothing."""
+    box = _crop(height, width, augmentation.crop_scale, random)
+    mirrored = bool(augmentation.flip) and random.random() < augmentation.flip
+    strength, colours = augmentation.color_jitter, None
+    if strength and random.random() < _JITTERED:
+        low, high = max(0.0, 1 - strength), 1 + strength
+        brightness, contrast, saturation = (random.uniform(low, high) for _ in range(3))
+        colours = brightness, contrast, saturation, random.uniform(-1, 1) * _HUE * strength
+    grey = bool(augmentation.grayscale) and random.random() < augmentation.grayscale
+    return Recipe(box=box, mirrored=mirrored, colours=colours, grey=grey)
+
+
+def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
+    """A whole picture, (3, H, W) uint8, → ``out``, (3, S, S) uint8, on any one device, as ``training_pixels`` does.
+
+    On a GPU torch resizes in float32, so that values differ by 1 of 255 here and there.
+    """
+    top, left, height, width = recipe.box
+    _finish(pixels[None, :, top : top + height, left : left + width], recipe, out)
+
+
+def _finish(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
+    """The crop, (1, 3, H, W) uint8, → (3, S, S)."""
     if pixels.shape[1:] != out.shape:
-        pixels = torch.nn.functional.interpolate(
-            pixels, size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
+        given = pixels if pixels.device.type == "cpu" else pixels.float()  # torch has no other kernel there
+        resized = torch.nn.functional.interpolate(
+            given, size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
         )
+        pixels = resized if resized.dtype == torch.uint8 else resized.round_().clamp_(0, 255).to(torch.uint8)
     pixels = pixels[0]
-    if augmentation.flip and random.random() < augmentation.flip:
+    if recipe.mirrored:
         pixels = pixels.flip(-1)
-    out.copy_(_recolour(pixels, augmentation, random))
+    out.copy_(_recolour(pixels, recipe))
 
 
 def _reduction(side: int, image_size: int) -> int:
@@ -146,15 +190,16 @@ def _reduced(box: _Box, size: tuple[int, ...], smaller: tuple[int, ...], by: int
     return first_row, first_column, last_row - first_row, last_column - first_column
 
 
-def _recolour(pixels: Tensor, augmentation: Augmentation, random: np.random.Generator) -> Tensor:
+def _recolour(pixels: Tensor, recipe: Recipe) -> Tensor:
     """(3, S, S) uint8 → the same with other colours."""
-    strength = augmentation.color_jitter
-    if strength and random.random() < _JITTERED:
+    if recipe.colours is not None:
         change = _functional()
-        for adjust in (change.adjust_brightness, change.adjust_contrast, change.adjust_saturation):
-            pixels = adjust(pixels, random.uniform(max(0.0, 1 - strength), 1 + strength))
-        pixels = change.adjust_hue(pixels, random.uniform(-1, 1) * _HUE * strength)
-    if augmentation.grayscale and random.random() < augmentation.grayscale:
+        brightness, contrast, saturation, hue = recipe.colours
+        pixels = change.adjust_brightness(pixels, brightness)
+        pixels = change.adjust_contrast(pixels, contrast)
+        pixels = change.adjust_saturation(pixels, saturation)
+        pixels = change.adjust_hue(pixels, hue)
+    if recipe.grey:
         pixels = _functional().rgb_to_grayscale(pixels, num_output_channels=3)
     return pixels
 

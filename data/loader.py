@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from clipkit.decode import plain_jpeg_size
 from clipkit.errors import DataError
 from clipkit.tokenizer import MAX_CHARACTERS
-from data.augment import Augmentation, empty_batch, preload, random_of, training_pixels
+from data.augment import Augmentation, draw_recipe, empty_batch, preload, random_of, training_pixels
+from data.device_decode import JpegOfRow, Undecoded, decode_into
 from data.order import Order
 from data.shards import Sample, Shards
 from data.workers import Workers, leave_signals_to_the_trainer
@@ -39,16 +41,18 @@ class Batch:
     """One rank's part of a global batch.
 
     Attributes:
-        images: (B, 3, S, S) uint8, channels last in memory.
+        images: (B, 3, S, S) uint8, channels last in memory; rows of what is yet to be decoded are undefined.
         tokens: (B, L) int64, trimmed to the longest caption of this part.
         ids: (B,) int64, sample numbers; a bad sample's substitute stands under its own number.
         bad: the samples that were replaced.
+        undecoded: JPEGs that ``Loader.on_device`` is to decode; None where there are none.
     """
 
     images: Tensor
     tokens: Tensor
     ids: Tensor
     bad: tuple[BadSample, ...] = ()
+    undecoded: Undecoded | None = None
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory; torch's loader calls this."""
@@ -61,6 +65,8 @@ class Loader:
 
     The content of a batch follows from (seed, step, rank, world) alone, so the loader has no state: iterating
     from step n gives what a run would have seen that never stopped.
+
+    With ``decode_later`` plain JPEGs are decoded by ``on_device``.
     """
 
     shards: Shards
@@ -72,6 +78,7 @@ class Loader:
     world: int = 1
     workers: int = 0
     pin: bool = False
+    decode_later: bool = False
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of steps ``start`` to ``stop - 1``.
@@ -105,43 +112,71 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """This rank's part of the batch after ``step`` others."""
         draw = self.order.batch(step, rank=self.rank, world=self.world)
-        bad: list[BadSample] = []
-        images = empty_batch(len(draw.ids), self.image_size)
-        drawn = zip(draw.ids.tolist(), draw.epochs.tolist(), images, strict=True)
+        part = _Part(images=empty_batch(len(draw.ids), self.image_size))
+        drawn = zip(draw.ids.tolist(), draw.epochs.tolist(), range(len(draw.ids)), strict=True)
         with _one_thread():
-            captions = [self._take(number, epoch, out, bad) for number, epoch, out in drawn]
-        tokens = self.tokenize(captions)
-        return Batch(images=images, tokens=tokens, ids=torch.from_numpy(draw.ids), bad=tuple(bad))
+            captions = [self._take(number, epoch, row, part) for number, epoch, row in drawn]
+        return Batch(
+            images=part.images,
+            tokens=self.tokenize(captions),
+            ids=torch.from_numpy(draw.ids),
+            bad=tuple(part.bad),
+            undecoded=Undecoded.of(part.later) if part.later else None,
+        )
 
-    def _take(self, number: int, epoch: int, out: Tensor, bad: list[BadSample]) -> str:
+    def on_device(self, batch: Batch, step: int, device: torch.device) -> Batch:
+        """The batch after ``step`` others on a device, all its pictures decoded.
+
+        Where one does not decode there, the whole batch is made again without ``decode_later``, so that what is bad
+        is found and replaced as ever.
+
+        Raises:
+            DataError: as for ``batches``.
+        """
+        images = batch.images.to(device, non_blocking=True)
+        if batch.undecoded is not None:
+            try:
+                decode_into(images, batch.undecoded)
+            except DataError:
+                batch = replace(self, decode_later=False).batch(step)
+                images = batch.images.to(device)
+        tokens = batch.tokens.to(device, non_blocking=True)
+        return replace(batch, images=images, tokens=tokens, undecoded=None)
+
+    def _take(self, number: int, epoch: int, row: int, part: "_Part") -> str:
         """The caption of sample ``number``, or if it is bad of another one that (seed, epoch, number) determines.
 
-        The picture goes to ``out``, (3, S, S) uint8.
+        The picture goes to the row of the images, or is left for later.
         """
         substitutes = None
         chosen = number
         for _ in range(_SUBSTITUTES):
             try:
-                return self._decode(chosen, epoch, out)
+                return self._decode(chosen, epoch, row, part)
             except DataError as error:
                 shard, key = self.shards.locate(chosen)
-                bad.append(BadSample(shard=shard, key=key, cause=str(error)))
+                part.bad.append(BadSample(shard=shard, key=key, cause=str(error)))
             substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, number)
             chosen = int(substitutes.integers(len(self.shards)))
-        last = bad[-1]
+        last = part.bad[-1]
         raise DataError(
             f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}"
         )
 
-    def _decode(self, number: int, epoch: int, out: Tensor) -> str:
+    def _decode(self, number: int, epoch: int, row: int, part: "_Part") -> str:
         sample = self.shards.read(number)
         caption = self._caption(sample, epoch)
+        random = random_of(self.order.seed, _CROP, epoch, number)
+        if self.decode_later and (size := plain_jpeg_size(sample.image)) is not None:
+            recipe = draw_recipe(*size, self.augmentation, random)
+            part.later.append(JpegOfRow(row=row, data=sample.image, size=size, recipe=recipe))
+            return caption
         training_pixels(
             sample.image,
             image_size=self.image_size,
             augmentation=self.augmentation,
-            random=random_of(self.order.seed, _CROP, epoch, number),
-            out=out,
+            random=random,
+            out=part.images[row],
         )
         return caption
 
@@ -156,6 +191,15 @@ class Loader:
         if len(caption) > MAX_CHARACTERS:
             raise DataError(f"caption of {len(caption)} characters")
         return caption
+
+
+@dataclass(kw_only=True, slots=True)
+class _Part:
+    """A batch in the making."""
+
+    images: Tensor
+    bad: list[BadSample] = field(default_factory=list)
+    later: list[JpegOfRow] = field(default_factory=list)
 
 
 @contextmanager

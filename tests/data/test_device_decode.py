@@ -1,0 +1,154 @@
+"""JPEGs decoded where the model is: here by torchcodec on the CPU, and by nvJPEG where there is a GPU."""
+
+import builtins
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from clipkit.decode import plain_jpeg_size
+from clipkit.errors import ConfigError
+from clipkit.text_input import ClipTokenizer
+from data.augment import Augmentation, draw_recipe, empty_batch, follow_recipe, random_of, training_pixels
+from data.device_decode import jpeg_decoder
+from data.loader import Batch, Loader
+from data.order import Order
+from data.shards import Shards
+from data.sources import find_shards
+from data.writer import DatasetWriter, Record
+from tests.clipkit.made_pictures import PICTURES, encoded, picture, scene
+
+CHANGED = Augmentation(crop_scale=0.4, flip=0.5, color_jitter=0.4, grayscale=0.2)
+CPU = torch.device("cpu")
+
+
+def pictures() -> list[tuple[str, bytes]]:
+    photograph = Image.fromarray(scene(90, 120))
+    return [
+        ("jpg", encoded(photograph, "JPEG", quality=90)),
+        ("jpg", encoded(photograph, "JPEG", progressive=True)),
+        ("jpg", encoded(photograph.convert("L"), "JPEG")),
+        ("jpg", encoded(photograph, "JPEG", subsampling=0)),
+        ("png", encoded(photograph, "PNG")),
+        ("jpg", encoded(photograph.rotate(90, expand=True), "JPEG", quality=75)),
+        ("jpg", encoded(photograph.convert("CMYK"), "JPEG")),
+    ]
+
+
+def loader_of(folder: Path, added: list[tuple[str, bytes]], **more: Any) -> Loader:
+    with DatasetWriter(folder, samples_per_shard=10) as writer:
+        for number, (extension, image) in enumerate(pictures() * 4 + added):
+            record = Record(key=f"{number:04d}", image=image, extension=extension, caption=f"number {number}")
+            writer.write("train", record)
+        writer.finish({})
+    shards = Shards.of(find_shards(str(folder)))
+    order = Order(shards.counts, seed=1, batch_size=8)
+    return Loader(
+        shards=shards,
+        order=order,
+        image_size=32,
+        tokenize=ClipTokenizer(context_length=8),
+        augmentation=CHANGED,
+        **more,
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
+
+
+def both(loader: Loader, steps: int, device: torch.device = CPU) -> list[tuple[Batch, Batch]]:
+    """Each batch as it always is, and decoded later."""
+    later = replace(loader, decode_later=True)
+    return [
+        (batch, later.on_device(undecoded, step, device))
+        for step, (batch, undecoded) in enumerate(
+            zip(loader.batches(0, steps), later.batches(0, steps), strict=True)
+        )
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_batches_are_the_same(tmp_path: Path, workers: int) -> None:
+    loader = loader_of(tmp_path / "set", [], workers=workers)
+    left = [batch.undecoded for batch in replace(loader, decode_later=True).batches(0, 6)]
+    assert sum(len(one.jpegs) for one in left if one is not None) > 20  # most of 48
+    for batch, later in both(loader, 6):
+        assert later.undecoded is None
+        assert torch.equal(batch.images, later.images) and torch.equal(batch.tokens, later.tokens)
+        assert torch.equal(batch.ids, later.ids) and later.bad == ()
+
+
+def test_what_does_not_decode_is_found_and_replaced_as_ever(tmp_path: Path) -> None:
+    whole = pictures()[0][1]
+    at = whole.index(b"\xff\xda") + 40  # within the coded data: another picture, or none
+    wrong_size = bytearray(whole)
+    wrong_size[whole.index(b"\xff\xc0") + 5] += 1  # 256 rows more than there are
+    broken = [
+        ("jpg", whole[: len(whole) // 2]),
+        ("jpg", whole[: len(whole) // 2] + b"\xff\xd9"),
+        ("jpg", bytes(wrong_size)),
+        ("jpg", whole[:at] + b"\xff\xd9"),
+        ("jpg", whole[:at] + b"\xff\x01\xff\x77" * 9 + whole[at:]),
+        ("png", b"nothing"),
+    ]
+    loader = loader_of(tmp_path / "set", broken)
+    bad = 0
+    for batch, later in both(loader, 20):
+        assert torch.equal(batch.ids, later.ids) and batch.bad == later.bad
+        assert torch.equal(batch.images, later.images)
+        bad += len(batch.bad)
+    assert bad > 5
+
+
+@pytest.mark.parametrize("name", list(PICTURES))
+def test_only_plain_whole_jpegs_are_left_for_later(name: str) -> None:
+    data = picture(name)
+    size = plain_jpeg_size(data)
+    if size is not None:
+        with Image.open(io.BytesIO(data)) as image:
+            assert image.format == "JPEG" and (image.height, image.width) == size
+            assert image.mode in ("RGB", "L") and "progression" not in image.info
+        assert plain_jpeg_size(data[:-2]) is None
+
+
+def test_a_recipe_gives_what_training_sees() -> None:
+    content = scene(200, 300)
+    data = encoded(Image.fromarray(content), "PNG")
+    for seed in range(20):
+        out = empty_batch(1, 48)[0]
+        training_pixels(data, image_size=48, augmentation=CHANGED, random=random_of(seed), out=out)
+        recipe = draw_recipe(200, 300, CHANGED, random_of(seed))
+        again = empty_batch(1, 48)[0]
+        follow_recipe(torch.from_numpy(content).permute(2, 0, 1), recipe, again)
+        assert torch.equal(out, again)
+
+
+def test_without_torchcodec_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name.startswith("torchcodec"):
+            raise ImportError(name)
+        return load(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=r"data\.nvjpeg = true needs torchcodec"):
+        jpeg_decoder()
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_nearly_the_same(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    loader = loader_of(tmp_path / "set", [])
+    for batch, later in both(loader, 6, torch.device("cuda")):
+        assert torch.equal(batch.ids, later.ids)
+        apart = (batch.images.int() - later.images.cpu().int()).abs().float()
+        assert apart.mean() < 1 and np.quantile(apart.numpy(), 0.99) < 8
