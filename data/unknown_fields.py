@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["no_caption", "note_texts", "refuse_unknown_caption", "refuse_unknown_fields"]
 
 _SHARDS = 8
+_FETCHED = 2  # besides the first, where each may take minutes to fetch
 _SAMPLES, _REQUESTED = 1000, 32  # of each shard; where each is a request over the network
 
 
@@ -43,7 +44,8 @@ def refuse_unknown_caption(
     if (
         "caption" in selection.need and selection.captions.choice != "all"
     ):  # samples without one count, as bad
-        others = _opened(shards[1:], selection, cache, most=_SHARDS - 1)
+        most = _FETCHED if any(one.is_remote for one in shards) else _SHARDS - 1
+        others = _opened(shards[1:], selection, cache, most=most)
         _refuse_caption(chain([first], others), selection.captions, cache)
 
 

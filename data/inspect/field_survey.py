@@ -1,5 +1,7 @@
 """The json of samples: which fields it has and what is in them, and how many samples pass the filters."""
 
+import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +18,26 @@ _MOST_FIELDS = 1000  # that are counted
 _TOLD_FIELDS = 40
 _MOST_VALUES = 500  # different ones of a field that are counted
 _FEW = 8  # different values that are all told
+_MOST_NUMBERS = 4096  # of a field that the median is taken of
 _TOLD_VALUES, _LONGEST = 3, 40
 _KINDS = {bool: "true or false", int: "number", float: "number", str: "text", list: "list"}
+
+
+class _Numbers:
+    """The range of numbers, and some of them, spread evenly."""
+
+    def __init__(self) -> None:
+        self.low, self.high = math.inf, -math.inf
+        self.some = array("d")
+        self._count, self._every = 0, 1
+
+    def add(self, number: float) -> None:
+        self.low, self.high = min(self.low, number), max(self.high, number)
+        if self._count % self._every == 0:
+            self.some.append(number)
+            if len(self.some) >= _MOST_NUMBERS:
+                self.some, self._every = self.some[::2], 2 * self._every
+        self._count += 1
 
 
 class _Seen:
@@ -25,20 +45,20 @@ class _Seen:
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
-        self.numbers: list[float] = []
+        self.numbers = _Numbers()
+        self.lengths = _Numbers()
         self.values: Counter[str] = Counter()
-        self.lengths: list[int] = []
         self.more = 0  # values beyond those that are counted
 
     def add(self, value: Any) -> None:
         self.kinds[_KINDS.get(type(value), "text")] += 1
         if isinstance(value, list):
-            self.lengths.append(len(value))
+            self.lengths.add(len(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             if (
                 abs(value) < 1e300
             ):  # JSON of Python also knows NaN and Infinity, and whole numbers of any length
-                self.numbers.append(float(value))
+                self.numbers.add(value)
         else:
             shown = str(value).lower() if isinstance(value, bool) else str(value)[: _LONGEST + 1]
             if shown in self.values or len(self.values) < _MOST_VALUES:
@@ -49,13 +69,13 @@ class _Seen:
     def told(self) -> str:
         """In words."""
         parts = []
-        if self.numbers:
-            low, middle, high = np.quantile(self.numbers, (0, 0.5, 1)).tolist()
+        if self.numbers.some:
+            low, high, middle = self.numbers.low, self.numbers.high, float(np.median(self.numbers.some))
             parts.append(f"{low:,.6g} to {high:,.6g}, median {middle:,.6g}" if low < high else f"{low:,.6g}")
         if self.values:
             parts.append(self._texts())
-        if self.lengths:
-            least, most = min(self.lengths), max(self.lengths)
+        if self.lengths.some:
+            least, most = int(self.lengths.low), int(self.lengths.high)
             parts.append(f"{least} to {most} items" if least < most else f"{least} items")
         return "; ".join(parts)
 

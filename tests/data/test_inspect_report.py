@@ -1,12 +1,14 @@
 """What an inspection tells of the json, filters, `_stats.json`, steps, and the pictures that it shows."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clipkit.errors import ConfigError, DataError
@@ -83,6 +85,16 @@ def test_json_of_any_kind_does_no_harm() -> None:
     assert found.read == len(odd) + 2001 and found.with_json == found.read - 1
     assert len(found.fields) == 40 and found.fields[0].name == "n" and found.more == 960
     assert found.fields[0].values == "-3" and survey.filtered() is None
+
+
+def test_of_many_numbers_the_range_is_exact_and_the_median_near() -> None:
+    survey = FieldSurvey([])
+    for number in np.random.default_rng(0).permutation(50_000).tolist():
+        survey.add({"n": number})
+    told = re.fullmatch(r"(\S+) to (\S+), median (\S+)", survey.found().fields[0].values)
+    assert told is not None
+    low, high, median = told.groups()
+    assert (low, high) == ("0", "49,999") and abs(float(median.replace(",", "")) - 25_000) < 1500
 
 
 def test_what_filters_leave(tmp_path: Path) -> None:
