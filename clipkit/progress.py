@@ -241,7 +241,7 @@ class _Wandb:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("log.wandb is set but wandb is missing: pip install 'clipkit[log]'") from error
+            raise ConfigError("log.wandb is set but wandb is missing: pip install -e '.[log]'") from error
         identity = run / "wandb_id"
         if not identity.is_file():
             identity.write_text(f"{run.name}-{time.time_ns():x}\n")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -213,6 +214,8 @@ def make_manifest(
     shards = [shard for source in sources for shard in source]
     if not shards:
         raise DataError("no shards were given")
+    if cache is None:
+        _check_ranges(shards)
     place = _place(shards, [len(source) for source in sources], selection)
     kept = Manifest.load(place)
     if kept is not None and (stats or not kept.stated):
@@ -231,6 +234,15 @@ def make_manifest(
     with suppress(OSError):  # it will be made again
         manifest.save(place)
     return manifest
+
+
+def _check_ranges(shards: Sequence[ShardFile]) -> None:
+    """That the servers give parts of files, which reading without a cache needs even where all is counted."""
+    places = {urlsplit(shard.url)[:2]: shard for shard in shards if shard.is_remote and shard.size > 0}
+    if places:
+        from data.remote import store
+    for shard in places.values():
+        store.read_range(shard, 0, 1)
 
 
 def _assembled(

@@ -293,5 +293,5 @@ def run(options: ExportOptions) -> int:
 def _verdict(one: Exported) -> str:
     if one.difference is None:
         package = TARGETS[one.target].distribution
-        return f"not checked, as {package} is not installed: pip install 'clipkit[export]'"
+        return f"not checked, as {package} is not installed: pip install -e '.[export]'"
     return f"loaded back by {one.library}, embeddings differ by at most {one.difference:.1e}"

@@ -93,7 +93,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
         import onnx  # noqa: F401 (the exporter would find out later, with a long message)
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"ONNX needs {error.name}: pip install 'clipkit[export]'") from error
+        raise ConfigError(f"ONNX needs {error.name}: pip install -e '.[export]'") from error
     size = model.preprocess.image_size
     pixels = torch.zeros(2, 3, size, size)
     tokens = model.tokenizer(["a cat", "a dog on a mat"])

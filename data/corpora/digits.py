@@ -38,7 +38,7 @@ def make(out: Path) -> None:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("the digits come with scikit-learn: run pip install 'clipkit[eval]'") from error
+        raise DataError("the digits come with scikit-learn: run pip install -e '.[eval]'") from error
     from PIL import Image
 
     bunch = load_digits()

@@ -209,7 +209,7 @@ def test_a_library_that_is_not_installed(
     monkeypatch.setitem(exporting.TARGETS, "timm", replace(TARGETS["timm"], package="no_such_package"))
     monkeypatch.setattr(exporting, "load", lambda *_, **__: model)
     assert run(ExportOptions(model="x", out=tmp_path / "out", to=["timm"])) == 0
-    assert "timm: 2 files; not checked, as timm is not installed: pip install 'clipkit[export]'" in (
+    assert "timm: 2 files; not checked, as timm is not installed: pip install -e '.[export]'" in (
         capsys.readouterr().out
     )
     assert "Checked" not in (tmp_path / "out" / "README.md").read_text()

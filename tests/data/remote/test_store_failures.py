@@ -175,6 +175,7 @@ def test_a_server_without_ranges_is_told_before_samples_are_read(
         shards = find_shards(f"http://127.0.0.1:{server.server_port}/train/{{0..1}}.tar")
         message = error_of(lambda: Shards.of(shards, cache=None))
         assert len(Shards.of(shards, cache=ShardCache(tmp_path / "shards", 1 << 30))) == 8
+        assert error_of(lambda: Shards.of(shards, cache=None)) == message  # now that all is counted, too
         server.shutdown()
         thread.join()
     assert "/train/0.tar: this server gives no ranges" in message and "data.cache_gb" in message
