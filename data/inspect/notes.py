@@ -74,7 +74,9 @@ def _count_notes(found: Findings) -> Iterator[Note]:
     if filtered is not None:
         for unknown in filtered.unknown:
             yield Note(text=plain(unknown, 1000), grave=True)
-        if not filtered.passed and not filtered.unknown:
+        if filtered.passed:
+            yield Note(text=f"the filters leave {of_all(filtered.passed, filtered.read)} of the samples read")
+        elif not filtered.unknown:
             yield Note(text="no sample read passes the filters", grave=True)
     if found.left < found.batch_size and (filtered is None or filtered.passed):
         yield Note(

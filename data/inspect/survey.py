@@ -69,17 +69,9 @@ def inspect(
     fields = FieldSurvey([Filter.of(one) for one in filters])
     course = Course(list_shards(sources, split=split), captions, cache)
     course.look(shards, progress)
-    chosen = course.spread(samples)
     pictures, texts = PictureSurvey(image_size), CaptionSurvey(CONTEXT_LENGTH)
-    trials = Trials(course, chosen, image_size)
-    for trial in trials.run(progress):
-        texts.add(trial.caption, trial.place)
-        fields.add(trial.meta)
-        pictures.add(trial)
-        trial.meta = None  # many of them would take much memory
-    for more in course.more_texts(chosen):
-        texts.add(more.caption, more.place)
-        fields.add(more.meta)
+    trials = Trials(course, course.spread(samples), image_size)
+    _read(trials, pictures, texts, fields, progress)
     return Findings(
         sources=tuple(map(shown, sources)),
         image_size=image_size,
@@ -95,18 +87,41 @@ def inspect(
         pictures=pictures.found(),
         speed=trials.speed(rate),
         sheet=tuple(map(sheet_entry, trials.sheet)),
-        bad_shown=tuple(
-            _thumbnail(course, trial.shard, trial.row, trial.cause)
-            for trial in some_of_each_cause(trials.bad)
+        bad_shown=_thumbnails(
+            course, [(one.shard, one.row, one.cause) for one in some_of_each_cause(trials.bad)]
         ),
-        same=tuple(tuple(_thumbnail(course, *one) for one in group) for group in pictures.same_shown()),
-        alike=tuple(tuple(_thumbnail(course, *one) for one in group) for group in pictures.alike_shown()),
+        same=tuple(_thumbnails(course, group) for group in pictures.same_shown()),
+        alike=tuple(_thumbnails(course, group) for group in pictures.alike_shown()),
         seconds=time.monotonic() - began,
     )
 
 
-def _thumbnail(course: Course, shard: int, row: int, cause: str = "") -> Thumbnail:
-    return thumbnail(course.shard(shard), row, course.selection.captions, cause=cause)
+def _read(
+    trials: Trials,
+    pictures: PictureSurvey,
+    texts: CaptionSurvey,
+    fields: FieldSurvey,
+    progress: Progress | None,
+) -> None:
+    """Hand what samples hold to those who survey it."""
+    for trial in trials.run(progress):
+        texts.add(trial.caption, trial.place)
+        fields.add(trial.meta)
+        pictures.add(trial)
+        trial.meta = None  # many of them would take much memory
+    for more in trials.course.more_texts(trials.spots):
+        texts.add(more.caption, more.place)
+        fields.add(more.meta)
+
+
+def _thumbnails(
+    course: Course, samples: Sequence[tuple[int, int] | tuple[int, int, str]]
+) -> tuple[Thumbnail, ...]:
+    """Pictures of samples: number of the shard, row, and why it is bad if it is."""
+    rule = course.selection.captions
+    return tuple(
+        thumbnail(course.shard(shard), row, rule, cause="".join(cause)) for shard, row, *cause in samples
+    )
 
 
 def _check(*, samples: int, shards: int, image_size: int, rate: float, batch_size: int) -> None:

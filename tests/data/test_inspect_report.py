@@ -107,6 +107,7 @@ def test_what_filters_leave(tmp_path: Path) -> None:
     assert row(found, "shards", "one epoch") == "1 step of 4 samples (--batch-size sets the batch)"
     assert row(found, "fields", "filters") == "width >= 106 | lang = en"
     assert "4 of 13 (30.8%) pass | 6 left out" in row(found, "fields", "after the filters")
+    assert "the filters leave 4 of 13 (30.8%) of the samples read" in told(found)
     assert found.sampled.tried == 13 and not any(note.grave for note in notes(found))
 
 
