@@ -104,7 +104,7 @@ def _sheet(found: Findings) -> str:
 
 def _entry(entry: SheetEntry) -> str:
     rest = f"<s>{escape(plain(entry.rest, 600))}</s>" if entry.rest else ""
-    tokens = f"{entry.tokens} tokens" if entry.tokens < 1024 else "1,024 tokens or more"
+    tokens = f"{entry.tokens}&nbsp;tokens" if entry.tokens < 1024 else "1,024 tokens or more"
     return (
         f'<li>{_picture(entry)}<p class="caption">{escape(plain(entry.caption, 600))}{rest}</p>'
         f'<p class="where">{_where(entry.place)} · {tokens}</p></li>'
