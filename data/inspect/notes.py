@@ -89,9 +89,9 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
     names, sampled, captions = found.names, found.sampled, found.captions
     left_out = names.without_caption + names.without_picture
     if left_out:
+        share = percent(left_out, names.groups)
         yield Note(
-            text=f"{left_out:,} of {names.groups:,} samples ({percent(left_out, names.groups)}) lack a picture or a caption "
-            "and are left out"
+            text=f"{left_out:,} of {names.groups:,} samples ({share}) lack a picture or a caption and are left out"
         )
     limit = f"training stops beyond {100 * found.max_bad:g}% (data.max_bad)"
     told = f"{percent(sampled.bad, sampled.tried)} of the samples are bad; {limit}"
