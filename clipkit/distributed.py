@@ -4,14 +4,16 @@ Everything works without a process group too, as the single process of a world o
 """
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from clipkit.errors import ConfigError
@@ -24,7 +26,10 @@ __all__ = [
 ]  # fmt: skip
 
 _TIMEOUT = timedelta(minutes=10)
+_POLL_SECONDS = 0.1
 _failures: Failures | None = None  # of the process group
+_store: Store | None = None  # that its ranks met in
+_messages = count()  # of the chief
 
 
 def check_launch() -> None:
@@ -69,18 +74,18 @@ def start() -> torch.device:
     Raises:
         ConfigError: the machine has fewer GPUs than processes.
     """
-    global _failures
+    global _failures, _store
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda, gpus = torch.cuda.is_available(), torch.cuda.device_count()
     if cuda and local_rank < gpus:
         torch.cuda.set_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
-        _failures = Failures(store, rank=rank, host=rank == 0 and not _store_is_torchruns())
+        _store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
+        _failures = Failures(_store, rank=rank, host=rank == 0 and not _store_is_torchruns())
         # tensors on the CPU go by gloo, so that agreeing on a flag never waits for a GPU's queue
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=PrefixStore("clipkit", store),
+            store=PrefixStore("clipkit", _store),
             rank=rank,
             world_size=world,
             timeout=_TIMEOUT,
@@ -152,9 +157,19 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def bytes_of_chief(content: bytes) -> bytes:
-    """Rank 0's bytes, on each rank; what the others give is ignored."""
+    """Rank 0's bytes, on each rank; what the others give is ignored.
+
+    The others wait for them as long as it takes, so that the chief may count shards for hours.
+    """
     if world_size() == 1:
         return content
+    assert _store is not None
+    ready = f"clipkit/bytes/{next(_messages)}"
+    if rank() == 0:
+        _store.set(ready, "")
+    else:
+        while not _store.check([ready]):  # wait() would keep others from the store
+            time.sleep(_POLL_SECONDS)
     size = torch.tensor(len(content))
     dist.broadcast(size, src=0)
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if rank() == 0 else None

@@ -2,7 +2,11 @@
 
 import hashlib
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+
+import torch.distributed as dist
 
 from clipkit import distributed
 
@@ -11,6 +15,9 @@ CONTENTS = (b"x", bytes(range(256)) * 5000 + b"end", b"\0" * 7)
 if __name__ == "__main__":
     distributed.start()
     rank = distributed.rank()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    if rank == 0:
+        time.sleep(5)  # as if it were counting shards; by torch alone the other would give up
     found = [distributed.bytes_of_chief(content if rank == 0 else b"other") for content in CONTENTS]
     digests = [hashlib.sha256(content).hexdigest() for content in found]
     (Path(sys.argv[1]) / str(rank)).write_text("\n".join(digests))

@@ -44,7 +44,7 @@ def test_there_is_a_test_split_only_and_a_card(tmp_path: Path) -> None:
 
 def test_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'clipkit\[eval\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '\.\[eval\]'"):
         digits.make(tmp_path / "digits")
     assert not (tmp_path / "digits").exists()
 
