@@ -51,6 +51,7 @@ from clipkit.run_folder import (
 from data.augment import Augmentation
 from data.cache import shard_cache
 from data.captions import CaptionRule
+from data.device_decode import require_nvjpeg
 from data.loader import Loader
 from data.manifest import Manifest, make_manifest
 from data.order import Order
@@ -83,6 +84,8 @@ def main() -> int:
         distributed.stop()
         return 0
     check_split(config, world)
+    if config.data.nvjpeg:
+        require_nvjpeg(device)
     bf16 = use_bf16(config, device)
 
     # 3. The run folder: ours alone, and of this configuration.
@@ -131,6 +134,7 @@ def main() -> int:
             world=world,
             workers=config.data.workers,
             pin=device.type == "cuda",
+            decode_later=config.data.nvjpeg,
         )
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
@@ -183,8 +187,8 @@ def main() -> int:
                 # 7a. The next batch, already on its way.
                 asked = clock()
                 batch = next(batches)
-                images = batch.images.to(device, non_blocking=True)
-                tokens = batch.tokens.to(device, non_blocking=True)
+                batch = loader.on_device(batch, step, device)
+                images, tokens = batch.images, batch.tokens
                 waited += clock() - asked
 
                 # 7b. The gradient of the global batch, clipped, and one update.

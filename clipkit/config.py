@@ -68,6 +68,7 @@ class DataConfig:
     )
     grayscale: float = 0.0  # probability that a picture loses its colours
     scaled_decode: bool = False  # decode large JPEGs at a part of their size; changes values by 0.7 of 255
+    nvjpeg: bool = False  # decode plain JPEGs on the GPU, through torchcodec; values differ by rounding
     # share of all samples drawn, again in each epoch, that may be bad before the run saves and stops; 0: none
     max_bad: float = 0.05
 
@@ -82,6 +83,7 @@ class DataConfig:
         require(0 <= self.flip <= 1, "data.flip", self.flip, "0 to 1")
         require(0 <= self.color_jitter <= 2, "data.color_jitter", self.color_jitter, "0 to 2")
         require(0 <= self.grayscale <= 1, "data.grayscale", self.grayscale, "0 to 1")
+        require(not (self.nvjpeg and self.scaled_decode), "data.nvjpeg", True, "not with data.scaled_decode")
         require(0 <= self.max_bad <= 1, "data.max_bad", self.max_bad, "0 to 1")
 
     def _check_captions(self) -> None:

@@ -75,13 +75,14 @@ class Recipe:
     grey: bool
 
 
-def preload() -> None:
+def preload(augmentation: Augmentation) -> None:
     """Import what the first picture needs, so that worker processes share it instead of each importing it."""
     import simplejpeg  # noqa: F401
     from PIL import Image
 
     Image.init()
-    _functional()
+    if augmentation.color_jitter or augmentation.grayscale:
+        _functional()
 
 
 def empty_batch(count: int, image_size: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError
 from data.augment import Recipe, follow_recipe
 
-__all__ = ["JpegOfRow", "Undecoded", "decode_into", "jpeg_decoder"]
+__all__ = ["JpegOfRow", "Undecoded", "decode_into", "jpeg_decoder", "require_nvjpeg"]
 
 
 class JpegOfRow(NamedTuple):
@@ -70,6 +70,17 @@ def decode_into(images: Tensor, undecoded: Undecoded) -> None:
         if tuple(pixels.shape[1:]) != one.size:
             raise DataError("picture does not decode: it has two sizes")
         follow_recipe(pixels, one.recipe, images[one.row])
+
+
+def require_nvjpeg(device: torch.device) -> None:
+    """See before a training that nvJPEG is there.
+
+    Raises:
+        ConfigError: it is not, and what to do.
+    """
+    if device.type != "cuda":
+        raise ConfigError("data.nvjpeg = true needs a GPU, and there is none here: leave it out")
+    jpeg_decoder()
 
 
 def jpeg_decoder() -> Callable[..., Any]:

@@ -87,7 +87,7 @@ class Loader:
             DataError: no usable sample was found in place of a bad one, or a worker was killed.
         """
         if self.workers:
-            preload()
+            preload(self.augmentation)
         with warnings.catch_warnings():  # of more workers than cores: their number is the user's choice
             warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
             loader: DataLoader[Batch | DataError] = DataLoader(

@@ -15,7 +15,7 @@ from clipkit.decode import plain_jpeg_size
 from clipkit.errors import ConfigError
 from clipkit.text_input import ClipTokenizer
 from data.augment import Augmentation, draw_recipe, empty_batch, follow_recipe, random_of, training_pixels
-from data.device_decode import jpeg_decoder
+from data.device_decode import jpeg_decoder, require_nvjpeg
 from data.loader import Batch, Loader
 from data.order import Order
 from data.shards import Shards
@@ -141,6 +141,11 @@ def test_without_torchcodec_the_line_says_how_to_get_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ConfigError, match=r"data\.nvjpeg = true needs torchcodec"):
         jpeg_decoder()
+
+
+def test_nvjpeg_is_for_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"data\.nvjpeg = true needs a GPU"):
+        require_nvjpeg(CPU)
 
 
 @pytest.mark.gpu
