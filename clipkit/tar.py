@@ -6,6 +6,7 @@ the damage, and no size that it states takes memory.
 
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,13 +120,12 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
         else:
             run, steps = found, _FEW
         sound = count_sound(run.headers)
-        if files := [one for one in run.files if one[0] < sound]:
-            numbers, offsets, sizes = zip(*files, strict=True)
-            names = names_of(run.headers[list(numbers)])
-            for place, name in run.long_names.items():
-                if place < len(names):
-                    names[place] = name
-            yield from zip(names, offsets, sizes, strict=True)
+        files = bisect_left(run.files, sound)
+        names = names_of(run.headers[run.files[:files]])
+        for place, name in run.long_names.items():
+            if place < files:
+                names[place] = name
+        yield from zip(names, run.offsets, run.sizes)  # noqa: B905 (there are names for the sound ones alone)
         if sound < len(run.headers):
             raise _broken(shard, run.headers[sound].tobytes(), run.positions[sound])
         if run.fault is not None:
@@ -140,7 +140,9 @@ class _Run:
         position: of the header that comes next.
         headers: (N, 512) uint8.
         positions: where they lie.
-        files: for each regular file the number of its header, where its data begin, and how many bytes they are.
+        files: the numbers of the headers of regular files.
+        offsets: where the data of these begin.
+        sizes: how many bytes they are.
         long_names: of some of these, by their places among them, which another header gave.
         said: whether another header has said something of the next file: ``long_name``, ``long_size`` or both.
         fault: what ends the walk.
@@ -150,7 +152,9 @@ class _Run:
     position: int
     headers: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, BLOCK), np.uint8))
     positions: list[int] = field(default_factory=list)
-    files: list[tuple[int, int, int]] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     long_names: dict[int, str] = field(default_factory=dict)
     said: bool = False
     long_name: str | None = None
@@ -191,7 +195,9 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
         position=start + int(after[count - 1]) * BLOCK,
         headers=headers[:count],
         positions=(data[:count] - BLOCK).tolist(),
-        files=list(zip(files.tolist(), data[files].tolist(), sizes[files].tolist(), strict=True)),
+        files=files.tolist(),
+        offsets=data[files].tolist(),
+        sizes=sizes[files].tolist(),
     )
 
 
@@ -213,7 +219,7 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
     """From one header to the next, up to the end, to a fault, or for so many."""
     position = before.position
     run = _Run(position=position, said=before.said, long_name=before.long_name, long_size=before.long_size)
-    positions, files, end = run.positions, run.files, len(tar)
+    positions, files, offsets, sizes, end = run.positions, run.files, run.offsets, run.sizes, len(tar)
     headers: list[bytes] = []
     piece, start = b"", position  # headers lie close together where members are small
     try:
@@ -235,7 +241,9 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
             digits, data = header[124:135], position + BLOCK
             size = int(digits, 8) if digits.isdigit() and header[135] in _BLANK else size_of(header)
             if header[156] == _PLAIN and not run.said and 0 <= size <= end - data:
-                files.append((len(headers) - 1, data, size))
+                files.append(len(headers) - 1)
+                offsets.append(data)
+                sizes.append(size)
             elif (
                 header[156] != _PAX
                 or not 0 <= size <= len(piece) - at - BLOCK
@@ -280,7 +288,9 @@ def _unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) -> int
                     f"shard {shard} has a name of {len(run.long_name)} characters at byte {position}"
                 )
             run.long_names[len(run.files)] = run.long_name
-        run.files.append((len(run.positions) - 1, data, size))
+        run.files.append(len(run.positions) - 1)
+        run.offsets.append(data)
+        run.sizes.append(size)
     if kind not in _ABOUT_NEXT:
         run.said, run.long_name, run.long_size = False, None, None
     return size

@@ -79,10 +79,11 @@ def text_of(data: bytes) -> str:
 def names_of(headers: npt.NDArray[np.uint8]) -> list[str]:
     """The names that (N, 512) headers give."""
     fields = headers[:, :100].copy().view("S100").ravel().tolist()  # without the zeros at their ends
-    if any(b"\0" in name for name in fields):
+    together = b"\0".join(fields)
+    if together.count(b"\0") >= len(fields):  # there are some in the names, or there is none
         names = list(map(text_of, fields))
     else:
-        names = b"\0".join(fields).decode("utf-8", "backslashreplace").split("\0")
+        names = together.decode("utf-8", "backslashreplace").split("\0")
     for number in np.flatnonzero(headers[:, 345]).tolist():  # of those with a prefix
         if headers[number, 257:263].tobytes() == b"ustar\0":
             names[number] = f"{text_of(headers[number, 345:500].tobytes())}/{names[number]}"

@@ -7,6 +7,7 @@ index is kept in the cache folder, never beside the data, under the shard's full
 
 import hashlib
 import os
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -41,6 +42,7 @@ __all__ = [
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif")
 IMAGE, CAPTION, LABEL, META = range(4)  # columns of ShardIndex.spans
 _COLUMN = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}
+_NOTHING = (0, 0, 0, 0)
 _BLOCK = 512  # bytes; all data of a tar begin at a multiple of it
 _MOST = 2**32 - 1
 _MOST_EXTENSIONS = 1000  # that are told; where file names have dots, there may be as many as members
@@ -157,9 +159,10 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
         DataError: a member lies beyond 2 TiB.
     """
     keys: list[str] = []
-    offsets: list[list[int]] = []
-    sizes: list[list[int]] = []
+    # (N, 4) each, flat: a list for each sample would have Python look for garbage again and again
+    offsets, sizes = array("q"), array("q")
     seen: Counter[str] = Counter()
+    first = 0  # of the four places of the sample at hand
     prefix = None  # of the sample at hand
     for name, offset, size in members:
         if prefix is not None and name.startswith(prefix) and "/" not in (rest := name[len(prefix) :]):
@@ -168,14 +171,15 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
             key, extension = found
             prefix = f"{key}."
             keys.append(key)
-            offsets.append(starts := [0, 0, 0, 0])
-            sizes.append(lengths := [0, 0, 0, 0])
+            first = len(offsets)
+            offsets.extend(_NOTHING)
+            sizes.extend(_NOTHING)
         else:
             continue
         seen[extension] += 1
         column = _COLUMN.get(extension)
-        if column is not None and not starts[column]:
-            starts[column], lengths[column] = offset, size
+        if column is not None and not offsets[first + column]:
+            offsets[first + column], sizes[first + column] = offset, size
     return _packed(shard, keys, offsets, sizes, _told(seen))
 
 
@@ -189,7 +193,7 @@ def _told(seen: Counter[str]) -> dict[str, int]:
 
 
 def _packed(
-    shard: str, keys: list[str], offsets: list[list[int]], sizes: list[list[int]], extensions: dict[str, int]
+    shard: str, keys: list[str], offsets: "array[int]", sizes: "array[int]", extensions: dict[str, int]
 ) -> ShardIndex:
     encoded = [key.encode("utf-8", "replace") for key in keys]
     blocks = np.array(offsets, dtype=np.int64).reshape(len(keys), 4) // _BLOCK
@@ -202,6 +206,6 @@ def _packed(
         "key_bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
     }
     digest = hashlib.sha256()
-    for array in arrays.values():
-        digest.update(array.tobytes())
+    for content in arrays.values():
+        digest.update(content.tobytes())
     return ShardIndex(**arrays, extensions=extensions, digest=digest.hexdigest()[:16])
