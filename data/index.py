@@ -9,7 +9,7 @@ import hashlib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -161,32 +161,33 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
     keys: list[str] = []
     # (N, 4) each, flat: a list for each sample would have Python look for garbage again and again
     offsets, sizes = array("q"), array("q")
-    seen: Counter[str] = Counter()
+    seen: dict[str, int] = {}
     first = 0  # of the four places of the sample at hand
-    prefix = None  # of the sample at hand
+    last = None  # its key
     for name, offset, size in members:
-        if prefix is not None and name.startswith(prefix) and "/" not in (rest := name[len(prefix) :]):
-            extension = rest.lower()
-        elif (found := sample_name(name)) is not None:
+        key, _, extension = name.partition(".")
+        if key != last or extension not in _COLUMN:  # else it is plain what it is
+            if (found := sample_name(name)) is None:
+                continue
             key, extension = found
-            prefix = f"{key}."
-            keys.append(key)
-            first = len(offsets)
-            offsets.extend(_NOTHING)
-            sizes.extend(_NOTHING)
-        else:
-            continue
-        seen[extension] += 1
+            if key != last:
+                last = key
+                keys.append(key)
+                first = len(offsets)
+                offsets.extend(_NOTHING)
+                sizes.extend(_NOTHING)
+        seen[extension] = seen.get(extension, 0) + 1
         column = _COLUMN.get(extension)
         if column is not None and not offsets[first + column]:
-            offsets[first + column], sizes[first + column] = offset, size
+            offsets[first + column] = offset
+            sizes[first + column] = size
     return _packed(shard, keys, offsets, sizes, _told(seen))
 
 
-def _told(seen: Counter[str]) -> dict[str, int]:
+def _told(seen: Mapping[str, int]) -> dict[str, int]:
     """The most frequent extensions, as a message can show them."""
     told: Counter[str] = Counter()
-    for extension, count in seen.most_common(_MOST_EXTENSIONS):
+    for extension, count in Counter(seen).most_common(_MOST_EXTENSIONS):
         shown = extension if extension.isprintable() else ascii(extension)[1:-1]
         told[shown if len(shown) <= _LONGEST else shown[:_LONGEST] + "…"] += count
     return dict(told)
