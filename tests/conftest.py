@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 import torch
 
 # models of this size gain nothing from threads, which wait for each other on a busy machine
@@ -10,3 +11,8 @@ torch.set_num_threads(1)
 # what was started in the background, or by nohup, ignores these, and so would all that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -23,6 +23,8 @@ from PIL import Image
 
 from data.writer import DatasetWriter, Record
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train_mistakes")]
+
 ROOT = Path(__file__).parents[1]
 SMALL = (
     "model.name=ViT-Ti-4-16", "steps=2", "batch_size=4", "data.workers=0", "log.tensorboard=false",
