@@ -1,4 +1,4 @@
-"""The only place besides ``train.py`` that knows torch.distributed: who we are, and collectives with gradients.
+"""The only place besides ``train.py`` that knows torch.distributed: who we are, and collectives.
 
 Everything works without a process group too, as the single process of a world of one.
 """
@@ -20,9 +20,9 @@ from clipkit.errors import ConfigError
 from clipkit.failure import Failures, failing_together
 
 __all__ = [
-    "all_gather_rows", "any_rank", "barrier", "bytes_of_chief", "check_launch", "gather_objects",
-    "mean_over_ranks", "rank", "rank_and_world", "start", "stop", "sum_over_ranks", "together",
-    "world_size",
+    "any_rank", "barrier", "bytes_of_chief", "check_launch", "gather_objects", "gather_rows",
+    "greatest_over_ranks", "rank", "rank_and_world", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks",
+    "together", "world_size",
 ]  # fmt: skip
 
 _TIMEOUT = timedelta(minutes=10)
@@ -178,48 +178,28 @@ def bytes_of_chief(content: bytes) -> bytes:
     return data.numpy().tobytes()
 
 
-def all_gather_rows(rows: Tensor) -> Tensor:
-    """Every rank's (B, …) rows as (world · B, …), differentiable; B must be the same on all ranks.
-
-    The backward pass sums the gradients that all ranks hold for a row and hands them to its owner.
-    """
+def greatest_over_ranks(values: Tensor) -> Tensor:
+    """The elementwise maximum of every rank's tensor, on each rank; no gradient."""
     if world_size() == 1:
-        return rows
-    gathered: Tensor = _AllGatherRows.apply(rows)
+        return values
+    greatest = values.detach().clone()
+    dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
+    return greatest
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """Every rank's (B, …) rows as (world · B, …), in the order of ranks; B is the same on all, and no gradient."""
+    if world_size() == 1:
+        return rows.detach()
+    gathered = rows.new_empty((world_size() * rows.shape[0], *rows.shape[1:]))
+    dist.all_gather_into_tensor(gathered, rows.detach().contiguous())
     return gathered
 
 
-def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean of every rank's scalar, whose gradient is that of this rank's own term.
-
-    Averaged over ranks, as DistributedDataParallel does, those gradients are the gradient of the mean.
-    """
+def scatter_sums_of_rows(rows: Tensor) -> Tensor:
+    """This rank's (B, …) rows of the sum over all ranks' (world · B, …); no gradient."""
     if world_size() == 1:
-        return value
-    mean: Tensor = _MeanOverRanks.apply(value)
-    return mean
-
-
-class _AllGatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        gathered = rows.new_empty((world_size() * rows.shape[0], *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, rows.contiguous())
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (gradient,) = gradients
-        own = gradient.new_empty((gradient.shape[0] // world_size(), *gradient.shape[1:]))
-        dist.reduce_scatter_tensor(own, gradient.contiguous())
-        return own
-
-
-class _MeanOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return sum_over_ranks(value) / world_size()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+        return rows
+    own = rows.new_empty((rows.shape[0] // world_size(), *rows.shape[1:]))
+    dist.reduce_scatter_tensor(own, rows.contiguous())
+    return own

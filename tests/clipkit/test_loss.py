@@ -1,6 +1,9 @@
 """The loss in one process: open_clip's value and gradients, always in full precision."""
 
 import math
+import subprocess
+import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import clipkit.loss
 from clipkit.loss import clip_loss
 
 
@@ -80,3 +84,36 @@ def test_logits_are_float32_under_autocast_and_for_low_features(dtype: torch.dty
 def test_wrong_shapes_are_named(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="two matrices of one shape"):
         clip_loss(torch.zeros(a), torch.zeros(b), torch.tensor(1.0))
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.integers(1, 33), tile=st.integers(1, 400), scale=st.floats(0.1, 100), seed=st.integers(0, 99))
+def test_tiles_change_nothing(rows: int, tile: int, scale: float, seed: int) -> None:
+    image, text, _ = features(rows, dtype=torch.float64, seed=seed)
+    temperature = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    logits = temperature * image @ text.T
+    own = torch.arange(rows)
+    want = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+    gradients = torch.autograd.grad(want, (image, text, temperature))
+    with patch.object(clipkit.loss, "_TILE", tile):
+        loss = clip_loss(image, text, temperature)
+        found = torch.autograd.grad(loss, (image, text, temperature))
+    assert (loss - want).abs() < 1e-12 * max(1.0, scale)
+    for a, b in zip(found, gradients, strict=True):
+        assert (a - b).abs().max() < 1e-11 * max(1.0, scale)
+
+
+def test_memory_grows_with_the_rows_not_with_their_square() -> None:
+    """The logits of 6,000 rows would be 144 MB at once."""
+    program = """
+import resource, torch
+import clipkit.loss
+from clipkit.loss import clip_loss
+given = [torch.nn.functional.normalize(torch.randn(6000, 16), dim=-1).requires_grad_() for _ in range(2)]
+clip_loss(given[0][:64], given[1][:64], torch.tensor(14.3)).backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+clip_loss(*given, torch.tensor(14.3)).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100_000  # KiB
