@@ -42,8 +42,8 @@ from clipkit.process import StopRequest, loss_after
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
 from clipkit.run_folder import (
     append_bad_samples,
-    bad_samples_file,
     check_bad_samples,
+    drop_bad_samples_after,
     manifest_file,
     only_trainer_of,
     too_many_bad,
@@ -147,9 +147,10 @@ def main() -> int:
             check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
             state, planned = found, load_config(checkpoint / "config.toml").steps
         # What a run that was killed had written after its last checkpoint will be written again.
-        drop_lines_after(bad_samples_file(run, rank), state.step)
         if chief:
+            drop_bad_samples_after(run, state.step)
             drop_lines_after(run / "results.jsonl", state.step)
+        distributed.barrier()  # no rank writes anew before that is done
         trained: torch.nn.Module = model
         if world > 1:
             trained = DistributedDataParallel(model, gradient_as_bucket_view=True)

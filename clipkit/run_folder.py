@@ -19,9 +19,10 @@ from clipkit.checkpoint import latest_checkpoint
 from clipkit.config import Config
 from clipkit.config_file import changes, load_config, to_toml
 from clipkit.errors import ConfigError, DataError
+from clipkit.progress import drop_lines_after
 
 __all__ = [
-    "append_bad_samples", "bad_samples_file", "check_bad_samples", "manifest_file", "only_trainer_of",
+    "append_bad_samples", "check_bad_samples", "drop_bad_samples_after", "manifest_file", "only_trainer_of",
     "too_many_bad",
 ]  # fmt: skip
 
@@ -122,9 +123,13 @@ def manifest_file(run: Path) -> Path:
     return run / _MANIFEST
 
 
-def bad_samples_file(run: Path, rank: int) -> Path:
-    """Where a rank lists its bad samples."""
-    return run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
+def drop_bad_samples_after(run: Path, step: int) -> None:
+    """Take the bad samples of steps beyond ``step`` out of the lists, also of ranks that are no more.
+
+    The chief does this for all, before any rank appends to its own.
+    """
+    for path in run.glob("bad_samples*.jsonl"):
+        drop_lines_after(path, step)
 
 
 def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *, rank: int) -> None:
@@ -135,7 +140,7 @@ def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *
     """
     if not bad:
         return
-    path = bad_samples_file(run, rank)
+    path = run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
     lines = "".join(json.dumps({"step": step, **one}) + "\n" for one in bad)
     try:
         with path.open("a", encoding="utf-8") as file:

@@ -11,7 +11,13 @@ import pytest
 from clipkit.config import Config
 from clipkit.config_file import load_config
 from clipkit.errors import ConfigError, DataError
-from clipkit.run_folder import append_bad_samples, check_bad_samples, only_trainer_of, too_many_bad
+from clipkit.run_folder import (
+    append_bad_samples,
+    check_bad_samples,
+    drop_bad_samples_after,
+    only_trainer_of,
+    too_many_bad,
+)
 
 CONFIG = Config(out="runs/test")
 
@@ -85,6 +91,16 @@ def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [{"step": 2, "key": "a"}, {"step": 2, "key": "b"}]
     with pytest.raises(DataError, match="cannot be written: No such file"):
         append_bad_samples(tmp_path / "gone", [{"key": "a"}], 2, rank=0)
+
+
+def test_lists_of_ranks_that_are_no_more_are_cut_to_the_checkpoint_too(tmp_path: Path) -> None:
+    for rank in (0, 1, 12):
+        for step in (4, 5, 6):
+            append_bad_samples(tmp_path, [{"key": f"{rank}"}], step, rank=rank)
+    drop_bad_samples_after(tmp_path, 5)
+    for name in ("bad_samples.jsonl", "bad_samples-1.jsonl", "bad_samples-12.jsonl"):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [4, 5]
 
 
 @pytest.mark.parametrize(
