@@ -52,6 +52,7 @@ _MAX_REMARKS = 1000  # of a PPM written as text; for each, Pillow copies up to a
 _FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "DIB", "ICO", "JPEG2000", "PCX", "PPM", "QOI", "TGA",
 )  # fmt: skip
+_REFUSED_BY_SIMPLEJPEG = (ValueError, KeyError)  # KeyError for a chroma sampling that it has no name for
 _TEXT = (b"P1", b"P2", b"P3")  # PPM written as text
 _SLOW = (b"qoif", *_TEXT)
 # what Pillow's readers were seen or are documented to raise on broken files
@@ -100,7 +101,7 @@ def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None
         least = {"min_height": -(-height // reduce), "min_width": -(-width // reduce), "min_factor": reduce}
     try:
         decoded: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB", **least)
-    except ValueError:
+    except _REFUSED_BY_SIMPLEJPEG:
         return None  # Pillow has the clearer message, and reads some files that simplejpeg refuses
     return decoded
 
@@ -117,7 +118,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    except _REFUSED_BY_SIMPLEJPEG:
         return None
     if color_space in ("CMYK", "YCCK"):
         return None

@@ -31,6 +31,11 @@ _NO_WORD = (
     "the connection to another process was lost, and it has left no word: it was killed, often for want of memory; "
     "the last checkpoint is kept, and the same command resumes"
 )
+_NO_ANSWER = (
+    "another process does not answer: it was stopped, or its machine is lost; the last checkpoint is kept, and the "
+    "same command resumes"
+)
+_SILENT = re.compile("(gloo|nccl).*timed out", re.I | re.S)
 _LOST = re.compile(
     "(gloo|nccl).*(closed by peer|reset by peer|broken pipe|remote process exited)", re.I | re.S
 )
@@ -148,9 +153,11 @@ class _FailingTogether:
         # torchrun ends the others as soon as one has ended, and what is left to do here takes seconds
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         told = error
-        if failures is not None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
-            _end_if_another_failed(failures, _NOTE_SECONDS)
-            told = ClipkitError(_NO_WORD)
+        if failures is not None and isinstance(error, RuntimeError):
+            lost = _LOST.search(str(error))
+            if lost or _SILENT.search(str(error)):
+                _end_if_another_failed(failures, _NOTE_SECONDS)
+                told = ClipkitError(_NO_WORD if lost else _NO_ANSWER)
         # what is no user's mistake is ours, and each rank shows its traceback
         mistake = isinstance(told, ClipkitError | OSError)
         message = " ".join((str(told) if mistake else f"{type(told).__name__}: {told}").split())

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from clipkit.config import Config
 from clipkit.config_file import to_toml
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
+from clipkit.urls import without_secrets
 
 __all__ = ["BadSampleLines", "MetricsLog", "ProgressLine", "drop_lines_after"]
 
@@ -251,7 +252,7 @@ class _Wandb:
             id=identity.read_text().strip(),
             resume="allow",
             dir=str(run),
-            config={"toml": to_toml(config)},
+            config={"toml": without_secrets(to_toml(config))},
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,6 +1,7 @@
 """``python -m data index``: index shards now, so that a training can begin at once."""
 
 import argparse
+import tempfile
 import textwrap
 import time
 
@@ -45,6 +46,9 @@ def add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _index(parsed: argparse.Namespace) -> int:
     began = time.monotonic()
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=cache_folder()):
+        pass  # it can be written to: else nothing would be kept, which is all that this is for
     sources = [find_shards(source, split=parsed.split) for source in parsed.sources]
     cache = shard_cache(parsed.sources, parsed.cache_gb)
     with CountProgress("indexing shards", total=sum(map(len, sources)), shown=not parsed.quiet) as progress:

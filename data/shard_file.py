@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipkit.errors import DataError
-from data.remote.patience import shown
+from clipkit.urls import shown
 
 __all__ = ["ShardFile", "is_remote"]
 

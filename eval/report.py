@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
+from clipkit.urls import without_secrets
 from eval.report_charts import number
 from eval.report_curves import curves
 from eval.report_pictures import PictureBook, examples, matrices, queries
@@ -194,7 +195,7 @@ def _picture_sections(run: RunFolder, book: PictureBook) -> list[_Section]:
 def _about(run: RunFolder) -> str:
     parts = [_provenance(newest(run.results)), _bad_samples(run.bad_samples)]
     if run.config_text:
-        parts.append(f"<h3>Configuration</h3><pre>{escape(run.config_text.strip())}</pre>")
+        parts.append(f"<h3>Configuration</h3><pre>{escape(without_secrets(run.config_text).strip())}</pre>")
     return "".join(parts)
 
 

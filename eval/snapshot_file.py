@@ -111,7 +111,7 @@ def write_snapshot(run: Path, snapshot: Snapshot) -> Path:
     path = folder / f"step_{snapshot.step:08d}.{_file_name(snapshot.dataset)}.json"
     aside = folder / f".{path.name}.partial-{os.getpid()}"
     text = json.dumps(asdict(snapshot), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    aside.write_text(text + "\n", encoding="utf-8")
+    aside.write_bytes((text + "\n").encode("utf-8", "replace"))  # captions may hold halves of characters
     aside.replace(path)
     return path
 

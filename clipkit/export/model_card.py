@@ -23,6 +23,7 @@ from clipkit.architectures import (
 from clipkit.export.usage import usage
 from clipkit.model import CLIP
 from clipkit.text_input import ClipTokenizer
+from clipkit.urls import without_secrets
 
 __all__ = ["KnownScore", "Source", "model_card", "source_of"]
 
@@ -247,8 +248,8 @@ def _score_table(source: Source) -> str:
 
 
 def _published(config: str) -> str:
-    """A configuration without the folders of this machine: of an absolute path its last part is left."""
-    return _FOLDERS.sub("…/", config)
+    """A configuration without secrets and without this machine's folders: absolute paths keep their last part."""
+    return _FOLDERS.sub("…/", without_secrets(config))
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from clipkit.config import Config, DataConfig
 from clipkit.errors import ConfigError
 from clipkit.tokenizer import CONTEXT_LENGTH
+from clipkit.urls import shown
 from data.inspect.caption_survey import CaptionSurvey
 from data.inspect.course import Course, Progress
 from data.inspect.field_survey import FieldSurvey
@@ -17,7 +18,6 @@ from data.inspect.shard_list import list_shards
 from data.inspect.sheet import sheet_entry
 from data.inspect.summary import bad_samples, names_of, shards_of
 from data.inspect.trials import Trials
-from data.remote.patience import shown
 from data.selection import Filter
 
 if TYPE_CHECKING:

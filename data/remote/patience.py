@@ -8,12 +8,12 @@ waited out.
 
 import logging
 import random
-import re
 import time
 from dataclasses import dataclass
 from typing import NoReturn
 
 from clipkit.errors import DataError
+from clipkit.urls import shown
 
 __all__ = [
     "PATIENCE", "Attempts", "Patience", "TransferError", "Unreachable", "has_answered", "of_status", "shown",
@@ -23,9 +23,6 @@ _log = logging.getLogger(__name__)
 _chance = random.SystemRandom()  # other after a fork, and nothing that anybody has seeded
 _QUIET_FAILURES = 2  # a hiccup is not worth a line in the log
 _PROGRESS = 1 << 20  # bytes that show that the store works again
-_AUTHORITY = re.compile(r"[\w.\-]*(:[0-9]*)?|\[[0-9a-fA-F:.]*\](:[0-9]*)?")
-_TAR_NAME = re.compile(r"[\w.\-]{1,100}\.tar(?!\w)")
-_WORD = re.compile(r"[\w./\-]{1,100}")
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 _MEANING = {
     400: "the request is refused as wrong",
@@ -207,27 +204,3 @@ class Attempts:
         """Raise the one line that says what was wrong."""
         # from None: what a library says of a failure may hold the signed URL
         raise DataError(f"{shown(self._url)}: {message}") from None
-
-
-def shown(url: str) -> str:
-    """A URL as messages may show it: without user, password, query and fragment, which hold secrets.
-
-    Little more than the name of the tar is left of a ``pipe:`` command, and where it is not plain what is what, as
-    in a password with a slash.
-    """
-    tar = [" " + name for name in _TAR_NAME.findall(url)[-1:]]
-    if url.startswith("pipe:"):
-        words = [word for word in url[5:].split() if "=" not in word]
-        program = words[0].rpartition("/")[2] if words and _WORD.fullmatch(words[0]) else ""
-        return "".join([f"pipe:{program} …", *tar])
-    scheme, mark, rest = url.partition("://")
-    if not mark:
-        return url
-    authority, slash, path = rest.partition("/")
-    host = authority.rpartition("@")[2]
-    strange = "@" in path and scheme != "hf"  # which has revisions behind it
-    if strange or not _AUTHORITY.fullmatch(host) or "?" in authority or "#" in authority:
-        return "".join([f"{scheme}://…", *tar])
-    path = path.partition("?")[0].partition("#")[0]
-    text = " ".join(f"{scheme}://{host}{slash}{path}".split())
-    return text if len(text) <= 300 else text[:300] + "…"

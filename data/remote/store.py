@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 from clipkit.errors import DataError
+from clipkit.urls import shown
 from data.remote.hub import HUB_FORM
-from data.remote.patience import Attempts, TransferError, shown
+from data.remote.patience import Attempts, TransferError
 from data.remote.pipes import STREAMS
 from data.remote.transfers import Transfer, facts, listing, open_transfer, protocol_of
 from data.shard_file import ShardFile, is_remote

@@ -177,3 +177,16 @@ def test_any_damage_gives_pixels_or_a_data_error(
             assert "\n" not in str(error)
         else:
             assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size
+
+
+@pytest.mark.parametrize("sampling", [0x14, 0x41, 0x44, 0x13, 0x31, 0x24])
+def test_a_chroma_sampling_that_simplejpeg_has_no_name_for_is_left_to_pillow(sampling: int) -> None:
+    data = bytearray(encoded(Image.fromarray(scene(48, 48)), "JPEG", quality=90))
+    data[data.index(b"\xff\xc0") + 11] = sampling  # of luma
+    try:
+        want = np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+    except OSError:
+        with pytest.raises(DataError):
+            decode_image(bytes(data))
+        return
+    assert np.abs(decode_image(bytes(data)).astype(int) - want).mean() < 3

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from clipkit.failure import _NO_WORD
+from clipkit.errors import ClipkitError
+from clipkit.failure import _NO_ANSWER, _NO_WORD, Failures, failing_together
 
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
 # how the ranks fail, and what is said of it; nothing is said of the others
@@ -86,3 +89,32 @@ def test_torchruns_report_ends_with_the_mistake(how: str) -> None:
     told = re.findall(r"traceback : (.*)", cause)
     assert [line.removeprefix("error: ") for line in told] == [FAILURES[how][0].partition(": ")[2]]
     assert cause.rstrip().splitlines()[-2].endswith(told[0])
+
+
+@pytest.mark.parametrize(
+    ("of_gloo", "told"),
+    [
+        (
+            "[/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for send",
+            _NO_ANSWER,
+        ),
+        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2143", _NO_WORD),
+    ],
+)
+def test_a_lost_connection_is_one_line(
+    of_gloo: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lose() -> int:
+        raise RuntimeError(of_gloo)
+
+    monkeypatch.setattr("clipkit.failure._NOTE_SECONDS", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    failures = Failures(HashStore(), rank=1, host=False)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(ClipkitError) as caught:
+            failing_together(lose, lambda: failures)()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        failures.close()
+    assert str(caught.value) == told

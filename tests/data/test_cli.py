@@ -14,6 +14,7 @@ from PIL import Image
 
 from clipkit.errors import run_command
 from data.__main__ import main
+from data.writer import DatasetWriter, Record
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -162,3 +163,12 @@ def test_stopping_says_so_and_leaves_nothing(tmp_path: Path, stop: signal.Signal
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "stopped; nothing was written"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "table.csv"]
+
+
+def test_index_says_so_where_it_can_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DatasetWriter(tmp_path / "set") as writer:
+        writer.write("train", Record(key="a", image=b"x", extension="png", caption="a"))
+        writer.finish({})
+    monkeypatch.setenv("CLIPKIT_CACHE", "/proc/nothing")
+    with pytest.raises(OSError, match="/proc/nothing"):
+        main(["index", str(tmp_path / "set"), "--quiet"])

@@ -165,6 +165,12 @@ def test_round_trip_through_files(model: CLIP, encoded: Encoded, tmp_path: Path)
     assert read_snapshots(tmp_path / "nothing") == []
 
 
+def test_halves_of_characters_in_captions_are_replaced(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
+    snapshot = replace(take_snapshot(model, encoded, step=0), dataset="half \ud800")
+    write_snapshot(tmp_path, snapshot)
+    assert [one.dataset for one in read_snapshots(tmp_path)] == ["half ?"]
+
+
 def test_every_dataset_has_its_own_file(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
     snapshot = take_snapshot(model, encoded, step=20)
     names = ["a-b", "a.b", "a b", "猫", "狗", "/data/ünusual: name", "x" * 200, "x" * 201]
