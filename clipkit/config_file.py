@@ -3,6 +3,7 @@
 A value comes from the defaults, then from the file, then from the command line. Nothing here loads torch.
 """
 
+import re
 import sys
 import tomllib
 import types
@@ -12,6 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clipkit import urls
 from clipkit.config import Config, require, shown
 from clipkit.errors import ConfigError, nearest
 
@@ -31,13 +33,16 @@ RESUMABLE = (
     "eval",
     "log",
 )
+_SHORT_FRACTION = re.compile(
+    r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?"
+)  # .5 and 5. are no numbers of TOML
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply ``dotted.key=value`` overrides.
 
     Raises:
-        ConfigError: the file is missing or not TOML, a key is unknown, or a value does not fit.
+        ConfigError: the file is missing or not TOML, a key is unknown or given twice, or a value does not fit.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -45,11 +50,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # tomllib's own errors, no UTF-8, numbers of 5,000 digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
-    if sum(override.partition("=")[0].strip() == "data.train" for override in overrides) > 1:
-        raise ConfigError(
-            "data.train is given more than once: quote a brace pattern, which the shell takes apart otherwise, and "
-            'write several sources as data.train=\'["a","b"]\''
-        )
+    _refuse_given_twice(overrides)
     for override in overrides:
         _set(values, override)
     config = _build(Config, values, "")
@@ -107,6 +108,30 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
+def _refuse_given_twice(overrides: Sequence[str]) -> None:
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or key not in given:
+            given[key] = text
+        elif key == "data.train":
+            raise ConfigError(
+                "data.train is given twice: quote a brace pattern, which the shell takes apart otherwise, and "
+                f"write several sources as {_list_form(key, ['a', 'b'])}"
+            )
+        else:
+            takes_list = isinstance(_flat(Config()).get(key), tuple)
+            instead = f"give one list, {_list_form(key, ['a', 'b'])}" if takes_list else "leave one out"
+            first, second = (shown(urls.shown(one)) for one in (given[key], text))
+            raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
+
+
+def _list_form(key: str, values: Sequence[Any]) -> str:
+    """How a list is written on a command line."""
+    return f"{key}='[{','.join(map(_literal, values))}]'"
+
+
 def _set(values: dict[str, Any], override: str) -> None:
     """Apply one ``dotted.key=value``; the value is TOML, or else a plain string."""
     key, equals, text = override.partition("=")
@@ -121,7 +146,10 @@ def _set(values: dict[str, Any], override: str) -> None:
         parsed["value"], bool | int | float | str | list | dict
     )
     if not is_value and text.startswith("[") and text.endswith("]"):
-        raise ConfigError(f'{override!r} is no list: write its strings in quotes, as in \'{key}=["a", "b"]\'')
+        raise ConfigError(
+            f"{override!r} is no list: write its strings in quotes, as in {_list_form(key, ['a', 'b'])}, and its "
+            "numbers as 0.5"
+        )
     value = parsed["value"] if is_value else text
     *sections, name = key.strip().split(".")
     for section in sections:
@@ -171,6 +199,8 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
             )
         return _build(typing.cast(type[Any], hint), value, key + ".")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and isinstance(value, str) and _SHORT_FRACTION.fullmatch(value):
+        value = float(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and not abs(value) <= sys.float_info.max:  # infinite, not a number, or a giant whole one
         raise ConfigError(f"{key} = {shown(value)} does not fit: a finite number")
@@ -185,6 +215,10 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
     if any(typing.get_origin(kind) is tuple for kind in kinds):
         of = float if any(typing.get_args(kind)[:1] == (float,) for kind in kinds) else str
         many = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, str) and (several := _several(value, of, key)):
+            raise ConfigError(
+                f"{key} = {shown(value)} does not fit: write several as {_list_form(key, several)}"
+            )
         if all(isinstance(one, str) for one in many) and of is str:
             return tuple(_text(one, key) for one in many)
         if of is float and not any(isinstance(one, str | Mapping | list | tuple) for one in many):
@@ -193,6 +227,19 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
     lists = {tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers"}
     wanted = " or ".join((names | lists)[kind] for kind in kinds)
     raise ConfigError(f"{key} = {shown(value)} does not fit: {wanted}")
+
+
+def _several(value: str, of: type, key: str) -> list[Any]:
+    """What a text lists with commas between, where that cannot be one value; empty otherwise."""
+    parts = [part.strip() for part in value.split(",")]
+    if len(parts) < 2 or not all(parts):
+        return []
+    if of is str:  # elsewhere commas are part of templates, filters and paths
+        return parts if key == "data.captions" else []
+    try:
+        return [float(part) for part in parts]
+    except ValueError:
+        return []
 
 
 def _text(value: str, key: str) -> str:

@@ -45,7 +45,8 @@ def _command(pairs: Path, out: Path, *more: str, world: int = 1) -> list[str]:
         "data.workers=1", "optim.warmup=4", "eval.data=[]", "log.tensorboard=false", "log.every_steps=1",
         "checkpoint.every_steps=5", "checkpoint.keep=2",
     ]  # fmt: skip
-    return [*(launch if world > 1 else [sys.executable]), str(ROOT / "train.py"), *settings, *more]
+    given = {one.partition("=")[0]: one for one in (*settings, *more)}
+    return [*(launch if world > 1 else [sys.executable]), str(ROOT / "train.py"), *given.values()]
 
 
 def _train(pairs: Path, out: Path, *more: str, world: int = 1) -> str:

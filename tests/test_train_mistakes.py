@@ -62,8 +62,8 @@ class Place:
     def start(self, *arguments: str, run: str) -> "subprocess.Popen[str]":
         settings = [argument.format(root=self.root) for argument in arguments]
         command = [sys.executable, "-W", "error::ResourceWarning", "train.py"]
-        command += [*(one for one in settings if "=" not in one), *SMALL, f"out={self.runs}/{run}"]
-        command += [one for one in settings if "=" in one]
+        given = {one.partition("=")[0]: one for one in (*SMALL, *settings) if "=" in one}
+        command += [*(one for one in settings if "=" not in one), *given.values(), f"out={self.runs}/{run}"]
         environment = {**os.environ, "CLIPKIT_CACHE": str(self.root / "cache"), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

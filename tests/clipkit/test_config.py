@@ -136,6 +136,14 @@ def test_overrides_go_before_the_file_and_the_file_before_the_defaults(folder: P
         ("data.train=2026-05-27", "2026-05-27"),
         ("data.train=" + "[" * 10_000, "[" * 10_000),
         ("data.crop_scale=1", 1.0),
+        ("data.max_bad=.5", 0.5),
+        ("data.max_bad=1.", 1.0),
+        ("optim.lr=.5e-3", 5e-4),
+        ("out=.5", ".5"),
+        ("data.captions=alt", ("alt",)),
+        ('data.captions=["a,b"]', ("a,b",)),
+        ("data.filters=tag = a,b", ("tag = a,b",)),
+        ("data.caption_templates=a {}, b", ("a {}, b",)),
         ("steps=1e4", 10_000),
         ("steps=20.0", 20),
         ("log.wandb=", ""),
@@ -203,6 +211,19 @@ def test_an_override_is_read_as_its_field_wants_it(folder: Path, override: str, 
         ("eval.batch_size=1e18", "eval.batch_size = 1000000000000000000 does not fit: 1 to 1099511627776"),
         ("data.window=1e18", "data.window = 1000000000000000000 does not fit: 1 to 1099511627776"),
         ("out=a\0b", "does not fit: a path holds no NUL"),
+        (
+            "data.captions=txt,alt",
+            """data.captions = 'txt,alt' does not fit: write several as data.captions='["txt","alt"]'""",
+        ),
+        (
+            "data.weights=0.7, .3",
+            "data.weights = '0.7, .3' does not fit: write several as data.weights='[0.7,0.3]'",
+        ),
+        ("data.caption_weights=1,a", "data.caption_weights = '1,a' does not fit: a list of numbers"),
+        ("data.weights=[.7,.3]", "is no list: write its strings in quotes"),
+        ("data.weights=[.7,.3]", "and its numbers as 0.5"),
+        ("data.max_bad=.", "data.max_bad = '.' does not fit: a number"),
+        ("data.max_bad=.5x", "data.max_bad = '.5x' does not fit: a number"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_that_names_key_and_value(folder: Path, override: str, message: str) -> None:
@@ -292,3 +313,35 @@ def test_a_list_without_quotes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no list: write its strings in quotes"):
         load_config(path, ["data.train=[glyphs, digits]"])
     assert load_config(path, ['data.train=["glyphs", "digits"]']).data.train == ("glyphs", "digits")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps=5", "seed=1", "steps=7"], "steps is given twice: '5' and '7'; leave one out"),
+        (["log.wandb=", "log.wandb=a"], "log.wandb is given twice: '' and 'a'; leave one out"),
+        (["qqq=1", " qqq =1"], "qqq is given twice: '1' and '1'; leave one out"),
+        (
+            ["data.filters=width >= 1", "data.filters=height >= 1"],
+            (
+                "data.filters is given twice: 'width >= 1' and 'height >= 1'; "
+                'give one list, data.filters=\'["a","b"]\''
+            ),
+        ),
+        (
+            ["model.weights=https://user:secret@host/a", "model.weights=b"],
+            "model.weights is given twice: 'https://host/a' and 'b'; leave one out",
+        ),
+        (
+            ["data.train=a.tar", "data.train=b.tar"],
+            (
+                "data.train is given twice: quote a brace pattern, which the shell takes apart otherwise, "
+                'and write several sources as data.train=\'["a","b"]\''
+            ),
+        ),
+    ],
+)
+def test_a_setting_is_given_once(folder: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, "steps = 3\n", *overrides)
+    assert str(caught.value) == message
