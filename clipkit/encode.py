@@ -61,7 +61,7 @@ class Encoded:
         written: how many of them this process wrote.
         found: how many of them were there before.
         stale: how many of its own were there too, but made of what has changed since.
-        empty_lines: texts that are empty, which are encoded like any other.
+        empty_lines: lines of a list of texts that are empty, which are encoded like any other.
         done: items that this process took in.
         failed: those of them that could not be encoded.
         seconds: that this took.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clipkit.errors import DataError
 
-__all__ = ["IMAGE_SUFFIXES", "pictures_below", "readable", "shards_in", "user_path"]
+__all__ = ["IMAGE_SUFFIXES", "pictures_below", "readable", "shards_in", "shards_of_dataset", "user_path"]
 
 IMAGE_SUFFIXES = frozenset(
     (
@@ -45,6 +45,23 @@ def shards_in(folder: Path) -> list[Path]:
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
     return sorted(shards, key=lambda path: (len(path.name), path.name))
+
+
+def shards_of_dataset(folder: Path) -> list[Path]:
+    """The tars that lie directly in a folder; if there are none, those of its splits, by their names.
+
+    A split is a folder with tars and ``nshards.txt``, as data sets of shards have them.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    if shards := shards_in(folder):
+        return shards
+    try:
+        splits = sorted(inner for inner in folder.iterdir() if (inner / "nshards.txt").is_file())
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from error
+    return [shard for split in splits for shard in shards_in(split)]
 
 
 def pictures_below(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -1,9 +1,11 @@
 """Streams of pictures and texts from what a user has: folders, files, shards, tables, lists of texts.
 
     photos/                        the shards that lie directly in it, and every picture below it by its path
+    pairs/                         a data set of shards: those of all its splits, as pairs/train and pairs/test
     cat.jpg                        one picture
     pairs.tar                      a WebDataset shard, a plain tar
     shards/{00000..00331}.tar      all of a pattern
+    shards/*.tar                   all that have such a name, 9.tar before 10.tar
     table.csv                      a table of paths, captions or both, see ``clipkit.table``
     lines.txt, -                   texts, one a line; "-" is standard input
 
@@ -13,9 +15,7 @@ step, which any thread may take.
 """
 
 import json
-import math
 import os
-import re
 import shutil
 import stat
 import sys
@@ -23,13 +23,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal
 from urllib.parse import unquote
 
 from clipkit.errors import DataError
-from clipkit.picture_folder import IMAGE_SUFFIXES, pictures_below, readable, shards_in, user_path
+from clipkit.path_pattern import paths_of
+from clipkit.picture_folder import (
+    IMAGE_SUFFIXES,
+    pictures_below,
+    readable,
+    shards_in,
+    shards_of_dataset,
+    user_path,
+)
 from clipkit.shard_members import Member, members
 from clipkit.table import SUFFIXES, Row, Table
 
@@ -37,9 +44,9 @@ __all__ = ["Item", "Kind", "Stream", "read_caption", "read_image"]
 
 MAX_BYTES = 256 << 20  # of one picture or caption; beyond it is an attack or an accident
 MAX_LINE = 2**20  # characters of a line of texts
-_MAX_PATTERN = 1_000_000  # paths of a brace pattern
-_RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
+_SHOWN = 8  # folders in a message
 _CAPTIONS = ("txt", "json")  # the members that hold one, the first that is there counts
+_EMPTY = "empty caption"
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 
 Kind = Literal["image", "caption"]
@@ -89,7 +96,7 @@ class Stream:
         self._columns = image_column, caption_column
         self._parts: list[tuple[str, Callable[[], Iterator[Item]]]] = []
         for source in sources:
-            for path in _expanded(source):
+            for path in paths_of(source):
                 self._parts.append((path, self._opened(path)))
 
     def __iter__(self) -> Iterator[Item]:
@@ -139,7 +146,7 @@ class Stream:
         return lambda: iter((Item(source=readable(source), key=readable(source), image=path),))
 
     def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
-        shards, kind = shards_in(folder), self.kind
+        shards, kind = shards_of_dataset(folder), self.kind
         if kind == "caption" and not shards:
             raise DataError(f"{folder} holds no shard to take captions from{_hint(str(folder))}")
 
@@ -171,7 +178,8 @@ def read_caption(item: Item) -> str:
     """The caption of an item.
 
     Raises:
-        DataError: the cause for which there is none.
+        DataError: the cause for which there is none. A blank line of a list of texts is a text, so that the rows
+            keep its numbers; a sample's blank caption is none.
     """
     if item.cause:
         raise DataError(item.cause)
@@ -179,6 +187,8 @@ def read_caption(item: Item) -> str:
     if isinstance(caption, Member):
         text = caption.read(MAX_BYTES).decode("utf-8", "replace")
         caption = _json_caption(text) if caption.extension == "json" else text
+        if caption is not None and not caption.strip():
+            raise DataError(_EMPTY)
     if caption is None:
         raise DataError("no caption")
     return readable(caption)
@@ -210,37 +220,14 @@ def _file_bytes(path: Path) -> bytes:
         raise DataError("file cannot be read") from None
 
 
-def _expanded(source: str) -> list[str]:
-    """The paths of a brace pattern; anything else is itself."""
-    if "{" not in source or os.path.lexists(source):
-        return [source]
-    from braceexpand import braceexpand
-
-    # braceexpand writes ranges out before it gives the first path
-    ranges = [abs(int(first) - int(last)) + 1 for first, last in _RANGE.findall(source)]
-    try:
-        many = math.prod(ranges) > _MAX_PATTERN
-        paths = [] if many else list(islice(braceexpand(source), _MAX_PATTERN + 1))
-    except ValueError as error:
-        raise DataError(f"the braces of {source!r} do not balance") from error
-    if many or len(paths) > _MAX_PATTERN:
-        raise DataError(f"{source!r} stands for more than {_MAX_PATTERN:,} paths")
-    missing = [path for path in paths if not user_path(path).exists()]
-    if missing:
-        raise DataError(
-            f"of the {len(paths)} paths of {source!r} {len(missing)} do not exist: {missing[0]}, …"
-        )
-    return paths
-
-
 def _hint(source: str) -> str:
     """Where the shards may be that a user meant by a folder."""
     path = user_path(source)
-    if path.is_dir():
-        for folder in sorted(inner for inner in path.iterdir() if inner.is_dir()):
-            if shards_in(folder):
-                return f"; there are shards in {folder}"
-    return ""
+    if not path.is_dir():
+        return ""
+    found = [inner for inner in sorted(path.iterdir()) if inner.is_dir() and shards_in(inner)]
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"; there are shards in {', '.join(map(str, found[:_SHOWN]))}{more}" if found else ""
 
 
 def _pictures(folder: Path) -> Iterator[Item]:
@@ -330,10 +317,12 @@ def _file_of_url(given: str) -> str:
 
 def _caption_row(source: str, row: Row) -> Item:
     cause = row.cause
-    if not cause and (row.caption is None or row.caption == ""):
+    if not cause and row.caption is None:
         cause = "no caption"
     elif not cause and not isinstance(row.caption, str):
         cause = "caption is not text"
+    elif not cause and isinstance(row.caption, str) and not row.caption.strip():
+        cause = _EMPTY
     caption = row.caption if isinstance(row.caption, str) and not cause else None
     return Item(source=source, key=str(row.number), caption=caption, cause=cause)
 

@@ -165,6 +165,45 @@ def test_shards_give_samples_with_key_picture_and_caption(tmp_path: Path) -> Non
     assert texts(tmp_path / "0.tar") == ["first", "second", "third", "<its json does not parse>"]
 
 
+def test_a_data_set_is_the_shards_of_all_its_splits(tmp_path: Path) -> None:
+    for split, key in (("train", "a"), ("test", "b"), ("notes", "c")):
+        (tmp_path / split).mkdir()
+        write_tar(tmp_path / split / "0.tar", [(f"{key}.jpg", b"x"), (f"{key}.txt", key.encode())])
+        if split != "notes":
+            (tmp_path / split / "nshards.txt").write_text("1\n")
+    (tmp_path / "bad_rows.jsonl").touch()
+    assert found(tmp_path) == [("b", ""), ("a", "")]
+    assert texts(tmp_path) == ["b", "a"]
+
+
+def test_wildcards_stand_for_paths_with_numbers_as_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (9, 10, 100):
+        write_tar(tmp_path / f"part-{number}.tar", [(f"{number}.jpg", b"x")])
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / ".part-1.tar").touch()
+    keys = [("9", ""), ("10", ""), ("100", "")]
+    assert found(tmp_path / "*.tar") == found(tmp_path / "part-*.tar") == keys
+    assert found(f"{tmp_path}/part-{{100,[0-9]}}.tar") == [keys[2], keys[0]]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert found("~/*.tar") == keys
+    write_tar(tmp_path / "[9]*.tar", [("own.jpg", b"x")])
+    assert found(tmp_path / "[9]*.tar") == [("own", "")]
+
+
+def test_a_blank_caption_is_none_but_a_blank_line_is_a_text(tmp_path: Path) -> None:
+    shard = write_tar(
+        tmp_path / "0.tar",
+        [("1.txt", b""), ("2.txt", b" \n"), ("3.json", b'{"caption": ""}'), ("4.txt", b"x")],
+    )
+    assert texts(shard) == ["<empty caption>"] * 3 + ["x"]
+    (tmp_path / "t.jsonl").write_text('{"text": " "}\n{"text": null}\n{"text": "x"}\n')
+    assert texts(tmp_path / "t.jsonl") == ["<empty caption>", "<no caption>", "x"]
+    (tmp_path / "lines.txt").write_text("\nx\n")
+    assert texts(tmp_path / "lines.txt") == ["", "x"]
+
+
 def test_a_folder_of_pictures_and_shards_gives_both(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.png", "sub/a.png"):
@@ -272,7 +311,7 @@ def test_tables_of_paths_and_of_captions(tmp_path: Path) -> None:
         "no path",
         "a web address, not a file: download it first",
     ]
-    assert texts(table) == ["one", "<no caption>", "three", "four", "five"]
+    assert texts(table) == ["one", "<empty caption>", "three", "four", "five"]
     assert [item.key for item in Stream([str(table)], kind="caption")] == ["1", "2", "3", "4", "5"]
     (tmp_path / "a b.jpg").write_bytes(b"blank")
     table.write_text(f"file\nfile://{tmp_path}/a%20b.jpg\nfile://localhost{tmp_path}/a.jpg\n")
@@ -345,8 +384,10 @@ def test_standard_input_can_be_read_twice() -> None:
         ("a.jpg", "caption", "texts come from a .txt file"),
         ("photos", "caption", "holds no shard to take captions from"),
         ("table.csv", "caption", "which column is the caption"),
-        ("empty", "image", "holds no picture; there are shards in empty/train"),
-        ("empty", "caption", "; there are shards in empty/train"),
+        ("empty", "image", "holds no picture; there are shards in empty/test, empty/train"),
+        ("empty", "caption", "; there are shards in empty/test, empty/train"),
+        ("no*.tar", "image", "no file or folder on this disk has a name as 'no*.tar'"),
+        ("{photos,none}/*", "image", "no file or folder on this disk has a name as 'none/*'"),
         ("empty.txt", "caption", "holds no text"),
     ],
 )
@@ -354,7 +395,8 @@ def test_mistakes_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: Kind, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("lines.txt", "0.tar.gz", "a.jpg", "photos/a.jpg", "empty/train/0.tar", "empty.txt"):
+    empty = [f"empty/{split}/0.tar" for split in ("train", "test")]
+    for name in ("lines.txt", "0.tar.gz", "a.jpg", "photos/a.jpg", *empty, "empty.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     Path("table.csv").write_text("path\na.jpg\n")
