@@ -6,6 +6,7 @@ import textwrap
 import time
 
 from clipkit.count_progress import CountProgress
+from clipkit.errors import DataError
 from data.cache import cache_folder, shard_cache
 from data.manifest import Manifest, make_manifest
 from data.selection import Selection
@@ -46,15 +47,26 @@ def add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _index(parsed: argparse.Namespace) -> int:
     began = time.monotonic()
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=cache_folder()):
-        pass  # it can be written to: else nothing would be kept, which is all that this is for
+    _check_cache_folder()
     sources = [find_shards(source, split=parsed.split) for source in parsed.sources]
     cache = shard_cache(parsed.sources, parsed.cache_gb)
     with CountProgress("indexing shards", total=sum(map(len, sources)), shown=not parsed.quiet) as progress:
         manifest = make_manifest(sources, Selection(), cache=cache, progress=progress.show, stats=False)
     _print(manifest, time.monotonic() - began)
     return 0
+
+
+def _check_cache_folder() -> None:
+    """That what is found can be kept, which is all that this command is for."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DataError(
+            f"the cache folder {folder} cannot be written ({error.strerror}): set CLIPKIT_CACHE"
+        ) from error
 
 
 def _print(manifest: Manifest, seconds: float) -> None:

@@ -165,7 +165,7 @@ def test_no_folder_of_this_machine_is_in_the_card(model: CLIP, tmp_path: Path) -
     values = (
         ("/home/me/a b/c.tar", "…/c.tar"), ("~/runs/x", "…/x"),
         ("transformers:/home/me/bert", "transformers:…/bert"),
-        ("file:///home/me/x.tar", "…/x.tar"), ("pipe:cat /data/a/b.tar", "pipe:cat …/b.tar"), ("/data", "…/data"),
+        ("file:///home/me/x.tar", "…/x.tar"), ("pipe:cat /data/a/b.tar", "pipe:cat … b.tar"), ("/data", "…/data"),
         ("s3://bucket/a/{0..9}.tar", ""), ("a photo/drawing", ""), ("a / b", ""), ("../up/x", ""), ("runs/x", ""),
     )  # fmt: skip
     lines = [f'a{number} = "{value}"' for number, (value, _) in enumerate(values)]

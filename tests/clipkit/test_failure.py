@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import distributed_c10d
 
 from clipkit.errors import ClipkitError
 from clipkit.failure import _NO_ANSWER, _NO_WORD, Failures, failing_together
@@ -109,7 +109,7 @@ def test_a_lost_connection_is_one_line(
 
     monkeypatch.setattr("clipkit.failure._NOTE_SECONDS", 0.0)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    failures = Failures(HashStore(), rank=1, host=False)
+    failures = Failures(distributed_c10d.HashStore(), rank=1, host=False)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(ClipkitError) as caught:

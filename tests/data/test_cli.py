@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from clipkit.errors import run_command
+from clipkit.errors import DataError, run_command
 from data.__main__ import main
 from data.writer import DatasetWriter, Record
 
@@ -170,5 +170,5 @@ def test_index_says_so_where_it_can_keep_nothing(tmp_path: Path, monkeypatch: py
         writer.write("train", Record(key="a", image=b"x", extension="png", caption="a"))
         writer.finish({})
     monkeypatch.setenv("CLIPKIT_CACHE", "/proc/nothing")
-    with pytest.raises(OSError, match="/proc/nothing"):
+    with pytest.raises(DataError, match="the cache folder /proc/nothing cannot be written"):
         main(["index", str(tmp_path / "set"), "--quiet"])
