@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from clipkit.errors import ClipkitError
 from clipkit.failure import _NO_ANSWER, _NO_WORD, Failures, failing_together
@@ -109,7 +110,8 @@ def test_a_lost_connection_is_one_line(
 
     monkeypatch.setattr("clipkit.failure._NOTE_SECONDS", 0.0)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    failures = Failures(distributed_c10d.HashStore(), rank=1, host=False)
+    store, _, _ = next(rendezvous(f"file://{tmp_path}/store", rank=0, world_size=1))
+    failures = Failures(PrefixStore("notes", store), rank=1, host=False)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(ClipkitError) as caught:
