@@ -11,7 +11,7 @@ from pathlib import Path
 from data.remote.patience import shown
 from data.shard_file import is_remote
 
-__all__ = ["hint_of_file", "hint_of_folder", "hint_of_remote", "hint_of_several"]
+__all__ = ["hint_of_file", "hint_of_folder", "hint_of_remote", "hint_of_several", "hint_of_splits"]
 
 _UNPACKED_BY = {
     ".gz": "gunzip -k",
@@ -23,6 +23,7 @@ _UNPACKED_BY = {
 _TABLES = (".parquet", ".pq", ".csv", ".tsv", ".tab", ".jsonl", ".ndjson")
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 _LOOKED_AT = 1000  # names of a folder, and folders in it
+_SHOWN = 8  # splits in a message
 _COLONS, _COMMA = re.compile("::"), re.compile(r"[,;\s]\s*")  # webdataset's separator, and what others try
 _ANOTHER = re.compile(r"(?:::|[,;\s])\s*(?=[a-z][a-z0-9]*://|pipe:)")
 
@@ -90,6 +91,17 @@ def hint_of_folder(folder: Path) -> str | None:
     if "picture" in found or any(_kind(name) == "picture" for name in islice(below, _LOOKED_AT)):
         return f"{folder} holds pictures, not tars: {_TO_PACK}"
     return None
+
+
+def hint_of_splits(folder: Path, split: str) -> str | None:
+    """That a folder has other splits than the one without tars, None if it has none."""
+    splits = [
+        name for name in sorted(_names(folder)) if any(one.endswith(".tar") for one in _names(folder / name))
+    ]
+    if not splits:
+        return None
+    more = ", …" if len(splits) > _SHOWN else ""
+    return f"{folder} has no split {split!r} (known: {', '.join(splits[:_SHOWN])}{more})"
 
 
 _TO_PACK = (

@@ -18,7 +18,7 @@ from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote.patience import Unreachable
 from data.shard_file import ShardFile, is_remote
-from data.source_hints import hint_of_file, hint_of_folder, hint_of_remote, hint_of_several
+from data.source_hints import hint_of_file, hint_of_folder, hint_of_remote, hint_of_several, hint_of_splits
 
 __all__ = ["find_shards"]
 
@@ -68,7 +68,17 @@ def _remote_shards(source: str, split: str) -> list[ShardFile]:
             _check_count(store.shown(folder), len(found), store.read_text(f"{folder}/nshards.txt", limit=100))
             return found
         fault = nothing
-    raise fault
+    raise _with_form(fault, source)
+
+
+def _with_form(fault: DataError, source: str) -> DataError:
+    """The fault of a folder; many web servers list none, so for theirs with what can be typed instead."""
+    from data.remote import store
+
+    if not source.startswith(("http://", "https://")):
+        return fault
+    form = f"'{store.shown(source).rstrip('/')}/{{00000..00331}}.tar'"
+    return DataError(f"{str(fault).removesuffix('; name the shards')}; name the shards as {form}")
 
 
 def _shards_at(source: str, split: str) -> list[Path]:
@@ -162,15 +172,20 @@ def _shards_of_folder(folder: Path, split: str) -> list[Path]:
     here = inside if inside.is_dir() else folder
     paths = sorted(here.glob("*.tar"), key=lambda path: (len(path.name), path.name))
     if not paths:
-        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        more = ", …" if len(splits) > 8 else ""
-        found = f"; it has the folders {', '.join(splits[:8])}{more}" if splits else ""
-        raise DataError(hint_of_folder(here) or f"no tar of split {split!r} in {folder}{found}")
+        hint = hint_of_folder(inside) or hint_of_splits(folder, split) or hint_of_folder(folder)
+        raise DataError(hint or _about_nothing(folder, split))
     stated = here / "nshards.txt"
     if stated.is_file():
         with stated.open(errors="replace") as file:
             _check_count(str(here), len(paths), file.read(100))
     return paths
+
+
+def _about_nothing(folder: Path, split: str) -> str:
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    more = ", …" if len(inside) > 8 else ""
+    found = f"; it has the folders {', '.join(inside[:8])}{more}" if inside else ""
+    return f"no tar of split {split!r} in {folder}{found}"
 
 
 def _check_count(folder: str, found: int, stated: str | None) -> None:

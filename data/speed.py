@@ -68,7 +68,7 @@ def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         description="Measure how fast batches are made.\n\n" + TEXT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("sources", metavar="SOURCE", nargs="+")
+    parser.add_argument("sources", metavar="SOURCE", nargs="*")
     parser.add_argument(
         "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
     )
@@ -76,7 +76,11 @@ def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--image-size", metavar="PIXELS", type=int, default=224, help="of the model (default: 224)"
     )
     parser.add_argument(
-        "--workers", metavar="N,…", default="0,1,2", help="numbers of workers to compare (default: 0,1,2)"
+        "--workers",
+        metavar="N,…",
+        nargs="+",  # to say something of numbers with blanks between them
+        default=["0,1,2"],
+        help="numbers of workers to compare (default: 0,1,2)",
     )
     parser.add_argument(
         "--seconds",
@@ -102,7 +106,9 @@ def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _speed(parsed: argparse.Namespace) -> int:
-    numbers = _worker_numbers(parsed.workers)
+    numbers = _worker_numbers(_own_words(parsed))
+    if not parsed.sources:
+        raise ConfigError("no SOURCE is given: python -m data speed SOURCE")
     for name in ("image_size", "batch_size"):
         if getattr(parsed, name) < 1:
             raise ConfigError(f"{name} = {getattr(parsed, name)} does not fit: at least 1")
@@ -125,6 +131,17 @@ def _speed(parsed: argparse.Namespace) -> int:
     else:
         _print(found, parsed.image_size, batch_size)
     return 0
+
+
+def _own_words(parsed: argparse.Namespace) -> str:
+    """What --workers was given; words behind it that are no numbers are sources."""
+    first, *more = parsed.workers
+    numbers = [word for word in more if word.replace(",", "").isdecimal() and not Path(word).exists()]
+    if numbers:
+        given = [first, *numbers]
+        raise ConfigError(f"workers = {' '.join(given)}: with commas: --workers {','.join(given)}")
+    parsed.sources += more
+    return str(first)
 
 
 def _worker_numbers(text: str) -> list[int]:

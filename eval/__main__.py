@@ -129,7 +129,7 @@ def _score(options: argparse.Namespace) -> None:
     finally:
         if scores:
             Console(highlight=False).print(_table(scores))
-    print(f"wrote {len(scores)} lines to {out}")
+    print(f"wrote {len(scores)} lines to {out.absolute()}")
 
 
 def _checkpoint(source: str) -> tuple[str, Path | None]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from data import sources
+from data.remote import store
 from data.shard_file import ShardFile, is_remote
 from data.source_hints import hint_of_remote
 from data.sources import find_shards
@@ -89,8 +90,12 @@ def test_names_are_counted_before_they_are_made(pattern: str, count: int) -> Non
 
 
 def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
-    with pytest.raises(DataError, match=f"no tar of split 'test' in {folder}; it has the folders train"):
-        paths_of(str(folder), split="test")
+    (folder / "bad_rows.jsonl").write_text("{}\n")  # as data pack leaves it: no table to pack
+    for split in ("tset", "more"):
+        (folder / "more").mkdir(exist_ok=True)
+        with pytest.raises(DataError) as caught:
+            paths_of(str(folder), split=split)
+        assert str(caught.value) == f"{folder} has no split {split!r} (known: train)"
     (folder / "train" / "11.tar").unlink()
     with pytest.raises(DataError, match=r"has 11 shards, but nshards.txt says '12'"):
         paths_of(str(folder))
@@ -195,6 +200,17 @@ def test_names_that_only_look_so(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         "pipe:cat 1.tar *",
         "pipe:cat 2.tar *",
     ]
+
+
+@pytest.mark.parametrize("page", [None, "<a href=other.txt>"])
+def test_a_web_folder_without_tars_shows_the_form(page: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "read_text", lambda url, limit: page)
+    with pytest.raises(DataError) as caught:
+        find_shards("http://user:Zq@host/dir/?s=Zq")
+    said = str(caught.value)
+    assert said.endswith("; name the shards as 'http://host/dir/{00000..00331}.tar'") and "Zq" not in said
+    assert said.count("name the shards") == 1
+    assert ("no tar at" if page else "may not be listed") in said
 
 
 def test_a_folder_of_other_things(tmp_path: Path) -> None:
