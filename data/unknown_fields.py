@@ -57,7 +57,8 @@ def refuse_unknown_fields(
     Raises:
         DataError: that is so.
     """
-    if not selection.reads_json:
+    by_json = "caption" in selection.need and TEXT not in selection.captions.fields
+    if not (selection.reads_json or by_json):
         return
     plain = Selection(need=selection.need)
     looked = 0

@@ -111,6 +111,20 @@ def test_a_caption_field_that_no_json_has_names_those_it_has(
     )
 
 
+@pytest.mark.parametrize("choice", ["first", "all"])
+@pytest.mark.parametrize("shards", [1, 12])
+def test_a_caption_field_where_there_is_no_json_names_the_caption_files(
+    shards: int, choice: str, tmp_path: Path
+) -> None:
+    rule = CaptionRule(fields=("alt",), choice=choice)
+    said = refusal([{"txt": "text"}] * 2, Selection(captions=rule), tmp_path, shards=shards)
+    looked = 2 * min(shards, 8)
+    assert said == (
+        f"data.captions names the json field 'alt', which no sample of {looked} looked at has: they have no json "
+        f"with any field; {looked} of them with a caption file: data.captions=txt takes it"
+    )
+
+
 def test_other_mistakes_with_where_captions_are(tmp_path: Path) -> None:
     said = refusal([{"json": '{"text": "x"}'}] * 2, Selection(), tmp_path)
     assert said == (
