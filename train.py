@@ -42,12 +42,15 @@ from clipkit.process import StopRequest, loss_after
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
 from clipkit.run_folder import (
     append_bad_samples,
+    bad_share,
     check_bad_samples,
     drop_bad_samples_after,
+    hint_of_moved_data,
     manifest_file,
     only_trainer_of,
     too_many_bad,
 )
+from clipkit.urls import shown
 from data.augment import Augmentation
 from data.cache import shard_cache
 from data.captions import CaptionRule
@@ -159,7 +162,7 @@ def main() -> int:
         if chief:
             print(to_toml(config, differing_from=Config()), file=sys.stderr)
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
-        progress.say(describe(model, order, shards, world, device, bf16=bf16, steps=config.steps))
+        progress.say(describe(model, order, shards, world, device, config, bf16=bf16))
         progress.say(beginning(run, state.step, config, planned=planned))
         if checkpoint is not None and (bad := passed_over(checkpoint)):
             progress.say(f"note: {', '.join(bad)} is damaged or missing; {checkpoint.name} was taken instead")
@@ -274,6 +277,9 @@ def main() -> int:
         if stopped:
             distributed.barrier()  # a rank that ends with an error would end the chief while it saves
             check_bad_samples(bad_samples, step * config.batch_size, config.data.max_bad, run)
+        if bad_samples:
+            progress.say(bad_share(bad_samples, step * config.batch_size, config.data.max_bad))
+        if stopped:
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif chief:
             progress.say(f"done: {build_report(run)}")
@@ -336,7 +342,8 @@ def manifest_of(
     """What is trained on: counted by the chief and the same for all ranks, and as it was when the run began."""
     content = b""
     if chief:
-        sources = [find_shards(source) for source in config.data.sources]
+        with hint_of_moved_data(run):
+            sources = [find_shards(source) for source in config.data.sources]
         with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
             manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
         earlier = Manifest.load(manifest_file(run))
@@ -400,15 +407,17 @@ def beginning(run: Path, step: int, config: Config, *, planned: int) -> str:
 
 
 def describe(
-    model: CLIP, order: Order, shards: Shards, world: int, device: torch.device, *, bf16: bool, steps: int
+    model: CLIP, order: Order, shards: Shards, world: int, device: torch.device, config: Config, *, bf16: bool
 ) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     precision = "bf16" if bf16 else "fp32"
-    skipped = ", ".join(f"{count} {reason}" for reason, count in shards.manifest.dropped.items())
+    samples = ", ".join(
+        filter(None, (f"{order.samples} samples", shards.manifest.left_out(shards.selection)))
+    )
+    sources = [shown(source) for source in config.data.sources]
     return (
         f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}; "
-        f"{order.samples} samples, skipped: {skipped or 'none'}; "
-        f"{order.describe(steps)}"
+        f"{samples}; {order.describe(config.steps, sources)}"
     )
 
 

@@ -69,7 +69,8 @@ class DataConfig:
     grayscale: float = 0.0  # probability that a picture loses its colours
     scaled_decode: bool = False  # decode large JPEGs at a part of their size; changes values by 0.7 of 255
     nvjpeg: bool = False  # decode plain JPEGs on the GPU, through torchcodec; values differ by rounding
-    # share of all samples drawn, again in each epoch, that may be bad before the run saves and stops; 0: none
+    # share of all samples drawn, again in each epoch, that may be bad before the run saves and stops; 0: none.
+    # Of fewer than 1,000 it is a share of 1,000: 0.05 bears 50 bad ones at the start, as few are no measure
     max_bad: float = 0.05
 
     def __post_init__(self) -> None:

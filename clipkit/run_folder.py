@@ -22,8 +22,8 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.progress import drop_lines_after
 
 __all__ = [
-    "append_bad_samples", "check_bad_samples", "drop_bad_samples_after", "manifest_file", "only_trainer_of",
-    "too_many_bad",
+    "append_bad_samples", "bad_share", "check_bad_samples", "drop_bad_samples_after", "hint_of_moved_data",
+    "manifest_file", "only_trainer_of", "too_many_bad",
 ]  # fmt: skip
 
 _LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
@@ -123,6 +123,20 @@ def manifest_file(run: Path) -> Path:
     return run / _MANIFEST
 
 
+@contextmanager
+def hint_of_moved_data(run: Path) -> Iterator[None]:
+    """Add to a DataError, where data are looked for, what to do if they were moved since the run began."""
+    try:
+        yield
+    except DataError as error:
+        if latest_checkpoint(run) is None:
+            raise
+        raise DataError(
+            f"{error}; if the data of {run} were moved, give data.train= the new place: it is checked that they "
+            "are the same"
+        ) from error
+
+
 def drop_bad_samples_after(run: Path, step: int) -> None:
     """Take the bad samples of steps beyond ``step`` out of the lists, also of ranks that are no more.
 
@@ -161,6 +175,16 @@ def too_many_bad(bad: int, used: int, share: float) -> bool:
         share: 0 to 1, ``data.max_bad``.
     """
     return bad > share * max(bad + used, _FIRST_SAMPLES)  # a few early ones are no measure of the whole
+
+
+def bad_share(bad: int, used: int, share: float) -> str:
+    """The share of bad samples beside its limit, as a line tells it; arguments as of ``too_many_bad``."""
+    drawn = bad + used
+    least = f", taken of at least {_FIRST_SAMPLES:,}" if drawn < _FIRST_SAMPLES else ""
+    return (
+        f"{100 * bad / drawn:.3g}% of the {drawn:,} samples drawn were bad "
+        f"(limit: data.max_bad = {100 * share:.3g}%{least})"
+    )
 
 
 def check_bad_samples(bad: int, used: int, share: float, run: Path) -> None:

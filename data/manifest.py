@@ -70,6 +70,18 @@ class Manifest:
         """One of the shards."""
         return ShardFile(url=self.urls[number], size=int(self.sizes[number]), version=self.versions[number])
 
+    def left_out(self, selection: Selection) -> str:
+        """How many samples do not count and why, as a line tells it; empty if nothing is left out.
+
+        Args:
+            selection: by which it was made.
+        """
+        unusable = {f"without {what}" for what in selection.need} | {"unreadable"}
+        by_filters = [f"{count} {why}" for why, count in self.dropped.items() if why not in unusable]
+        others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]
+        told = [f"left out by data.filters: {', '.join(by_filters) or 'none'}"] if selection.filters else []
+        return ", ".join([*told, f"left out: {', '.join(others)}"] if others else told)
+
     @property
     def stated(self) -> int:
         """How many shards were not indexed: their counts are what ``_stats.json`` states."""

@@ -134,16 +134,23 @@ class Order:
         near = [source.windows(*part) for source, *part in zip(self._sources, places, ends, strict=True)]
         return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
 
-    def describe(self, steps: int) -> str:
-        """How often so many steps go through the data, and what becomes of an epoch's last samples."""
+    def describe(self, steps: int, names: Sequence[str] = ()) -> str:
+        """How often so many steps go through the data, and what becomes of an epoch's last samples.
+
+        Args:
+            steps: of the whole training.
+            names: of the sources, as they may be shown; by default their numbers.
+        """
         drawn = _taken(steps * self.batch_size, self._shares)
         times = [f"{n / source.samples:.3g}" for n, source in zip(drawn, self._sources, strict=True)]
-        if isinstance(self._sources[0], _Resampled):
-            return (
-                f"drawn with replacement in batches of {self.batch_size}, {' and '.join(times)} times as many"
-            )
+        resampled = isinstance(self._sources[0], _Resampled)
         if len(times) > 1:
-            return f"mixed in batches of {self.batch_size}; the sources are gone through {', '.join(times)} times"
+            named = names or [f"source {number + 1}" for number in range(len(times))]
+            of_each = ", ".join(f"{name} {n} times" for name, n in zip(named, times, strict=True))
+            how = "with replacement, as many as in" if resampled else "and gone through:"
+            return f"mixed in batches of {self.batch_size}, {how} {of_each}"
+        if resampled:
+            return f"drawn with replacement in batches of {self.batch_size}, {times[0]} times as many"
         left = self.samples % self.batch_size
         last = f"{left} samples left out of each" if self.leaves_out else "no sample left out"
         return f"{self.batches_per_epoch} batches of {self.batch_size} an epoch, {last}, {times[0]} epochs in all"

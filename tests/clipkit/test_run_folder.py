@@ -13,13 +13,25 @@ from clipkit.config_file import load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.run_folder import (
     append_bad_samples,
+    bad_share,
     check_bad_samples,
     drop_bad_samples_after,
+    hint_of_moved_data,
     only_trainer_of,
     too_many_bad,
 )
 
 CONFIG = Config(out="runs/test")
+
+
+def make_checkpoint(run: Path, step: int) -> None:
+    """One of empty files, which is whole."""
+    checkpoint = run / "checkpoints" / f"step_{step:08d}"
+    checkpoint.mkdir(parents=True)
+    names = ("model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml")
+    for name in names:
+        (checkpoint / name).touch()
+    (checkpoint / "COMPLETE").write_text(json.dumps(dict.fromkeys(names, 0)))
 
 
 def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) -> None:
@@ -67,12 +79,7 @@ def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
 def test_a_run_may_be_extended_but_not_to_fewer_steps_than_it_has_made(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=20)
     with only_trainer_of(tmp_path, config, chief=True):
-        checkpoint = tmp_path / "checkpoints" / "step_00000010"
-        checkpoint.mkdir(parents=True)
-        names = ("model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml")
-        for name in names:
-            (checkpoint / name).touch()
-        (checkpoint / "COMPLETE").write_text(json.dumps(dict.fromkeys(names, 0)))
+        make_checkpoint(tmp_path, 10)
     for steps in (30, 10):
         with only_trainer_of(tmp_path, replace(CONFIG, steps=steps), chief=True):
             assert load_config(tmp_path / "config.toml").steps == steps
@@ -133,3 +140,34 @@ def test_the_share_of_bad_samples_does_not_grow_with_epochs(epochs: int) -> None
     bad, good = 100, 99_900  # one in a thousand of a corpus, each drawn once an epoch
     assert not too_many_bad(bad * epochs, good * epochs, 0.001)
     assert too_many_bad(bad * epochs, good * epochs, 0.0009)
+
+
+@pytest.mark.parametrize(
+    ("bad", "used", "share", "line"),
+    [
+        (150, 850, 0.05, "15% of the 1,000 samples drawn were bad (limit: data.max_bad = 5%)"),
+        (
+            6,
+            34,
+            0.05,
+            "15% of the 40 samples drawn were bad (limit: data.max_bad = 5%, taken of at least 1,000)",
+        ),
+        (1, 99_999, 0.001, "0.001% of the 100,000 samples drawn were bad (limit: data.max_bad = 0.1%)"),
+    ],
+)
+def test_the_share_of_bad_samples_is_told_beside_its_limit(
+    bad: int, used: int, share: float, line: str
+) -> None:
+    assert bad_share(bad, used, share) == line
+
+
+def test_who_resumes_without_the_data_is_told_that_they_may_be_moved(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^no data at 'pairs'$"), hint_of_moved_data(tmp_path):
+        raise DataError("no data at 'pairs'")
+    make_checkpoint(tmp_path, 10)
+    with pytest.raises(DataError) as caught, hint_of_moved_data(tmp_path):
+        raise DataError("no data at 'pairs'")
+    assert str(caught.value) == (
+        f"no data at 'pairs'; if the data of {tmp_path} were moved, give data.train= the new place: it is checked "
+        "that they are the same"
+    )

@@ -172,7 +172,7 @@ def test_a_loader_and_a_training_replace_what_is_bad_and_write_it_down(corpus: P
         assert one.bad == other.bad
         assert (one.images == other.images).all() and one.tokens.tolist() == other.tokens.tolist()
     assert training.returncode == 0, error[-2000:]
-    assert "Traceback" not in error and "skipped: 4 without image, 1 without caption" in " ".join(
+    assert "Traceback" not in error and "samples, left out: 4 without image, 1 without caption; " in " ".join(
         error.split()
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()]

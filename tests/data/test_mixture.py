@@ -323,9 +323,17 @@ def test_how_it_is_described() -> None:
         "3 batches of 10 an epoch, no sample left out, 10 epochs in all"
     )
     assert mixture(sources, (1, 3), batch_size=40).describe(10) == (
-        "mixed in batches of 40; the sources are gone through 2.7, 15 times"
+        "mixed in batches of 40, and gone through: source 1 2.7 times, source 2 15 times"
     )
-    assert "with replacement" in Order([30, 7], seed=0, batch_size=10, resample=True).describe(10)
+    named = mixture(sources, (1, 3), batch_size=40).describe(10, ["photos", "s3://bucket/drawings"])
+    assert named.endswith(", and gone through: photos 2.7 times, s3://bucket/drawings 15 times")
+    assert Order([30, 7], seed=0, batch_size=10, resample=True).describe(10, ["a", "b"]) == (
+        "drawn with replacement in batches of 10, 2.7 times as many"
+    )
+    drawn = Order([30, 7, 20], seed=0, batch_size=40, sources=(2, 1), weights=(1, 3), resample=True).describe(
+        10, ["a", "b"]
+    )
+    assert drawn == "mixed in batches of 40, with replacement, as many as in a 2.7 times, b 15 times"
 
 
 def test_mixtures_and_draws_are_the_same_in_every_release() -> None:

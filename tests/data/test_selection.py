@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,23 @@ def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"shard {file.url} holds no sample that passes data.filters: 1 not width >= 1000, 1 without width"
     )
+
+
+def test_what_is_left_out_is_told_by_what_leaves_it_out(tmp_path: Path) -> None:
+    file = shard_of(tmp_path / "0.tar", [*of_json({"width": 10}, {"width": 20}, {"width": 30}, {}), {}])
+    for filters, told in (
+        ([], "left out: 1 without caption"),
+        (["width != 0"], "left out by data.filters: 1 without width, left out: 1 without caption"),
+        (
+            ["width >= 30"],
+            "left out by data.filters: 2 not width >= 30, 1 without width, left out: 1 without caption",
+        ),
+    ):
+        selection = Selection(filters=tuple(map(Filter.of, filters)))
+        made = make_manifest([[file]], selection)
+        assert made.left_out(selection) == told
+        all_count = replace(made, dropped={}).left_out(selection)
+        assert all_count == ("left out by data.filters: none" if filters else "")
 
 
 def test_a_field_in_which_no_caption_is_says_so(tmp_path: Path) -> None:
