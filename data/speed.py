@@ -66,6 +66,7 @@ def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "speed",
         help="measure how fast batches are made",
         description="Measure how fast batches are made.\n\n" + TEXT,
+        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("sources", metavar="SOURCE", nargs="*")

@@ -6,6 +6,10 @@ how many samples there are, a caption file may hold several captions, one a line
 them as ``"captions"``, of which the caption file then holds the first. And a plain folder of pictures,
 ``ROOT/<class name>/*.jpg``, whose folder names are the class names with ``_`` for a space.
 
+Plain shards, as crawls leave them, say nothing of themselves: without ``card.json``, ``dataset_type.txt`` and (in a
+split's own folder) ``nshards.txt``, pairs are scored without the samples that have no caption, and how many those
+are is logged. Everywhere else a sample that lacks what others have is an error.
+
 Which tasks a dataset is scored on unless the user names one: those of its card's ``"tasks"``; else retrieval if
 its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labelled sets often carry captions that
 are made from the class, and retrieval among hundreds of equal captions measures nothing.
@@ -28,6 +32,7 @@ from data.shards import Sample, Shards
 from data.sources import find_shards
 from eval.image_folder import ImageFolder, visible_folders
 from eval.json_text import parse_json
+from eval.some_pictures import SomePictures
 
 __all__ = [
     "DEFAULT_TEMPLATES",
@@ -40,6 +45,7 @@ __all__ = [
 
 SPLIT = "test"
 TASKS = ("zero-shot", "retrieval")
+_MARKS_OF_WHOLE = ("card.json", "dataset_type.txt", "nshards.txt")  # files of a set that was written as one
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
 _MAX_TEXT_BYTES = 16 << 20  # of a file of names, templates or a card
 _SHOWN = 200  # characters of a source in a message
@@ -101,7 +107,8 @@ def open_dataset(name_or_folder: str | Path) -> EvalDataset:
 
     Raises:
         DataError: there is no such dataset, or it is incomplete or contradicts itself. Pictures are decoded
-            later; one that does not decode is then an error too, so a score is never of fewer pictures.
+            later; one that does not decode is then an error too, so a score is never of fewer pictures than
+            the dataset has.
     """
     return open_datasets([name_or_folder])[0]
 
@@ -206,16 +213,17 @@ def _open_published(folder: Path, name: str) -> EvalDataset:
         )
     class_names = tuple(_lines(folder / "classnames.txt"))
     templates = tuple(line for line in _lines(folder / "zeroshot_classification_templates.txt") if line)
-    labels, captions = _annotations(name, shards)
+    plain = not any((folder / mark).is_file() for mark in _MARKS_OF_WHOLE)
+    pictures, labels, captions = _annotated(name, shards, may_lack_captions=plain)
     return _checked(
         EvalDataset(
             name=name,
             class_names=class_names,
             templates=templates or DEFAULT_TEMPLATES,
-            shards=shards,
+            shards=pictures,
             labels=labels,
             captions=captions,
-            revision=shards.fingerprint(),
+            revision=pictures.fingerprint(),
             tasks=_tasks(
                 name, card, _lines(folder / "dataset_type.txt"), pairs_only=labels is None and bool(captions)
             ),
@@ -273,8 +281,16 @@ def _checked(dataset: EvalDataset) -> EvalDataset:
     return dataset
 
 
-def _annotations(name: str, shards: Shards) -> tuple[Tensor | None, tuple[tuple[str, ...], ...] | None]:
-    """Labels and captions: each either of every sample or of none."""
+def _annotated(
+    name: str, shards: Shards, *, may_lack_captions: bool
+) -> tuple[Pictures, Tensor | None, tuple[tuple[str, ...], ...] | None]:
+    """The pictures with labels and captions: each either of every sample or of none.
+
+    Args:
+        name: of the dataset.
+        shards: its samples.
+        may_lack_captions: whether samples without a caption are left out where others have one and none a label.
+    """
     labels: list[int | None] = []
     captions: list[tuple[str, ...]] = []
     for number in range(len(shards)):
@@ -285,6 +301,16 @@ def _annotations(name: str, shards: Shards) -> tuple[Tensor | None, tuple[tuple[
             raise DataError(f"dataset {name}: sample {key} of {shard}: {error}") from error
         labels.append(sample.label)
         captions.append(_captions(sample))
+    known = [label for label in labels if label is not None]
+    if may_lack_captions and not known and any(captions) and not all(captions):
+        numbers = [number for number, own in enumerate(captions) if own]
+        _log.warning(
+            "dataset %s: %d of %d samples have no caption and are left out",
+            name,
+            len(shards) - len(numbers),
+            len(shards),
+        )
+        return SomePictures(every=shards, numbers=numbers), None, tuple(filter(None, captions))
     for what, present in (
         ("label", [one is not None for one in labels]),
         ("caption", list(map(bool, captions))),
@@ -292,8 +318,7 @@ def _annotations(name: str, shards: Shards) -> tuple[Tensor | None, tuple[tuple[
         if any(present) and not all(present):
             shard, key = shards.locate(present.index(False))
             raise DataError(f"dataset {name}: sample {key} of {shard} has no {what}, others have one")
-    known = [label for label in labels if label is not None]
-    return (torch.tensor(known) if known else None), (tuple(captions) if any(captions) else None)
+    return shards, (torch.tensor(known) if known else None), (tuple(captions) if any(captions) else None)
 
 
 def _captions(sample: Sample) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from clipkit.errors import DataError
 from data.pack import pack
 from data.writer import DatasetWriter, Record
 from eval.datasets import DEFAULT_TEMPLATES, open_dataset, open_datasets
+from eval.some_pictures import SomePictures
 
 WriteDataset = Callable[..., Path]
 
@@ -77,6 +78,33 @@ def test_which_tasks(write_dataset: WriteDataset) -> None:
     typed = write_dataset("typed", captions=["x"] * 23)
     (typed / "dataset_type.txt").write_text("retrieval\n")
     assert open_dataset(typed).tasks == ("retrieval",)
+
+
+def test_plain_shards_are_scored_without_samples_that_lack_a_caption(
+    write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["a", None, "b", " \n", "c"]
+    folder = write_dataset("pairs", labels=[None] * 5, captions=texts, class_names=None, samples_per_shard=2)
+    assert "has no caption, others have one" in refusal(folder)  # its card says 5
+    (folder / "card.json").unlink()
+    with caplog.at_level(logging.WARNING, "eval"):
+        dataset = open_dataset(folder)
+    told = "dataset pairs: 2 of 5 samples have no caption and are left out"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    assert (len(dataset), dataset.tasks, dataset.captions) == (3, ("retrieval",), (("a",), ("b",), ("c",)))
+    samples = [dataset.shards.read(number) for number in range(3)]
+    assert [(one.id, one.key, one.caption) for one in samples] == [
+        (0, "s0000000", "a"),
+        (1, "s0000002", "b"),
+        (2, "s0000004", "c"),
+    ]
+    assert "picture s0000002 of" in dataset.where(1)
+    assert isinstance(dataset.shards, SomePictures)
+    every = dataset.shards.every.fingerprint()
+    assert dataset.revision == open_dataset(folder).revision != every
+    assert "has no caption" in refusal(folder / "test")  # whose nshards.txt says that it was written as one
+    (folder / "dataset_type.txt").write_text("retrieval\n")  # published: whole, or damaged
+    assert "has no caption" in refusal(folder)
 
 
 def test_a_packed_table_is_scored_on_the_pairs_held_out(tmp_path: Path) -> None:
