@@ -204,6 +204,12 @@ def test_a_few_bad_samples_are_replaced_counted_and_listed(
         assert bad["key"] == "1" and bad["shard"].endswith("one_broken/train/0.tar")
         assert bad["cause"] == "not a picture in a known format" and bad["step"] in (1, 2)
     assert "bad sample replaced: 1 in " in training.stderr
+    share = 100 * len(listed) / (8 + len(listed))
+    assert training.stderr.splitlines()[-2] == (
+        f"{share:.3g}% of the {8 + len(listed)} samples drawn were bad "
+        "(limit: data.max_bad = 5%, taken of at least 1,000)"
+    )
+    assert ", 8 samples; " not in training.stderr and "; 8 samples; " in training.stderr
 
 
 def test_a_folder_is_for_one_configuration(place: Place, ended: Callable[[str], Ended]) -> None:
