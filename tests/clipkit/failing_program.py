@@ -1,9 +1,16 @@
-"""Ranks that fail in a way that an argument names; ``test_failure`` starts it as two ranks."""
+"""Ranks that fail in a way that an argument names: this process as one of torchrun's, or two that it forks of each.
 
+Forked ones share what torch's import costs. Nobody ends them when one has ended, as on machines of their own.
+"""
+
+import json
 import os
 import signal
+import socket
 import sys
+import tempfile
 import time
+from typing import IO, Any
 
 import torch
 
@@ -11,9 +18,9 @@ from clipkit import distributed
 from clipkit.errors import ConfigError, DataError, run_command
 
 
-def main() -> int:
+def one_rank(how: str) -> int:
     distributed.start()
-    rank, how = distributed.rank(), sys.argv[1]
+    rank = distributed.rank()
     if how == "all alike":
         raise ConfigError("no such setting")
     if how == "each its own":
@@ -42,5 +49,42 @@ def main() -> int:
     return 0
 
 
+def ranks(how: str, world: int) -> dict[int, tuple[int, IO[str]]]:
+    """Start them; gives rank and stderr by process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running: dict[int, tuple[int, IO[str]]] = {}
+    for rank in range(world):
+        said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it is read when the rank has ended)
+        if process := os.fork():
+            running[process] = rank, said
+            continue
+        os.dup2(said.fileno(), 2)
+        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in given.items()}, MASTER_ADDR="127.0.0.1")
+        run_command(distributed.together(lambda: one_rank(how)))
+    return running
+
+
+def all_ends(hows: list[str], world: int = 2) -> dict[str, Any]:
+    """Statuses and stderrs of the ranks of each, and the seconds from their start to the last one's end."""
+    began = time.monotonic()
+    running = {how: ranks(how, world) for how in hows}
+    of_process = {process: how for how, those in running.items() for process in those}
+    ends: dict[str, Any] = {how: {"status": [0] * world, "said": [""] * world} for how in hows}
+    while of_process:
+        process, status = os.wait()
+        how = of_process.pop(process)
+        rank, said = running[how][process]
+        said.seek(0)
+        ends[how]["said"][rank] = said.read()
+        ends[how]["status"][rank] = os.waitstatus_to_exitcode(status)
+        ends[how]["seconds"] = time.monotonic() - began
+    return ends
+
+
 if __name__ == "__main__":
-    run_command(distributed.together(main))
+    if "RANK" in os.environ:
+        run_command(distributed.together(lambda: one_rank(sys.argv[1])))
+    print(json.dumps(all_ends(sys.argv[1:])))
