@@ -126,7 +126,7 @@ def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], s
 
 
 @pytest.mark.slow
-def test_two_ranks_save_before_they_stop_for_bad_samples(pairs: Path, tmp_path: Path) -> None:
+def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(pairs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     errors, last = train_by_two(pairs, out, "steps=12", "data.max_bad=0")
     at = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
@@ -135,6 +135,14 @@ def test_two_ranks_save_before_they_stop_for_bad_samples(pairs: Path, tmp_path: 
         f"error: 1 of {at * BATCH + 1} samples drawn so far are bad"
     )
     assert errors[0] in last.partition("Root Cause")[2]
+
+    for name in ("bad_samples.jsonl", "bad_samples-1.jsonl"):  # as ranks that were killed later leave them
+        with (out / name).open("a") as file:
+            file.write(json.dumps({"step": at + 1, "key": "drawn again"}) + "\n")
+    said = train(pairs, out, "steps=12", "data.max_bad=1")
+    listed = "".join(path.read_text() for path in out.glob("bad_samples*.jsonl"))
+    assert listed.count("\n") == metrics(out)[-1]["bad_samples"] == 2 and "drawn again" not in listed
+    assert "4% of the 50 samples drawn were bad (limit: data.max_bad = 100%" in said
 
 
 @pytest.mark.slow
