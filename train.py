@@ -50,7 +50,7 @@ from clipkit.run_folder import (
     only_trainer_of,
     too_many_bad,
 )
-from clipkit.urls import shown
+from clipkit.urls import shown, without_secrets
 from data.augment import Augmentation
 from data.cache import shard_cache
 from data.captions import CaptionRule
@@ -83,7 +83,7 @@ def main() -> int:
     config = load_config(options.config, options.overrides)
     run = Path(config.out)
     if options.dry_run:
-        print(to_toml(config) if chief else "", end="")
+        print(without_secrets(to_toml(config)) if chief else "", end="")
         distributed.stop()
         return 0
     check_split(config, world)
@@ -160,7 +160,7 @@ def main() -> int:
 
         # 7. The loop.
         if chief:
-            print(to_toml(config, differing_from=Config()), file=sys.stderr)
+            print(without_secrets(to_toml(config, differing_from=Config())), file=sys.stderr)
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
         progress.say(describe(model, order, shards, world, device, config, bf16=bf16))
         progress.say(beginning(run, state.step, config, planned=planned))

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import simplejpeg
 from clipkit.config_file import load_config
 from clipkit.optim import learning_rate
 from data.writer import DatasetWriter, Record
+from tests.forked import Forked
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -44,16 +46,22 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def train(pairs: Path, out: Path, *more: str, status: int = 0) -> str:
-    """Train, and give what was said."""
-    settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS]
-    command = [sys.executable, str(ROOT / "train.py"), *settings, *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == status, done.stderr[-3000:]
-    return done.stderr
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(pairs: Path, forked: Forked) -> Train:
+    """Trains, and gives what was said."""
+
+    def run(out: Path, *more: str, status: int = 0) -> str:
+        settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS]
+        names = {one.partition("=")[0] for one in more}
+        settings = [one for one in settings if one.partition("=")[0] not in names]
+        done = forked.run("train.py", [*settings, *more], {})
+        assert done.returncode == status, done.stderr[-3000:]
+        return done.stderr
+
+    return run
 
 
 def weights(out: Path, step: int) -> bytes:
@@ -65,11 +73,11 @@ def metrics(out: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_too_many_bad_samples_cost_no_step(pairs: Path, tmp_path: Path) -> None:
+def test_too_many_bad_samples_cost_no_step(train: Train, tmp_path: Path) -> None:
     steps = SAMPLES // BATCH + 1
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(pairs, whole, f"steps={steps}", "data.max_bad=1")
-    said = train(pairs, stopped, f"steps={steps}", "data.max_bad=0", status=1)
+    train(whole, f"steps={steps}", "data.max_bad=1")
+    said = train(stopped, f"steps={steps}", "data.max_bad=0", status=1)
     at = int((stopped / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
     assert metrics(stopped)[-1]["step"] == at < steps
     error = (
@@ -79,10 +87,10 @@ def test_too_many_bad_samples_cost_no_step(pairs: Path, tmp_path: Path) -> None:
     assert "the same command goes on" in said.partition(error)[2].partition("\n")[0]
 
     before = (stopped / "metrics.jsonl").read_text()
-    assert error in train(pairs, stopped, f"steps={steps}", "data.max_bad=0", status=1)
+    assert error in train(stopped, f"steps={steps}", "data.max_bad=0", status=1)
     assert (stopped / "metrics.jsonl").read_text() == before  # not one more step
 
-    assert f"resuming {stopped} at step {at}" in train(pairs, stopped, f"steps={steps}", "data.max_bad=1")
+    assert f"resuming {stopped} at step {at}" in train(stopped, f"steps={steps}", "data.max_bad=1")
     assert weights(stopped, steps) == weights(whole, steps)
     counted = metrics(stopped)[-1]["bad_samples"]
     assert counted == metrics(whole)[-1]["bad_samples"] >= len(BROKEN)
@@ -91,10 +99,10 @@ def test_too_many_bad_samples_cost_no_step(pairs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_has_ended_can_be_extended(pairs: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> None:
     out, optim = tmp_path / "run", replace(load_config(QUICKSTART).optim, warmup=2)
-    train(pairs, out, "steps=4")
-    said = train(pairs, out, "steps=8")
+    train(out, "steps=4")
+    said = train(out, "steps=8")
     rates = [learning_rate(step, 4, optim) for step in range(4)]
     rates += [learning_rate(step, 8, optim) for step in range(4, 8)]
     assert [line["lr"] for line in metrics(out)] == rates
@@ -106,8 +114,8 @@ def test_a_run_that_has_ended_can_be_extended(pairs: Path, tmp_path: Path) -> No
     assert load_config(out / "checkpoints" / "step_00000008" / "config.toml").steps == 8
     assert load_config(out / "checkpoints" / "step_00000004" / "config.toml").steps == 4
 
-    assert "now, and were" not in train(pairs, out, "steps=8")
-    again = train(pairs, out, "steps=7", status=1).splitlines()[-1]
+    assert "now, and were" not in train(out, "steps=8")
+    again = train(out, "steps=7", status=1).splitlines()[-1]
     assert again == f"error: steps = 7, but {out} has made 8: set steps=8 or more, or out=… for a new run"
     assert load_config(out / "config.toml").steps == 8
 
@@ -126,7 +134,9 @@ def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], s
 
 
 @pytest.mark.slow
-def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(pairs: Path, tmp_path: Path) -> None:
+def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(
+    train: Train, pairs: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     errors, last = train_by_two(pairs, out, "steps=12", "data.max_bad=0")
     at = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
@@ -139,7 +149,7 @@ def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(pairs: 
     for name in ("bad_samples.jsonl", "bad_samples-1.jsonl"):  # as ranks that were killed later leave them
         with (out / name).open("a") as file:
             file.write(json.dumps({"step": at + 1, "key": "drawn again"}) + "\n")
-    said = train(pairs, out, "steps=12", "data.max_bad=1")
+    said = train(out, "steps=12", "data.max_bad=1")
     listed = "".join(path.read_text() for path in out.glob("bad_samples*.jsonl"))
     assert listed.count("\n") == metrics(out)[-1]["bad_samples"] == 2 and "drawn again" not in listed
     assert "4% of the 50 samples drawn were bad (limit: data.max_bad = 100%" in said

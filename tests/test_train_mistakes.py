@@ -1,7 +1,6 @@
 """What a user can get wrong: each is exit status 1 and one line that says what to do, and nothing hangs.
 
-Every case is a real ``train.py``. Most of its time is the import of torch, so all are begun together, and run
-two at a time.
+Every case is a real ``train.py`` in a process of its own, two at a time.
 """
 
 import io
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from PIL import Image
 
 from data.writer import DatasetWriter, Record
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train_mistakes")]
 
@@ -53,6 +53,7 @@ class Place:
     """Data of every kind, and where runs go."""
 
     root: Path
+    forked: Forked
 
     @property
     def runs(self) -> Path:
@@ -60,23 +61,29 @@ class Place:
         return self.root / "runs"
 
     def start(self, *arguments: str, run: str) -> "subprocess.Popen[str]":
-        settings = [argument.format(root=self.root) for argument in arguments]
-        command = [sys.executable, "-W", "error::ResourceWarning", "train.py"]
-        given = {one.partition("=")[0]: one for one in (*SMALL, *settings) if "=" in one}
-        command += [*(one for one in settings if "=" not in one), *given.values(), f"out={self.runs}/{run}"]
-        environment = {**os.environ, "CLIPKIT_CACHE": str(self.root / "cache"), "OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable,
+            "-W",
+            "error::ResourceWarning",
+            "train.py",
+            *self._settings(arguments, run),
+        ]
+        environment = {**os.environ, **self._environment}
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
     def train(self, *arguments: str, run: str) -> Ended:
-        with self.start(*arguments, run=run) as process:
-            try:
-                out, error = process.communicate(timeout=120)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+        return self.forked.run("train.py", self._settings(arguments, run), self._environment)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {"CLIPKIT_CACHE": str(self.root / "cache"), "OMP_NUM_THREADS": "1"}
+
+    def _settings(self, arguments: Sequence[str], run: str) -> list[str]:
+        settings = [argument.format(root=self.root) for argument in arguments]
+        given = {one.partition("=")[0]: one for one in (*SMALL, *settings) if "=" in one}
+        return [*(one for one in settings if "=" not in one), *given.values(), f"out={self.runs}/{run}"]
 
 
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -130,13 +137,13 @@ def make_data(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """The data of all cases."""
     root = tmp_path_factory.mktemp("mistakes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(root / "cache"))
         make_data(root)
-    return Place(root=root)
+    return Place(root=root, forked=forked)
 
 
 # runs in folders that runs before them have made: whose folder, and the settings

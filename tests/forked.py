@@ -1,0 +1,91 @@
+"""Programs run many times at the cost of one import: a process that has loaded torch forks for each.
+
+Each run is a process of its own, with its own arguments, environment and output, that may be killed like any other.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+Ended = subprocess.CompletedProcess[str]
+
+
+class Forked:
+    """``train.py`` and the like, from here on without waiting for torch."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "error::ResourceWarning", "-m", "tests.forked"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._lock = threading.Lock()
+
+    def run(
+        self, program: str, arguments: Sequence[str], environment: Mapping[str, str], *, timeout: float = 120
+    ) -> Ended:
+        """Run a program of the repository to its end."""
+        with tempfile.TemporaryDirectory() as folder:
+            request = {"argv": [program, *arguments], "environment": dict(environment), "folder": folder}
+            with self._lock:
+                assert self._server.stdin is not None
+                self._server.stdin.write(json.dumps(request) + "\n")
+                self._server.stdin.flush()
+            status, until = Path(folder, "status"), time.monotonic() + timeout
+            while not status.exists():
+                assert self._server.poll() is None and time.monotonic() < until
+                time.sleep(0.02)
+            out, error = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "error"))
+            return subprocess.CompletedProcess([program, *arguments], int(status.read_text()), out, error)
+
+    def close(self) -> None:
+        """Fork no more."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+
+
+def _serve() -> None:
+    import torchvision  # noqa: F401
+
+    import train  # noqa: F401 (with all that it imports)
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        if os.fork() == 0:
+            _watch(request["argv"], request["environment"], Path(request["folder"]))
+            return
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+    """Fork the program; tell its status when it has ended."""
+    process = os.fork()
+    if process:
+        _, status = os.waitpid(process, 0)
+        aside = folder / "status.aside"
+        aside.write_text(str(os.waitstatus_to_exitcode(status)))
+        aside.rename(folder / "status")
+        os._exit(0)
+    for number, name in ((0, os.devnull), (1, "out"), (2, "error")):
+        file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.update(environment)
+    sys.argv = list(argv)
+    runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+
+
+if __name__ == "__main__":
+    _serve()
