@@ -20,7 +20,7 @@ SOURCES = """\
 SOURCE is
   a folder        every picture below it, and the shards directly in it
   a picture       .jpg, .png, .webp, .gif, .tif, .bmp, .avif, ...
-  shards          WebDataset tars: one, a folder of them, or a pattern
+  shards          WebDataset tars: one, a folder or data set, or a pattern
                   'pairs/{00000..00041}.tar'
   a table         .csv, .tsv, .jsonl or .parquet with a column of paths
 """

@@ -23,7 +23,7 @@ from PIL import Image
 from data.writer import DatasetWriter, Record
 from tests.forked import Forked
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train_mistakes")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SMALL = (

@@ -16,8 +16,6 @@ from clipkit.preprocess import batch_of
 from clipkit.tokenizer import END_OF_TEXT
 from tests.clipkit.exported_models import ASCII, apart, draw_pictures, exported
 
-pytestmark = pytest.mark.xdist_group("export_onnx")
-
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:

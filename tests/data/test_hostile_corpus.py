@@ -27,7 +27,6 @@ from data.sources import find_shards
 from tests.clipkit.hostile_pictures import HOSTILE, PIXELS, made
 from tests.data.hostile_tars import tar_of
 
-pytestmark = pytest.mark.xdist_group("hostile_corpus")
 
 ROOT = Path(__file__).parents[2]
 BATCH = 33
