@@ -18,7 +18,6 @@ import simplejpeg
 
 from data.writer import DatasetWriter, Record
 
-
 ROOT = Path(__file__).parent.parent
 STEPS = 24
 

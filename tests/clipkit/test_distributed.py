@@ -17,7 +17,6 @@ from clipkit import distributed
 from clipkit.distributed import check_launch, rank_and_world
 from clipkit.errors import ConfigError
 
-
 HERE = Path(__file__).parent
 
 

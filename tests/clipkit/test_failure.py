@@ -16,7 +16,6 @@ from torch.distributed.rendezvous import rendezvous
 from clipkit.errors import ClipkitError
 from clipkit.failure import _NO_ANSWER, _NO_WORD, Failures, failing_together
 
-
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
 # how the ranks fail, and what is said of it; nothing is said of the others
 FAILURES = {

@@ -19,7 +19,6 @@ from data.selection import Selection
 from data.shard_file import ShardFile
 from data.shards import Shards
 
-
 COUNTS, BATCH = (1, 7, 1000), 48
 STEPS = {"plain": 23, "mixture": 8}  # an epoch has 21
 Setup = tuple[int, int]  # ranks, and workers of each

@@ -21,7 +21,6 @@ from data.shards import Shards
 from data.sources import find_shards
 from tests.data.hostile_tars import GOOD, HOSTILE, PAIRS, header, tar_of
 
-
 ROOT = Path(__file__).parents[2]
 SECONDS, MIB = 5, 300  # that any shard may take
 

@@ -27,7 +27,6 @@ from data.sources import find_shards
 from tests.clipkit.hostile_pictures import HOSTILE, PIXELS, made
 from tests.data.hostile_tars import tar_of
 
-
 ROOT = Path(__file__).parents[2]
 BATCH = 33
 Member = tuple[bytes | str, bytes]

@@ -27,7 +27,6 @@ from data.sources import find_shards
 from data.writer import DatasetWriter, Record
 from tests.data.remote import servers
 
-
 ROOT = Path(__file__).parents[3]
 SAMPLES, BATCH, STEPS = 50, 8, 14  # six batches an epoch: into the third one
 
