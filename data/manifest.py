@@ -250,7 +250,9 @@ def make_manifest(
 
 def _check_ranges(shards: Sequence[ShardFile]) -> None:
     """That the servers give parts of files, which reading without a cache needs even where all is counted."""
-    places = {urlsplit(shard.url)[:2]: shard for shard in shards if shard.is_remote and shard.size > 0}
+    places = {
+        urlsplit(shard.url)[:2]: shard for shard in reversed(shards) if shard.is_remote and shard.size > 0
+    }
     if places:
         from data.remote import store
     for shard in places.values():

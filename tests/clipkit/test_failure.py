@@ -51,7 +51,7 @@ def test_where_one_rank_fails_all_end_and_it_is_told_once(how: str, ends: dict[s
     assert errors_in("\n".join(said)) == FAILURES[how], said
     assert ["Traceback" in one for one in said] == [False, how == "a mistake of ours"]
     assert status == {"none": [0, 0], "killed": [1, -9]}.get(how, [1, 1])
-    assert ends[how]["seconds"] < 60
+    assert ends[how]["seconds"] < 30
 
 
 @pytest.mark.slow

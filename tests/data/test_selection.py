@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from data.order import Order
 from data.selection import Filter, Selection
 from data.shard_file import ShardFile
 from data.shards import Shards
+from tests.data.json_shards import of_json, shard_of
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +31,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("CLIPKIT_CACHE", str(folder))
         yield folder
-
-
-def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:
-    """A shard of samples that have a picture, and what is given besides."""
-    with webdataset.TarWriter(str(path), encoder=False) as tar:
-        for number, sample in enumerate(samples):
-            members = {
-                extension: value if isinstance(value, bytes) else value.encode()
-                for extension, value in sample.items()
-            }
-            tar.write({"__key__": f"{number:03d}", "jpg": b"picture", **members})
-    return ShardFile.at(path)
-
-
-def of_json(*metas: Any) -> list[dict[str, Any]]:
-    """Samples with a caption file and a json."""
-    return [{"txt": "text", "json": json.dumps(meta)} for meta in metas]
 
 
 def passes(text: str, value: Any) -> bool | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import webdataset
 
 from clipkit.errors import DataError
 from data import open_shard
@@ -15,7 +14,7 @@ from data.json_fields import leaf_fields, value_at
 from data.manifest import make_manifest
 from data.open_shard import OpenShard
 from data.selection import Filter, Selection
-from data.shard_file import ShardFile
+from tests.data.json_shards import of_json, shard_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,23 +24,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("CLIPKIT_CACHE", str(folder))
         yield folder
-
-
-def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:
-    """A shard of samples that have a picture, and what is given besides."""
-    with webdataset.TarWriter(str(path), encoder=False) as tar:
-        for number, sample in enumerate(samples):
-            members = {
-                extension: value if isinstance(value, bytes) else value.encode()
-                for extension, value in sample.items()
-            }
-            tar.write({"__key__": f"{number:03d}", "jpg": b"picture", **members})
-    return ShardFile.at(path)
-
-
-def of_json(*metas: Any) -> list[dict[str, Any]]:
-    """Samples with a caption file and a json."""
-    return [{"txt": "text", "json": json.dumps(meta)} for meta in metas]
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
