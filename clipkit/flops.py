@@ -3,7 +3,7 @@
 Counted is what the mathematics needs, in the convention of model FLOPs utilization (Chowdhery et al. 2022,
 https://arxiv.org/abs/2204.02311, appendix B): matrix products alone, two operations for a multiplication with its
 addition, the backward pass twice the forward one, and nothing for what is computed again to save memory. So
-padding, other tokens in a last block of which one is read, and recomputation make a program slower, not more useful.
+padding, the unread tokens of a last block, and recomputation make a program slower, not more useful.
 
 Two points where readers of that convention differ:
 
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
     from clipkit.model import CLIP
 
-__all__ = ["Flops", "counted_flops", "image_flops", "loss_flops", "patches_of", "step_flops", "text_flops"]
+__all__ = [
+    "Flops", "counted_flops", "image_flops", "loss_flops", "patches_of", "step_flops", "text_flops",
+    "trained_blocks",
+]  # fmt: skip
+
+
+_BEFORE_BLOCKS = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.", "token_embedding.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +45,10 @@ class Flops:
     forward: int
     backward: int
 
-    def of(self, *, trained: bool) -> int:
-        """Of both passes; a frozen tower has only the first one."""
-        return self.forward + (self.backward if trained else 0)
+    @property
+    def both(self) -> int:
+        """Of the two passes."""
+        return self.forward + self.backward
 
 
 def patches_of(vision: VisionTower) -> int:
@@ -49,12 +56,13 @@ def patches_of(vision: VisionTower) -> int:
     return (vision.image_size // vision.patch_size) ** 2
 
 
-def image_flops(shape: Architecture, *, patches: int | None = None) -> Flops:
+def image_flops(shape: Architecture, *, patches: int | None = None, blocks: int | None = None) -> Flops:
     """One picture through the image tower.
 
     Args:
         shape: an architecture whose image tower is the plain ViT.
         patches: how many are kept by patch dropout; None is all of them.
+        blocks: how many of the last blocks are trained, 0 of a frozen tower; None is the whole tower.
 
     Raises:
         ConfigError: another library builds the tower, see ``counted_flops``.
@@ -62,14 +70,20 @@ def image_flops(shape: Architecture, *, patches: int | None = None) -> Flops:
     vision = shape.vision
     if not isinstance(vision, VisionTower):
         raise ConfigError("FLOPs by formula are known for clipkit's own towers alone")
-    kept = patches_of(vision) if patches is None else patches
-    embedding = 2 * kept * 3 * vision.patch_size**2 * vision.width
-    rest = _transformer(vision, kept + 1) + 2 * vision.width * shape.embed_dim
-    return Flops(forward=embedding + rest, backward=embedding + 2 * rest)
+    length = (patches_of(vision) if patches is None else patches) + 1
+    embedding = 2 * (length - 1) * 3 * vision.patch_size**2 * vision.width
+    projection = 2 * vision.width * shape.embed_dim
+    forward = embedding + _transformer(vision, length, vision.layers) + projection
+    if blocks is None:
+        return Flops(forward=forward, backward=2 * forward - embedding)
+    trained = _transformer(vision, length, blocks) + projection if blocks else 0
+    return Flops(forward=forward, backward=2 * trained)
 
 
-def text_flops(shape: Architecture, length: int) -> Flops:
+def text_flops(shape: Architecture, length: int, *, blocks: int | None = None) -> Flops:
     """One caption of ``length`` tokens, start and end included, through the text tower.
+
+    ``blocks`` as in ``image_flops``.
 
     Raises:
         ConfigError: another library builds the tower, see ``counted_flops``.
@@ -77,10 +91,15 @@ def text_flops(shape: Architecture, length: int) -> Flops:
     text = shape.text
     if not isinstance(text, TextTower | BagOfWords):
         raise ConfigError("FLOPs by formula are known for clipkit's own towers alone")
-    forward = 2 * text.width * shape.embed_dim
-    if isinstance(text, TextTower):
-        forward += _transformer(text, length)
-    return Flops(forward=forward, backward=2 * forward)
+    projection = 2 * text.width * shape.embed_dim
+    if isinstance(text, BagOfWords):
+        return Flops(forward=projection, backward=0 if blocks == 0 else 2 * projection)
+    forward = _transformer(text, length, text.layers) + projection
+    if blocks is None:
+        return Flops(forward=forward, backward=2 * forward)
+    return Flops(
+        forward=forward, backward=2 * (_transformer(text, length, blocks) + projection) if blocks else 0
+    )
 
 
 def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
@@ -96,8 +115,8 @@ def step_flops(
     lengths: Iterable[int] | Mapping[int, int],
     global_rows: int,
     patches: int | None = None,
-    train_image: bool = True,
-    train_text: bool = True,
+    image_blocks: int | None = None,
+    text_blocks: int | None = None,
     counted: Mapping[str, Flops] | None = None,
 ) -> int:
     """One rank's share of a training step, both passes and the loss.
@@ -108,29 +127,61 @@ def step_flops(
         lengths: of this rank's captions in tokens, each one, or how often each occurs.
         global_rows: pairs of all ranks.
         patches: kept of each picture; None is all.
-        train_image: False for a frozen image tower; ``train_text`` likewise.
+        image_blocks: how many of the image tower's last blocks are trained, see ``trained_blocks``;
+            ``text_blocks`` likewise.
         counted: of the towers that other libraries build, see ``counted_flops``.
 
     Raises:
         ConfigError: another library builds a tower, and ``counted`` does not have it.
     """
-    known = counted or {}
-    image = known.get("image") or image_flops(shape, patches=patches)
-    step = rows * image.of(trained=train_image)
+    image, text = ((counted or {}).get(name) for name in ("image", "text"))
+    if image is None:
+        image = image_flops(shape, patches=patches, blocks=image_blocks)
+    step = rows * (image.forward if image_blocks == 0 else image.both)
     for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
-        text = known.get("text") or text_flops(shape, length)
-        step += times * text.of(trained=train_text)
+        of_caption = text or text_flops(shape, length, blocks=text_blocks)
+        step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
     loss = loss_flops(rows, global_rows, shape.embed_dim)
-    return step + loss.of(trained=train_image or train_text)
+    return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
 
 
-def _transformer(tower: VisionTower | TextTower, length: int) -> int:
-    """The forward pass of a stack of blocks over L tokens, one of which is read at the end."""
+def _transformer(tower: VisionTower | TextTower, length: int, blocks: int) -> int:
+    """The forward pass of a stack's last blocks over L tokens, one of which is read at the end."""
     width, hidden = tower.width, int(tower.mlp_ratio * tower.width)
     body = length * (8 * width**2 + 4 * width * hidden) + 4 * length**2 * width
     # keys and values of all tokens; the query, the sum over values, the output and the MLP of one
     last = 4 * length * width**2 + 4 * width**2 + 4 * width * hidden + 4 * length * width
-    return (tower.layers - 1) * body + last
+    return (blocks - 1) * body + last
+
+
+def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
+    """How many of the last blocks of the image and of the text tower are trained, as their parameters say.
+
+    Returns:
+        for each tower None where something before its blocks is trained, and 0 where no block is. The gradient
+        passes through a frozen block behind one that is trained, so such a block counts. A tower of another library
+        is trained as a whole or not at all.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    image = {name.removeprefix("visual.") for name in trained if name.startswith("visual.")}
+    if model.text is None:
+        text = {name for name in trained if not name.startswith(("visual.", "logit_"))}
+    else:
+        text = {name for name in trained if name.startswith("text.")}
+    shape = model.architecture
+    return (
+        _last_blocks(image, shape.vision.layers if isinstance(shape.vision, VisionTower) else 0),
+        _last_blocks(text, shape.text.layers if isinstance(shape.text, TextTower) else 0),
+    )
+
+
+def _last_blocks(trained: set[str], layers: int) -> int | None:
+    if not layers:
+        return None if trained else 0
+    if any(name.startswith(_BEFORE_BLOCKS) for name in trained):
+        return None
+    numbers = [int(name.split(".")[2]) for name in trained if name.startswith("transformer.resblocks.")]
+    return layers - min(numbers, default=layers)
 
 
 def counted_flops(model: "CLIP") -> dict[str, Flops] | None:
@@ -165,10 +216,9 @@ def _counted(tower: "nn.Module", given: "Tensor") -> Flops:
     from torch.utils.flop_counter import FlopCounterMode
 
     shadows: dict[str, Tensor] = {}
-    for name, value in tower.named_parameters():
-        shadows[name] = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=True)
-    for name, value in tower.named_buffers():
-        shadows[name] = torch.empty_like(value, device="meta")
+    for name, value in (*tower.named_parameters(), *tower.named_buffers()):
+        needs = isinstance(value, torch.nn.Parameter)
+        shadows[name] = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=needs)
     # the plain formula of attention: fused kernels compute a part again in the backward pass
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         with FlopCounterMode(display=False) as forward:

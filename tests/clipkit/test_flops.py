@@ -22,7 +22,16 @@ from clipkit.architectures import (
 )
 from clipkit.errors import ConfigError
 from clipkit.family import architecture
-from clipkit.flops import Flops, counted_flops, image_flops, loss_flops, patches_of, step_flops, text_flops
+from clipkit.flops import (
+    Flops,
+    counted_flops,
+    image_flops,
+    loss_flops,
+    patches_of,
+    step_flops,
+    text_flops,
+    trained_blocks,
+)
 from clipkit.model import CLIP, create
 
 TOLERANCE = 1e-3  # relative; the formula leaves nothing out that torch counts
@@ -100,32 +109,46 @@ def test_a_training_step_is_what_torch_counts() -> None:
     assert ours == pytest.approx(both.get_total_flops(), rel=TOLERANCE)
 
 
-def test_dropped_patches_frozen_towers_and_lengths_count_as_they_should() -> None:
+def test_dropped_patches_and_lengths_count_as_they_should() -> None:
     shape = ARCHITECTURES["ViT-B-32"]
     vision, _ = shape.own_towers()
     assert patches_of(vision) == 49
     smaller = replace(shape, vision=replace(vision, image_size=160))  # 25 patches
     assert image_flops(shape, patches=25) == image_flops(smaller)
 
-    def step(*, train_image: bool = True, train_text: bool = True) -> int:
-        return step_flops(
-            shape,
-            rows=4,
-            lengths=(9, 9, 20, 7),
-            global_rows=4,
-            train_image=train_image,
-            train_text=train_text,
-        )
+    texts = sum(text_flops(shape, length).both for length in (9, 9, 20, 7))
+    step = 4 * image_flops(shape).both + texts + loss_flops(4, 16, shape.embed_dim).both
+    assert step_flops(shape, rows=4, lengths=(9, 9, 20, 7), global_rows=16) == step
+    assert step_flops(shape, rows=4, lengths={9: 2, 20: 1, 7: 1}, global_rows=16) == step
 
-    image, loss = image_flops(shape), loss_flops(4, 4, shape.embed_dim)
-    texts = [text_flops(shape, length) for length in (9, 9, 20, 7)]
-    frozen = step(train_image=False)
-    assert step() - frozen == 4 * image.backward
-    assert step(train_text=False) == step() - sum(text.backward for text in texts)
-    assert step(train_image=False, train_text=False) == 4 * image.forward + loss.forward + sum(
-        text.forward for text in texts
-    )
-    assert step_flops(shape, rows=4, lengths={9: 2, 20: 1, 7: 1}, global_rows=4) == step()
+
+def test_frozen_towers_and_frozen_first_blocks_have_no_backward_pass() -> None:
+    shape = ARCHITECTURES["ViT-Ti-4-16"]
+    model = create(shape, seed=0)
+    whole = step_flops(shape, rows=2, lengths=[5, 9], global_rows=2)
+    assert trained_blocks(model) == (None, None)
+    model.visual.requires_grad_(False)
+    assert trained_blocks(model) == (0, None)
+    frozen = step_flops(shape, rows=2, lengths=[5, 9], global_rows=2, image_blocks=0)
+    assert whole - frozen == 2 * image_flops(shape).backward
+    for name, parameter in model.visual.named_parameters():
+        if name.startswith(("transformer.resblocks.1", "transformer.resblocks.2", "ln_post", "proj")):
+            parameter.requires_grad_()
+    assert trained_blocks(model) == (2, None)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        features = model.encode_image(torch.randn(2, 3, 16, 16))
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.backward(features.sum())
+    ours = image_flops(shape, blocks=2).backward
+    assert ours == pytest.approx(backward.get_total_flops() / 2, rel=TOLERANCE)
+
+    model.requires_grad_(False)
+    assert trained_blocks(model) == (0, 0)
+    loss = loss_flops(2, 2, shape.embed_dim)
+    forward = 2 * image_flops(shape).forward + sum(text_flops(shape, length).forward for length in (5, 9))
+    step = step_flops(shape, rows=2, lengths=[5, 9], global_rows=2, image_blocks=0, text_blocks=0)
+    assert step == forward + loss.forward
 
 
 def test_a_bag_of_words_is_its_projection() -> None:
@@ -145,15 +168,13 @@ def test_a_librarys_tower_is_counted_without_values() -> None:
     shape = replace(own, vision=OpenClipVision(image_size=32, config=config))
     found = counted_flops(create(shape, seed=0))
     assert found is not None and found.keys() == {"image"}
-    unread = (
-        replace(own, vision=replace(own.vision, layers=4)),
-        replace(own, vision=replace(own.vision, layers=1)),
-    )
-    whole = image_flops(unread[0]).forward - image_flops(unread[1]).forward  # three blocks without a last one
+    vision, _ = own.own_towers()
+    four, one = (image_flops(replace(own, vision=replace(vision, layers=n))).forward for n in (4, 1))
+    whole = four - one  # three blocks, none of them a last one
     embedding, projection = 2 * 16 * 3 * 64 * 64, 2 * 64 * 32
     assert found["image"].forward == pytest.approx(whole + embedding + projection, rel=TOLERANCE)
     step = step_flops(shape, rows=2, lengths=[5, 6], global_rows=2, counted=found)
-    assert step > 2 * found["image"].of(trained=True)
+    assert step > 2 * found["image"].both
     with pytest.raises(ConfigError, match="own towers"):
         step_flops(shape, rows=2, lengths=[5, 6], global_rows=2)
 
