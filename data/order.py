@@ -10,7 +10,7 @@ Letters: N places or samples at once, S shards.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -43,10 +43,17 @@ class Draw:
         ids: (N,) int64 sample numbers.
         epochs: (N,) int64, which time its source gives this sample; where samples are drawn with replacement, a
             number that no other draw of that source has. With the sample's number it says how it is augmented.
+        first_row: the place of the first of them in the global batch.
     """
 
     ids: npt.NDArray[np.int64]
     epochs: npt.NDArray[np.int64]
+    first_row: int = 0
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """(N,) places in the global batch."""
+        return np.arange(self.first_row, self.first_row + len(self.ids))
 
 
 class Order:
@@ -115,16 +122,35 @@ class Order:
         epoch, batch = divmod(step, self.batches_per_epoch)
         return Position(step=step, epoch=epoch, batch=batch)
 
+    def part(self, rank: int, world: int) -> range:
+        """The places of the global batch that a rank takes: of 16 samples three ranks take 5, 5 and 6.
+
+        Raises:
+            ConfigError: there are more ranks than samples in a batch, so that one would have none.
+        """
+        assert 0 <= rank < world
+        if world > self.batch_size:
+            raise ConfigError(
+                f"batch_size = {self.batch_size} is less than the {world} processes, and each takes a part: "
+                "set a larger batch_size or start fewer"
+            )
+        return range(rank * self.batch_size // world, (rank + 1) * self.batch_size // world)
+
     def batch(self, step: int, *, rank: int = 0, world: int = 1) -> Draw:
-        """(batch_size / world,) a rank's part of the batch after ``step`` others."""
-        assert self.batch_size % world == 0, "every rank takes an equal part"
-        part = self.batch_size // world
-        places = np.arange(rank * part, (rank + 1) * part)
+        """A rank's part of the batch after ``step`` others; those of all ranks, one after the other, are the batch.
+
+        Raises:
+            ConfigError: as for ``part``.
+        """
+        part = self.part(rank, world)
+        places = np.arange(part.start, part.stop)
         if len(self._sources) == 1:
-            return self._sources[0].take(self._start(step) + places)
-        size = np.full(part, self.batch_size)
-        batch_key = np.full(part, key(self.seed, _BATCH, step), dtype=np.uint64)
-        return self._mixed(step, permuted(places, size, batch_key))
+            draw = self._sources[0].take(self._start(step) + places)
+        else:
+            size = np.full(len(part), self.batch_size)
+            batch_key = np.full(len(part), key(self.seed, _BATCH, step), dtype=np.uint64)
+            draw = self._mixed(step, permuted(places, size, batch_key))
+        return replace(draw, first_row=part.start)
 
     def shards_ahead(self, step: int) -> tuple[list[int], list[int]]:
         """The shards of the windows from which the batch after ``step`` others is drawn, and of the next ones."""

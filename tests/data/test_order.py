@@ -46,19 +46,41 @@ def test_an_epoch_takes_each_sample_once(
 @given(
     counts=counts_of_shards,
     seed=seeds,
-    part=st.integers(1, 4),
-    world=st.integers(1, 8),
+    size=st.integers(1, 40),
     step=st.integers(0, 50),
+    mixed=st.booleans(),
+    data=st.data(),
 )
 def test_the_parts_of_the_ranks_are_the_batch(
-    counts: list[int], seed: int, part: int, world: int, step: int
+    counts: list[int], seed: int, size: int, step: int, mixed: bool, data: st.DataObject
 ) -> None:
+    world = data.draw(st.integers(1, size), label="world")
     counts = [*counts, 40]  # enough for the largest batch
-    order = Order(counts, seed=seed, batch_size=part * world, window=3)
-    parts = [order.batch(step, rank=rank, world=world).ids for rank in range(world)]
-    assert all(len(one) == part for one in parts)
-    alone = Order(counts, seed=seed, batch_size=part * world, window=3)
-    assert np.array_equal(np.concatenate(parts), alone.batch(step).ids)
+    order, alone = (
+        Order(
+            counts,
+            seed=seed,
+            batch_size=size,
+            window=3,
+            sources=(len(counts) - 1, 1),
+            weights=(1.0, 2.5) if mixed else (),
+        )
+        for _ in range(2)
+    )
+    parts = [order.batch(step, rank=rank, world=world) for rank in range(world)]
+    assert {len(one.ids) for one in parts} <= {size // world, -(-size // world)}
+    whole = alone.batch(step)
+    for name in ("ids", "epochs", "rows"):
+        assert np.array_equal(np.concatenate([getattr(one, name) for one in parts]), getattr(whole, name))
+    assert whole.rows.tolist() == list(range(size))
+
+
+def test_uneven_parts_and_too_many_ranks() -> None:
+    order = Order([40], seed=0, batch_size=16)
+    assert [len(order.part(rank, 3)) for rank in range(3)] == [5, 5, 6]
+    assert len(order.batch(0, rank=15, world=16).ids) == 1
+    with pytest.raises(ConfigError, match="batch_size = 16 is less than the 17 processes"):
+        order.batch(0, rank=0, world=17)
 
 
 @settings(deadline=None)
