@@ -1,34 +1,205 @@
-"""AdamW with decay only where it belongs, and the learning rate as a function of the step."""
+"""Optimizers by name, which parameters decay and how fast they learn, and the rate as a function of the step."""
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from clipkit.config import OptimConfig
+from clipkit.config import OptimConfig, require
+from clipkit.depth import places, tower_of
+from clipkit.errors import ConfigError, nearest
+from clipkit.model import CLIP
+from clipkit.shards import is_sharded
 
-__all__ = ["adamw", "learning_rate"]
+__all__ = [
+    "OPTIMIZERS", "SCHEDULES", "Rates", "adamw", "expected_state", "learning_rate", "make_optimizer",
+    "parameter_groups",
+]  # fmt: skip
 
 
-def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) over a model's trainable parameters.
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How parameters' learning rates differ.
 
-    As published for CLIP, weights decay and gains, biases and the temperature do not. Everything of one
-    dimension is a gain, a bias, the class embedding or the temperature.
+    Attributes:
+        layer_decay: the factor from each depth of a tower to the one below it, see clipkit/depth.py (Bao et al.
+            2021, https://arxiv.org/abs/2106.08254); 1 for none. Effect not measured here.
+        image_scale: factor of the image tower.
+        text_scale: factor of the text tower.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+    layer_decay: float = 1.0
+    image_scale: float = 1.0
+    text_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, "above 0, at most 1")
+        for name, value in (("image", self.image_scale), ("text", self.text_scale)):
+            require(0 <= value < math.inf, f"optim.{name}_lr_scale", value, "at least 0, and finite")
 
 
-def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """The rate of update ``step`` (0 ≤ step < steps): linear warm-up, then half a cosine down to ``min_lr``."""
+def parameter_groups(model: CLIP, config: OptimConfig, rates: Rates = Rates()) -> list[dict[str, Any]]:
+    """The trainable parameters, grouped by weight decay and by ``lr_scale``, the factor of the schedule's rate.
+
+    As published for CLIP, weights decay and gains, biases and the temperature do not. Everything of one dimension
+    is a gain, a bias, the class embedding or the temperature. ``params`` is in the model's order.
+
+    Raises:
+        ConfigError: rates differ by depth, and the depths of a library's tower are not known.
+    """
+    scales = _scales(model, rates)
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decay, scale = config.weight_decay if parameter.ndim >= 2 else 0.0, scales[name]
+        group = {"params": [], "weight_decay": decay, "lr": config.lr * scale, "lr_scale": scale}
+        # one operation on many tensors takes either kind: FSDP2 leaves the temperature whole, as it is a scalar
+        groups.setdefault((decay, scale, is_sharded(parameter)), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+def _scales(model: CLIP, rates: Rates) -> dict[str, float]:
+    of_tower = {"image": rates.image_scale, "text": rates.text_scale, "": 1.0}
+    scales = {name: of_tower[tower_of(name)] for name, _ in model.named_parameters()}
+    if rates.layer_decay < 1:  # else depths need not be known
+        for name, place in places(model).items():
+            scales[name] *= rates.layer_decay**place.above
+    return scales
+
+
+def adamw(model: CLIP, config: OptimConfig, rates: Rates = Rates()) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) over a model's trainable parameters."""
+    groups = parameter_groups(model, config, rates)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+    )
+
+
+def _stable_adamw(model: CLIP, config: OptimConfig, rates: Rates) -> torch.optim.Optimizer:
+    from clipkit.stable_adamw import StableAdamW
+
+    groups = parameter_groups(model, config, rates)
+    return StableAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+def _lamb(model: CLIP, config: OptimConfig, rates: Rates) -> torch.optim.Optimizer:
+    from clipkit.lamb import Lamb
+
+    groups = parameter_groups(model, config, rates)
+    return Lamb(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+def _muon(model: CLIP, config: OptimConfig, rates: Rates) -> torch.optim.Optimizer:
+    """Embeddings, projections and convolutions are AdamW's, as is all that is no matrix."""
+    from clipkit.muon import MuonWithAdamW
+
+    parameters = dict(model.named_parameters())
+    blocks = {
+        id(parameters[name])
+        for name, place in places(model).items()
+        if 0 < place.depth < place.top and parameters[name].ndim == 2
+    }
+    groups = []
+    for group in parameter_groups(model, config, rates):
+        for matrices in (True, False):
+            chosen = [one for one in group["params"] if (id(one) in blocks) == matrices]
+            if chosen:
+                groups.append({**group, "params": chosen, "matrices": matrices})
+    return MuonWithAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+# further optimizers are further entries
+OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig, Rates], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "stable_adamw": _stable_adamw,
+    "lamb": _lamb,
+    "muon": _muon,
+}
+
+
+def make_optimizer(
+    model: CLIP,
+    config: OptimConfig,
+    *,
+    name: str = "adamw",
+    rates: Rates = Rates(),
+) -> torch.optim.Optimizer:
+    """An optimizer over a model's trainable parameters, each group with its ``lr_scale``.
+
+    Args:
+        model: a CLIP, on its device, and already spread over ranks if it is to be.
+        config: rate, decay, betas and eps.
+        name: a key of ``OPTIMIZERS``.
+        rates: how parameters' learning rates differ.
+
+    Raises:
+        ConfigError: the name is unknown, or the optimizer cannot have this model.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optim.name = {name!r} is unknown: {nearest(name, OPTIMIZERS)}")
+    return OPTIMIZERS[name](model, config, rates)
+
+
+def expected_state(
+    optimizer: torch.optim.Optimizer, parameter: Tensor
+) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of everything that an optimizer of ``OPTIMIZERS`` keeps for a parameter, by name.
+
+    A parameter that has not had a gradient yet has no state at all.
+    """
+    of_parameter = (parameter.shape, parameter.dtype)
+    is_matrix: Callable[[Tensor], bool] | None = getattr(optimizer, "is_matrix", None)
+    if is_matrix is not None and is_matrix(parameter):
+        return {"momentum_buffer": of_parameter}
+    return {"exp_avg": of_parameter, "exp_avg_sq": of_parameter, "step": (torch.Size(), torch.float32)}
+
+
+def _cosine(progress: float) -> float:
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def _linear(progress: float) -> float:
+    return 1 - progress
+
+
+# from the end of the warm-up (0) to the end of the run (1): 1 is the peak, 0 the floor
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": lambda progress: 1.0,
+}
+
+
+def learning_rate(
+    step: int, steps: int, config: OptimConfig, *, schedule: str = "cosine", cooldown: int = 0
+) -> float:
+    """The rate of update ``step`` (0 ≤ step < steps), to be multiplied by each group's ``lr_scale``.
+
+    A linear warm-up, then the schedule from ``lr`` down to ``min_lr``.
+
+    Args:
+        step: updates made before.
+        steps: of the whole run.
+        config: the peak, the floor and the warm-up.
+        schedule: "cosine", half a cosine; "linear"; or "constant", which falls in a line over the last
+            ``cooldown`` steps only, so that a run can be made longer from before them (Hu et al. 2024,
+            https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
+        cooldown: of "constant"; not begun before the warm-up ends.
+
+    Raises:
+        ConfigError: the schedule is unknown, or another one than "constant" is given a cooldown.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"optim.schedule = {schedule!r} is unknown: {nearest(schedule, SCHEDULES)}")
+    require(cooldown == 0 or schedule == "constant", "optim.cooldown", cooldown, "0, unless constant")
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, steps - config.warmup)
-    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+    begin, shape = config.warmup, SCHEDULES[schedule]
+    if cooldown and step >= (begin := max(config.warmup, steps - cooldown)):
+        shape = _linear
+    progress = (step - begin) / max(1, steps - begin)
+    return config.min_lr + (config.lr - config.min_lr) * shape(progress)

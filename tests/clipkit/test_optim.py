@@ -1,15 +1,37 @@
-"""Decay only where it belongs, and the learning rate's shape."""
+"""Decay only where it belongs, rates by depth, each optimizer against its library's own, and the schedules."""
 
+import math
+from copy import deepcopy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
+from clipkit.architectures import Architecture, TextTower, VisionTower
 from clipkit.config import OptimConfig
-from clipkit.model import CLIP
-from clipkit.optim import adamw, learning_rate
+from clipkit.depth import places
+from clipkit.errors import ConfigError
+from clipkit.model import CLIP, create
+from clipkit.optim import (
+    OPTIMIZERS,
+    Rates,
+    adamw,
+    expected_state,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+)
+from clipkit.training_state import optimizer_tensors
+
+TINY = Architecture(
+    embed_dim=16,
+    vision=VisionTower(image_size=16, patch_size=8, width=24, layers=2, heads=2),
+    text=TextTower(width=16, layers=2, heads=2, context_length=8, vocab_size=50),
+)
 
 
 def test_gains_biases_class_embedding_and_temperature_do_not_decay(tiny: CLIP) -> None:
@@ -78,3 +100,211 @@ def test_the_rate_rises_in_a_line_to_its_peak_and_falls_to_its_floor(
     assert learning_rate(max(steps, config.warmup), steps, config) == pytest.approx(
         config.min_lr if steps > config.warmup else config.lr, abs=config.lr * 1e-9
     )
+
+
+# --- rates by depth and tower -------------------------------------------------------------------------------------
+
+
+@given(
+    layer_decay=st.floats(0.1, 1),
+    image_scale=st.sampled_from([0.0, 0.1, 1.0]),
+    text_scale=st.sampled_from([1.0, 3.0]),
+)
+def test_rates_fall_by_depth_and_differ_by_tower(
+    layer_decay: float, image_scale: float, text_scale: float
+) -> None:
+    model, config = create(TINY, seed=0), OptimConfig(lr=1e-3, weight_decay=0.3)
+    rates = Rates(layer_decay=layer_decay, image_scale=image_scale, text_scale=text_scale)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    where, seen = places(model), set()
+    for group in parameter_groups(model, config, rates):
+        assert group["lr"] == config.lr * group["lr_scale"]
+        for parameter in group["params"]:
+            name = names[parameter]
+            seen.add(name)
+            of_tower = {"image": image_scale, "text": text_scale, "": 1.0}[where[name].tower]
+            assert group["lr_scale"] == pytest.approx(of_tower * layer_decay ** where[name].above)
+            assert group["weight_decay"] == (0.3 if parameter.ndim >= 2 else 0.0)
+    assert seen == set(where)
+
+
+def test_a_tower_at_rate_zero_does_not_move(tiny: CLIP) -> None:
+    for name in OPTIMIZERS:
+        optimizer = make_optimizer(tiny, OptimConfig(lr=0.1), name=name, rates=Rates(image_scale=0))
+        before = {key: parameter.detach().clone() for key, parameter in tiny.named_parameters()}
+        give_gradients(tiny, 0)
+        optimizer.step()
+        for key, parameter in tiny.named_parameters():
+            assert torch.equal(parameter, before[key]) == key.startswith("visual."), (name, key)
+
+
+@pytest.mark.parametrize(
+    "values", [{"layer_decay": 0.0}, {"layer_decay": 1.1}, {"image_scale": -0.1}, {"text_scale": math.inf}]
+)
+def test_rates_out_of_range_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        Rates(**values)
+
+
+# --- optimizers by name -------------------------------------------------------------------------------------------
+
+
+def give_gradients(model: CLIP, seed: int, without: tuple[str, ...] = ()) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=random)
+        parameter.grad = None if name.startswith(without or ("nothing",)) else drawn
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_restored_state_goes_on_to_the_bit(name: str) -> None:
+    config, rates = OptimConfig(lr=1e-2), Rates(layer_decay=0.7)
+
+    def made(seed: int) -> tuple[CLIP, torch.optim.Optimizer]:
+        model = create(TINY, seed=seed)
+        return model, make_optimizer(model, config, name=name, rates=rates)
+
+    late = ("visual.conv1", "token_embedding", "visual.transformer.resblocks.0.mlp.c_fc", "logit_scale")
+    model, optimizer = made(0)
+    for step in range(3):
+        give_gradients(model, step, without=late)
+        optimizer.step()
+    stored = load(save(optimizer_tensors(model, optimizer)))  # as a file has it: nothing is shared
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+
+    again, other = made(1)
+    again.load_state_dict(weights)
+    parameters = dict(again.named_parameters())
+    for key, value in stored.items():
+        owner, _, what = key.rpartition("/")
+        assert not owner.startswith(late)
+        assert expected_state(other, parameters[owner])[what] == (value.shape, value.dtype)
+        other.state[parameters[owner]][what] = value
+    assert {key.rpartition("/")[0] for key in stored} == {
+        key for key in parameters if not key.startswith(late)
+    }
+    for state in optimizer.state:
+        assert set(optimizer.state[state]) == set(expected_state(optimizer, state))
+    for step in range(3, 6):
+        for one, its in ((model, optimizer), (again, other)):
+            give_gradients(one, step)  # now all of them
+            its.step()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[key]), key
+    first, second = optimizer_tensors(model, optimizer), optimizer_tensors(again, other)
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_a_gradient_nothing_moves_and_nothing_is_kept(name: str, tiny: CLIP) -> None:
+    optimizer = make_optimizer(tiny, OptimConfig(lr=0.1), name=name)
+    before = {key: value.clone() for key, value in tiny.state_dict().items()}
+    give_gradients(tiny, 0, without=("visual.",))
+    optimizer.step()
+    for key, parameter in tiny.named_parameters():
+        assert torch.equal(parameter, before[key]) == key.startswith("visual.")
+        assert (parameter in optimizer.state) == (not key.startswith("visual."))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torchs_own_way_of_saving_works_too(name: str) -> None:
+    models = [create(TINY, seed=0) for _ in range(2)]
+    first, second = (make_optimizer(model, OptimConfig(lr=1e-2), name=name) for model in models)
+    give_gradients(models[0], 0)
+    first.step()
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))  # torch would share the tensors
+    for model, optimizer in zip(models, (first, second), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * group["lr_scale"]
+        give_gradients(model, 1)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_lamb_is_timms() -> None:
+    from timm.optim.lamb import Lamb
+
+    config = OptimConfig(lr=1e-2, weight_decay=0.1)
+    ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
+    mine = make_optimizer(ours, config, name="lamb")
+    reference = Lamb(
+        parameter_groups(theirs, config), lr=1e-2, betas=(0.9, 0.98), eps=1e-6, max_grad_norm=None
+    )
+    for step in range(4):
+        for model, optimizer in ((ours, mine), (theirs, reference)):
+            give_gradients(model, step)
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_muon_is_torchs_for_the_matrices_of_blocks_and_adamw_for_the_rest() -> None:
+    config = OptimConfig(lr=1e-2, weight_decay=0.1)
+    ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
+    mine = make_optimizer(ours, config, name="muon")
+    endings = ("in_proj_weight", "out_proj.weight", "c_fc.weight", "c_proj.weight")
+    matrices = [
+        p for name, p in theirs.named_parameters() if ".resblocks." in f".{name}" and name.endswith(endings)
+    ]
+    chosen = {id(p) for p in matrices}
+    others: list[dict[str, Any]] = [
+        {**group, "params": [p for p in group["params"] if id(p) not in chosen]}
+        for group in parameter_groups(theirs, config)
+    ]
+    reference: tuple[torch.optim.Optimizer, ...] = (
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.98), eps=1e-6, fused=True),
+    )
+    assert len(matrices) == 16
+    for step in range(3):
+        give_gradients(ours, step)
+        mine.step()
+        give_gradients(theirs, step)
+        for optimizer in reference:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_an_unknown_optimizer_or_schedule_names_the_nearest(tiny: CLIP) -> None:
+    with pytest.raises(
+        ConfigError, match=r"optim.name = 'stableadamw' is unknown: did you mean 'stable_adamw'"
+    ):
+        make_optimizer(tiny, OptimConfig(), name="stableadamw")
+    with pytest.raises(ConfigError, match=r"optim.schedule = 'cosin' is unknown: did you mean 'cosine'"):
+        learning_rate(0, 10, OptimConfig(), schedule="cosin")
+    with pytest.raises(ConfigError, match=r"optim.cooldown = 5 does not fit"):
+        learning_rate(0, 10, OptimConfig(), cooldown=5)
+
+
+# --- other schedules ----------------------------------------------------------------------------------------------
+
+
+@given(schedule=schedules(), cooldown=st.integers(0, 120), longer=st.integers(0, 50))
+def test_a_constant_rate_falls_in_a_line_at_the_end(
+    schedule: tuple[int, OptimConfig], cooldown: int, longer: int
+) -> None:
+    steps, config = schedule
+
+    def rate(step: int, of: int = steps) -> float:
+        return learning_rate(step, of, config, schedule="constant", cooldown=cooldown)
+
+    begin = max(config.warmup, steps - cooldown)
+    for step in range(steps):
+        if step < config.warmup:
+            assert rate(step) == learning_rate(step, steps, config)
+        elif step <= begin:
+            assert rate(step) == pytest.approx(config.lr)
+            assert rate(step, steps + longer) == rate(step)  # a longer run is the same up to here
+        else:
+            left = (steps - step) / (steps - begin)
+            assert rate(step) == pytest.approx(config.min_lr + (config.lr - config.min_lr) * left)
+
+
+@given(schedule=schedules())
+def test_a_linear_rate_falls_evenly(schedule: tuple[int, OptimConfig]) -> None:
+    steps, config = schedule
+    rates = [learning_rate(step, steps, config, schedule="linear") for step in range(config.warmup, steps)]
+    fall = (config.lr - config.min_lr) / max(1, steps - config.warmup)
+    assert all(a - b == pytest.approx(fall, abs=config.lr * 1e-9) for a, b in pairwise(rates))
+    if rates:
+        assert rates[0] == pytest.approx(config.lr)

@@ -1,0 +1,91 @@
+"""Run by test_sharded.py under torchrun: optimizers and averages of weights that are spread over ranks."""
+
+import sys
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from clipkit import distributed
+from clipkit.architectures import Architecture, TextTower, VisionTower
+from clipkit.averaging import AveragedWeights
+from clipkit.config import OptimConfig
+from clipkit.errors import ConfigError
+from clipkit.model import CLIP, create
+from clipkit.optim import OPTIMIZERS, make_optimizer
+
+SHAPE = Architecture(
+    embed_dim=7,  # no multiple of the ranks
+    vision=VisionTower(image_size=16, patch_size=8, width=10, layers=1, heads=2),
+    text=TextTower(width=10, layers=1, heads=2, context_length=8, vocab_size=31),
+)
+CONFIG = OptimConfig(lr=1e-2, weight_decay=0.3, eps=1e-6)
+SCALES = (1e-3, 1.0, 50.0, 0.1)  # of the gradients: the third one is clipped
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    distributed.start()
+    world = distributed.world_size()
+    layouts: dict[str, tuple[DeviceMesh, list[Placement]]] = {
+        "full": (init_device_mesh("cpu", (world,)), [Shard(0)]),
+        "hybrid": (init_device_mesh("cpu", (world, 1), mesh_dim_names=("r", "s")), [Replicate(), Shard(0)]),
+    }
+    for layout, (mesh, placements) in layouts.items():
+        for name in OPTIMIZERS:
+            plain = create(SHAPE, seed=0)
+            spread = _spread(deepcopy(plain), mesh, placements)
+            try:
+                difference = compare(plain, spread, name)
+            except ConfigError as error:
+                print(f"{layout} {name} refused: {error}")
+                continue
+            assert difference < 2e-6, (layout, name, difference)
+            print(f"{layout} {name} the same")
+    distributed.stop()
+    sys.stdout.flush()
+
+
+def _spread(model: CLIP, mesh: DeviceMesh, placements: list[Placement]) -> CLIP:
+    """As FSDP2 would: all but the temperature."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim:
+                spread = distribute_tensor(parameter.detach(), mesh, placements)
+                module.register_parameter(name, nn.Parameter(spread))
+    return model
+
+
+def compare(plain: CLIP, spread: CLIP, name: str) -> float:
+    """The largest difference after some updates with the same gradients, of weights and of their averages."""
+    models, random = (plain, spread), torch.Generator().manual_seed(1)
+    optimizers = [make_optimizer(model, CONFIG, name=name) for model in models]
+    averages = [AveragedWeights(model, 0.9) for model in models]
+    for step, scale in enumerate(SCALES, start=1):
+        gradients = [scale * torch.randn(p.shape, generator=random) for p in plain.parameters()]
+        for model, optimizer, average in zip(models, optimizers, averages, strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = _like(parameter, gradient)
+            optimizer.step()
+            average.update(step)
+    pairs: list[tuple[Tensor, Tensor]] = list(zip(plain.parameters(), spread.parameters(), strict=True))
+    with averages[1].applied():
+        first = averages[0].tensors()
+        pairs += [(first[name], p.detach().clone()) for name, p in spread.named_parameters()]
+    return max(float((a - _whole(b)).abs().max().detach()) for a, b in pairs)
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+if __name__ == "__main__":
+    main()
