@@ -1,12 +1,13 @@
 """Batches for one rank: read, decode, crop, tokenize, collate, in worker processes that run ahead.
 
-Letters: B samples of this rank's part of a batch, S image side in pixels, L tokens of the longest caption.
+What a batch holds is in ``data/batch.py``.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,47 +17,18 @@ from clipkit.decode import plain_jpeg_size
 from clipkit.errors import DataError
 from clipkit.tokenizer import MAX_CHARACTERS
 from data.augment import Augmentation, draw_recipe, empty_batch, preload, random_of, training_pixels
+from data.batch import BadSample, Batch, numbers_of, token_lengths
 from data.device_decode import JpegOfRow, Undecoded, decode_into
 from data.order import Order
 from data.shards import Sample, Shards
+from data.stages import Stage, check_stages, stage_at
+from data.stored_features import FoundRow, StoredFeatures
 from data.workers import Workers, leave_signals_to_the_trainer
 
-__all__ = ["BadSample", "Batch", "Loader"]
+__all__ = ["Loader"]
 
 _SUBSTITUTES = 32  # tries for one bad sample before the data are called broken
 _CROP, _SUBSTITUTE, _CAPTION = range(3)  # what a stream of random numbers is for; part of its seed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadSample:
-    """A sample that could not be used, and why."""
-
-    shard: str
-    key: str
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """One rank's part of a global batch.
-
-    Attributes:
-        images: (B, 3, S, S) uint8, channels last in memory; rows of what is yet to be decoded are undefined.
-        tokens: (B, L) int64, trimmed to the longest caption of this part.
-        ids: (B,) int64, sample numbers; a bad sample's substitute stands under its own number.
-        bad: the samples that were replaced.
-        undecoded: JPEGs that ``Loader.on_device`` is to decode; None where there are none.
-    """
-
-    images: Tensor
-    tokens: Tensor
-    ids: Tensor
-    bad: tuple[BadSample, ...] = ()
-    undecoded: Undecoded | None = None
-
-    def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory; torch's loader calls this."""
-        return replace(self, images=self.images.pin_memory(), tokens=self.tokens.pin_memory())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +39,14 @@ class Loader:
     from step n gives what a run would have seen that never stopped.
 
     With ``decode_later`` plain JPEGs are decoded by ``on_device``.
+
+    Args:
+        stages: smaller sizes for the first steps; then ``image_size`` and ``tokenize`` as they are. A sample is cut
+            out in the same place whatever its size. Such a tokenizer has ``of_length``, as those of models have.
+        teacher: stored features that each sample is given along with.
+
+    Raises:
+        ConfigError: there are more ranks than samples in a batch, or stages do not follow one another.
     """
 
     shards: Shards
@@ -79,6 +59,18 @@ class Loader:
     workers: int = 0
     pin: bool = False
     decode_later: bool = False
+    stages: tuple[Stage, ...] = ()
+    teacher: StoredFeatures | None = None
+    _tokenizers: dict[int, Callable[[Sequence[str]], Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        self.order.part(self.rank, self.world)
+        check_stages(self.stages)
+        for stage in self.stages:  # made once: some take long to load
+            tokenizer: Any = self.tokenize
+            self._tokenizers[stage.context_length] = tokenizer.of_length(stage.context_length)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """The batches of steps ``start`` to ``stop - 1``.
@@ -111,18 +103,29 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the batch after ``step`` others."""
+        stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world=self.world)
-        part = _Part(images=empty_batch(len(draw.ids), self.image_size))
-        drawn = zip(draw.ids.tolist(), draw.epochs.tolist(), range(len(draw.ids)), strict=True)
+        part = _Part(images=empty_batch(len(draw.ids), stage.image_size if stage else self.image_size))
         with _one_thread():
-            captions = [self._take(number, epoch, row, part) for number, epoch, row in drawn]
+            for row, (number, epoch) in enumerate(zip(draw.ids.tolist(), draw.epochs.tolist(), strict=True)):
+                self._take(number, epoch, row, part)
+        tokens = (self._tokenizers[stage.context_length] if stage else self.tokenize)(part.captions)
+        ids, identities = numbers_of(draw.ids, part.pictures, part.captions)
         return Batch(
             images=part.images,
-            tokens=self.tokenize(captions),
-            ids=torch.from_numpy(draw.ids),
+            tokens=tokens,
+            lengths=token_lengths(tokens),
+            ids=ids,
+            identities=identities,
+            first_row=draw.first_row,
             bad=tuple(part.bad),
             undecoded=Undecoded.of(part.later) if part.later else None,
+            teacher=None if self.teacher is None else self.teacher.read(part.taught),
         )
+
+    def names(self, ids: Tensor | Sequence[int]) -> list[tuple[str, str]]:
+        """The shard and key of samples by their numbers; the key is empty where nothing tells it any more."""
+        return [self.shards.locate(int(number)) for number in ids]
 
     def on_device(self, batch: Batch, step: int, device: torch.device) -> Batch:
         """The batch after ``step`` others on a device, all its pictures decoded.
@@ -133,26 +136,23 @@ class Loader:
         Raises:
             DataError: as for ``batches``.
         """
-        images = batch.images.to(device, non_blocking=True)
-        if batch.undecoded is not None:
-            try:
-                decode_into(images, batch.undecoded)
-            except DataError:
-                batch = replace(self, decode_later=False).batch(step)
-                images = batch.images.to(device)
-        tokens = batch.tokens.to(device, non_blocking=True)
-        return replace(batch, images=images, tokens=tokens, undecoded=None)
+        if batch.undecoded is None:
+            return batch if batch.images.device == device else batch.to(device)
+        moved = batch.to(device)
+        try:
+            decode_into(moved.images, batch.undecoded)
+        except DataError:
+            return replace(self, decode_later=False).batch(step).to(device)
+        return replace(moved, undecoded=None)
 
-    def _take(self, number: int, epoch: int, row: int, part: "_Part") -> str:
-        """The caption of sample ``number``, or if it is bad of another one that (seed, epoch, number) determines.
-
-        The picture goes to the row of the images, or is left for later.
-        """
+    def _take(self, number: int, epoch: int, row: int, part: "_Part") -> None:
+        """Put sample ``number`` into a row, or if it is bad another one that (seed, epoch, number) determines."""
         substitutes = None
         chosen = number
         for _ in range(_SUBSTITUTES):
             try:
-                return self._decode(chosen, epoch, row, part)
+                self._put(chosen, epoch, row, part)
+                return
             except DataError as error:
                 shard, key = self.shards.locate(chosen)
                 part.bad.append(BadSample(shard=shard, key=key, cause=str(error)))
@@ -163,22 +163,27 @@ class Loader:
             f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}"
         )
 
-    def _decode(self, number: int, epoch: int, row: int, part: "_Part") -> str:
+    def _put(self, number: int, epoch: int, row: int, part: "_Part") -> None:
+        """Put a sample into a row; its picture may be left for later. Nothing of a bad one is left behind."""
         sample = self.shards.read(number)
         caption = self._caption(sample, epoch)
+        taught = self.teacher.find(sample.shard, sample.key) if self.teacher is not None else None
         random = random_of(self.order.seed, _CROP, epoch, number)
         if self.decode_later and (size := plain_jpeg_size(sample.image)) is not None:
             recipe = draw_recipe(*size, self.augmentation, random)
             part.later.append(JpegOfRow(row=row, data=sample.image, size=size, recipe=recipe))
-            return caption
-        training_pixels(
-            sample.image,
-            image_size=self.image_size,
-            augmentation=self.augmentation,
-            random=random,
-            out=part.images[row],
-        )
-        return caption
+        else:
+            training_pixels(
+                sample.image,
+                image_size=part.images.shape[-1],
+                augmentation=self.augmentation,
+                random=random,
+                out=part.images[row],
+            )
+        part.captions.append(caption)
+        part.pictures.append(number - sample.caption_number)  # the first of the samples that share it
+        if taught is not None:
+            part.taught.append(taught)
 
     def _caption(self, sample: Sample, epoch: int) -> str:
         rule = self.shards.selection.captions
@@ -198,6 +203,9 @@ class _Part:
     """A batch in the making."""
 
     images: Tensor
+    captions: list[str] = field(default_factory=list)
+    pictures: list[int] = field(default_factory=list)
+    taught: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     later: list[JpegOfRow] = field(default_factory=list)
 

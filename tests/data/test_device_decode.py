@@ -15,8 +15,9 @@ from clipkit.decode import plain_jpeg_size
 from clipkit.errors import ConfigError
 from clipkit.text_input import ClipTokenizer
 from data.augment import Augmentation, draw_recipe, empty_batch, follow_recipe, random_of, training_pixels
+from data.batch import Batch
 from data.device_decode import jpeg_decoder, require_nvjpeg
-from data.loader import Batch, Loader
+from data.loader import Loader
 from data.order import Order
 from data.shards import Shards
 from data.sources import find_shards

@@ -11,8 +11,9 @@ import webdataset
 from PIL import Image
 
 from clipkit.text_input import ClipTokenizer
+from data.batch import Batch
 from data.captions import CaptionRule
-from data.loader import Batch, Loader
+from data.loader import Loader
 from data.manifest import make_manifest
 from data.order import Order
 from data.selection import Selection
@@ -91,9 +92,11 @@ def global_batches(files: list[ShardFile], kind: str, setup: Setup, start: int, 
         list(make_loader(files, kind, rank=rank, world=world, workers=workers).batches(start, stop))
         for rank in range(world)
     ]
-    for batches in of_ranks:  # no rank is without work, or has less of it
-        assert [len(batch.ids) for batch in batches] == [BATCH // world] * (stop - start)
-        assert all(len(batch.images) == len(batch.tokens) == BATCH // world for batch in batches)
+    for rank, batches in enumerate(of_ranks):  # no rank is without work, or has less of it but for one sample
+        part = (rank + 1) * BATCH // world - rank * BATCH // world
+        assert BATCH // world <= part <= -(-BATCH // world)
+        assert [len(batch.ids) for batch in batches] == [part] * (stop - start)
+        assert all(len(batch.images) == len(batch.tokens) == part for batch in batches)
     return [
         ([sign for part in parts for sign in signs(part)], [bad.key for part in parts for bad in part.bad])
         for parts in zip(*of_ranks, strict=True)
@@ -129,7 +132,9 @@ def test_other_numbers_of_ranks_and_workers_see_the_same(
         ("plain", 1, FEW),
         ("plain", 20, (3, 0)),
         ("plain", 21, (6, 0)),
+        ("plain", 22, (5, 1)),
         ("mixture", 3, (3, 1)),
+        ("mixture", 5, (7, 0)),
         ("mixture", 7, (48, 0)),
     ],
 )

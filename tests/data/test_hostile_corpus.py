@@ -17,8 +17,9 @@ import pytest
 from PIL import Image
 
 from clipkit.text_input import ClipTokenizer
+from data.batch import BadSample, Batch
 from data.captions import CaptionRule
-from data.loader import BadSample, Batch, Loader
+from data.loader import Loader
 from data.manifest import make_manifest
 from data.order import Order
 from data.selection import Selection

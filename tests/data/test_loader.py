@@ -12,11 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from clipkit.text_input import ClipTokenizer
-from clipkit.tokenizer import tokenize
+from clipkit.tokenizer import END_OF_TEXT, tokenize
 from data.augment import Augmentation
-from data.loader import BadSample, Batch, Loader
+from data.batch import BadSample, Batch, caption_hash
+from data.loader import Loader
 from data.order import Order
 from data.shards import Shards
 from data.sources import find_shards
@@ -121,6 +122,53 @@ def test_workers_ranks_and_starts_change_nothing(kind: str, request: pytest.Fixt
     assert signs(list(make_loader(data, workers=1, rank=1, world=2).batches(9, 11))) == [
         row[BATCH // 2 :] for row in expected[9:11]
     ]
+
+
+def test_ranks_take_uneven_parts(damaged: Shards) -> None:
+    alone = list(make_loader(damaged).batches(0, 7))
+    for world in (3, 5, 7):
+        ranks = [list(make_loader(damaged, rank=rank, world=world).batches(0, 7)) for rank in range(world)]
+        assert {len(batches[0].ids) for batches in ranks} == {BATCH // world, BATCH // world + 1}
+        for step, parts in enumerate(zip(*ranks, strict=True)):
+            assert (
+                sum(map(sum, map(signs, [[part] for part in parts]), [()] * world), ())
+                == signs([alone[step]])[0]
+            )
+            for name in ("ids", "identities", "rows"):
+                together = torch.cat([getattr(part, name) for part in parts])
+                assert torch.equal(together, getattr(alone[step], name))
+            assert sum((part.lengths for part in parts), ()) == alone[step].lengths
+            assert sum((part.bad for part in parts), ()) == alone[step].bad
+    assert alone[0].rows.tolist() == list(range(BATCH))
+
+
+def test_more_ranks_than_samples_are_refused_before_anything_is_read(shards: Shards) -> None:
+    with pytest.raises(ConfigError, match="batch_size = 8 is less than the 9 processes"):
+        make_loader(shards, world=9)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lengths_and_identities(workers: int, damaged: Shards) -> None:
+    for batch in make_loader(damaged, workers=workers).batches(0, 5):
+        assert batch.lengths == tuple((row != 0).sum().item() for row in batch.tokens)
+        ends = batch.tokens[torch.arange(BATCH), torch.tensor(batch.lengths) - 1]
+        assert ends.tolist() == [END_OF_TEXT] * BATCH
+        assert batch.identities.dtype == torch.int64 and batch.identities.shape == (BATCH, 2)
+        for number, (picture, caption), tokens in zip(
+            batch.ids.tolist(), batch.identities.tolist(), batch.tokens, strict=True
+        ):
+            assert (picture == number) == (number not in (4, 17, 30, 9, 22))  # a substitute has its own
+            text = damaged.read(picture).caption or ""
+            assert caption == caption_hash(text)
+            assert torch.equal(tokenize([text], 20, trim=True)[0], tokens[tokens != 0])
+
+
+def test_names_tell_samples_by_shard_and_key(shards: Shards) -> None:
+    loader = make_loader(shards)
+    batch = loader.batch(3)
+    names = loader.names(batch.ids)
+    assert names == loader.names(batch.ids.tolist()) == [shards.locate(one) for one in batch.ids.tolist()]
+    assert [key for _, key in names] == [f"{number:04d}" for number in batch.ids.tolist()]
 
 
 def test_seeds_and_crop_scales_differ(shards: Shards) -> None:

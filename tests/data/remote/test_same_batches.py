@@ -19,7 +19,8 @@ import pytest
 from PIL import Image
 
 from clipkit.text_input import ClipTokenizer
-from data.loader import Batch, Loader
+from data.batch import Batch
+from data.loader import Loader
 from data.order import Order
 from data.remote.shard_cache import ShardCache
 from data.shards import Shards

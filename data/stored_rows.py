@@ -1,0 +1,344 @@
+"""One folder of embeddings as ``clipkit encode`` writes it, searched by shard and key.
+
+The embeddings stay on the disk and are mapped. Held in memory are 16 bytes a row: a hash of the key, looked up
+among those of its shard only, and the row. Letters: N rows, K keys, T width.
+"""
+
+import json
+import re
+import shlex
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.picture_folder import readable
+from data.index import ShardIndex
+from data.permutation import hashed
+
+__all__ = ["StoredRows", "hashes_of"]
+
+_NUMBER = re.compile(r"([0-9]+)\.(?:npy|parquet|jsonl)$")
+_MOST_BYTES = 64 << 20  # of manifest.json, which names the sources
+_LONGEST_LINE = 1 << 20  # of failures.jsonl
+_AT_ONCE = 2**16  # keys that are hashed at a time
+_SHOWN = 3  # sources that are named one by one
+_FAILED = -1  # in the place of a row
+_COLUMN = {"image": ("img_emb", "image_path"), "caption": ("text_emb", "key")}
+_REMADE = "make it again with clipkit encode"
+
+Keys = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+
+
+class StoredRows:
+    """The rows of a folder.
+
+    Args:
+        folder: what ``--out`` was.
+        kind: "image" or "caption", what it holds.
+
+    Raises:
+        DataError: it holds no such embeddings, damaged ones, or two of one shard and key.
+        ConfigError: pyarrow is missing.
+
+    Attributes:
+        width: T.
+        weights: what identifies the model.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+        self._manifest = _manifest(folder, kind)
+        self.weights = str(self._manifest.get("weights"))
+        self._files = _files(folder, kind)
+        self._arrays: list[npt.NDArray[Any]] = []
+        shapes = [array.shape for array in self._mapped()]
+        if len({shape[1:] for shape in shapes}) != 1:
+            raise DataError(f"{folder} holds embeddings of different widths: {_REMADE}")
+        self.width = int(shapes[0][1])
+        self._ends: list[int] = np.cumsum([shape[0] for shape in shapes]).tolist()
+        self._number: dict[str, int] = {}  # of a source, by its name in the metadata
+        self._keys, self._rows, self._starts = self._table()
+        self._named: dict[str, list[int]] = {}  # sources by the last part of their names
+        for source, number in self._number.items():
+            self._named.setdefault(_parts(source)[-1], []).append(number)
+        self._sources = list(map(_parts, self._number))
+        self._known: dict[str, int] = {}  # the source of a shard; -1 for none
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_arrays": []}  # a copy in another process maps the files by itself
+
+    def origin(self) -> str:
+        """By which model and from where, as a line tells it."""
+        sources = self._manifest["sources"]
+        more = f" and {len(sources) - _SHOWN} more" if len(sources) > _SHOWN else ""
+        return f"by {self._manifest.get('model')} from {', '.join(sources[:_SHOWN])}{more}"
+
+    def command(self, added: Sequence[str]) -> str:
+        """What makes the folder complete.
+
+        Args:
+            added: shards that are to be encoded as well.
+        """
+        manifest = self._manifest
+        sources = [*manifest["sources"], *added]
+        if len(sources) > 2 * _SHOWN:
+            sources = [*sources[:_SHOWN], "…"]
+        words = ["clipkit", "encode", *sources, *(["--text"] if self.kind == "caption" else [])]
+        words += ["--model", str(manifest.get("model")), "--out", str(self.folder)]
+        for option in ("rows_per_file", "batch_size", "precision", "device"):
+            words += [f"--{option.replace('_', '-')}", str(manifest.get(option))]
+        return shlex.join(words)
+
+    def has_shard(self, shard: str) -> bool:
+        """Whether rows of a shard are here."""
+        return self._source(shard) >= 0
+
+    def find(self, shard: str, key: str) -> int:
+        """The row of a sample.
+
+        Raises:
+            DataError: there is none.
+        """
+        content = np.frombuffer(key.encode("utf-8", "replace"), dtype=np.uint8)
+        keys = hashes_of(content, np.array([len(content)]))
+        found = int(self._find(self._source(shard), keys)[0])
+        if found < 0:
+            why = "could not be encoded" if found == _FAILED else "is not there"
+            raise DataError(f"no stored feature: its {self.kind} {why} in {self.folder}")
+        return found
+
+    def lacking(self, shard: str, index: ShardIndex, rows: Numbers) -> Numbers:
+        """Those rows of a shard's index that were not encoded, and not tried either.
+
+        Raises:
+            DataError: what was encoded is another shard of that name.
+        """
+        source, keys = self._source(shard), hashes_of(index.key_bytes, index.key_ends)
+        if source >= 0:
+            first, end = self._starts[source : source + 2]
+            encoded = self._keys[first:end]
+            others = int((~np.isin(encoded, keys) & (encoded != _NO_KEY)).sum())
+            if others:
+                raise DataError(
+                    f"{self.folder} is of another shard than {shard}, which lacks {others:,} of the keys that were "
+                    f"encoded: {_REMADE}, of data.train"
+                )
+        return rows[self._find(source, keys[rows]) < _FAILED]
+
+    def read(self, rows: Sequence[int], out: npt.NDArray[np.float16]) -> None:
+        """Copy rows into ``out``, (B, T)."""
+        arrays, ends = self._mapped(), self._ends
+        for place, row in enumerate(rows):
+            file = bisect_right(ends, row)
+            out[place] = arrays[file][row - ends[file]]  # counted from the file's end
+
+    def _mapped(self) -> list[npt.NDArray[Any]]:
+        if not self._arrays:
+            self._arrays = [_array(path) for path, _ in self._files]
+        return self._arrays
+
+    def _find(self, source: int, keys: Keys) -> Numbers:
+        """(K,) rows; ``_FAILED`` for what could not be encoded, less for what is not there."""
+        if source < 0:
+            return np.full(len(keys), _FAILED - 1)
+        first, end = self._starts[source : source + 2]
+        known = self._keys[first:end]
+        places = np.searchsorted(known, keys)
+        there = places < len(known)
+        there[there] = known[places[there]] == keys[there]
+        rows = np.full(len(keys), _FAILED - 1)
+        rows[there] = self._rows[first + places[there]]
+        return rows
+
+    def _source(self, shard: str) -> int:
+        """The source with which a shard's path has the most last parts in common."""
+        if (known := self._known.get(shard)) is not None:
+            return known
+        parts = _parts(readable(shard))
+        shared = {number: _shared(parts, self._sources[number]) for number in self._named.get(parts[-1], ())}
+        longest = max(shared.values(), default=0)
+        best = [number for number, length in shared.items() if length == longest]
+        if len(best) > 1:
+            one, other = ("/".join(self._sources[number]) for number in best[:2])
+            raise DataError(
+                f"{self.folder} has embeddings of {one} and of {other}, and either may be {shard}: encode them by "
+                "their full paths"
+            )
+        self._known[shard] = best[0] if best else -1
+        return self._known[shard]
+
+    def _table(self) -> tuple[Keys, Numbers, list[int]]:
+        """Hashes of the keys and their rows, ordered by source and hash, and where each source begins."""
+        parts = [*self._metadata(), *self._failures()]
+        sources = np.concatenate([source for source, _, _ in parts])
+        keys = np.concatenate([key for _, key, _ in parts])
+        rows = np.concatenate([row for _, _, row in parts])
+        order = np.lexsort((rows == _FAILED, keys, sources))  # what failed comes last
+        sources, keys, rows = sources[order], keys[order], rows[order]
+        twice = (sources[1:] == sources[:-1]) & (keys[1:] == keys[:-1]) & (rows[1:] != _FAILED)
+        if twice.any():
+            source = list(self._number)[int(sources[1:][twice][0])]
+            raise DataError(
+                f"{self.folder} has two rows of one key of {source}: give clipkit encode each shard once, and each "
+                "sample a key of its own"
+            )
+        return keys, rows, np.searchsorted(sources, np.arange(len(self._number) + 1)).tolist()
+
+    def _metadata(self) -> Iterator[tuple[npt.NDArray[np.int32], Keys, Numbers]]:
+        """Of each file the number of the source, the hash of the key and the row of each of its rows."""
+        start = 0
+        for (_, path), end in zip(self._files, self._ends, strict=True):
+            keys, names, sources = _columns(path, _COLUMN[self.kind][1])
+            if len(keys) != end - start:
+                raise DataError(f"{path} has {len(keys)} rows for {end - start} embeddings: {_REMADE}")
+            numbers = [self._number.setdefault(name, len(self._number)) for name in names]
+            yield np.array(numbers, dtype=np.int32)[sources], keys, np.arange(start, end)
+            start = end
+
+    def _failures(self) -> Iterator[tuple[npt.NDArray[np.int32], Keys, Numbers]]:
+        """The same of what could not be encoded."""
+        numbers, ends, content = list[int](), list[int](), bytearray()
+        path = self.folder / "failures.jsonl"
+        if path.is_file():
+            for source, key in _failed(path):
+                numbers.append(self._number.setdefault(source, len(self._number)))
+                content += key.encode("utf-8", "replace")
+                ends.append(len(content))
+        keys = hashes_of(np.frombuffer(content, dtype=np.uint8), np.array(ends, dtype=np.int64))
+        yield np.array(numbers, dtype=np.int32), keys, np.full(len(numbers), _FAILED)
+
+
+def hashes_of(content: npt.NDArray[np.uint8], ends: npt.NDArray[Any]) -> Keys:
+    """(K,) 64 bits of each of K texts.
+
+    A sum of products with random numbers, one for each place (Carter and Wegman 1979), then mixed.
+
+    Args:
+        content: the texts in UTF-8, one after the other.
+        ends: (K,) where each ends.
+    """
+    ends = ends.astype(np.int64)
+    hashes = np.empty(len(ends), dtype=np.uint64)
+    for first in range(0, len(ends), _AT_ONCE):
+        some = ends[first : first + _AT_ONCE]
+        begin = int(ends[first - 1]) if first else 0
+        lengths = np.diff(some, prepend=begin)
+        some = some - begin
+        starts = some - lengths
+        factors = hashed(1, np.arange(int(lengths.max())))
+        places = np.arange(int(some[-1])) - np.repeat(starts, lengths)
+        products = (content[begin : begin + len(places)].astype(np.uint64) + np.uint64(1)) * factors[places]
+        sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(products, dtype=np.uint64)])
+        hashes[first : first + _AT_ONCE] = hashed(lengths.astype(np.uint64), sums[some] - sums[starts])
+    return hashes
+
+
+# what stands for the rest of a shard that breaks off
+_NO_KEY = hashes_of(np.empty(0, dtype=np.uint8), np.zeros(1, dtype=np.int64))[0]
+
+
+def _parts(path: str) -> list[str]:
+    """The parts of a path or URL; a command of a ``pipe:`` ends with the tar's name."""
+    parts = path.replace(" ", "/").split("/") if path.startswith("pipe:") else path.split("/")
+    return [part for part in parts if part not in ("", ".")] or [path]
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many last parts two paths have in common."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _manifest(folder: Path, kind: str) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    flag = " --text" if kind == "caption" else ""
+    make = f"clipkit encode DATA{flag} --model TEACHER --out {folder}"
+    if not path.is_file():
+        raise DataError(f"{folder} holds no embeddings that clipkit encode wrote: {make}")
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError("it is too large")
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("sources"), list):
+            raise ValueError("it is no manifest")
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}; {make}") from error
+    if manifest.get("kind") != kind:
+        what = {"image": "pictures", "caption": "texts"}
+        held = what.get(str(manifest.get("kind")), "something else")
+        raise DataError(f"{folder} holds embeddings of {held}, not of {what[kind]}: {make}")
+    return {**manifest, "sources": list(map(str, manifest["sources"]))}
+
+
+def _files(folder: Path, kind: str) -> list[tuple[Path, Path]]:
+    """The embeddings and the metadata of each part that is complete, in order."""
+    embeddings = _numbered(folder / _COLUMN[kind][0])
+    metadata = _numbered(folder / "metadata")
+    both = sorted(embeddings.keys() & metadata.keys())
+    if (folder / ".parts").is_dir():  # lists what is complete
+        both = sorted(set(both) & _numbered(folder / ".parts").keys())
+    if not both:
+        raise DataError(f"{folder} holds no embeddings yet: run its clipkit encode to the end")
+    return [(embeddings[number], metadata[number]) for number in both]
+
+
+def _numbered(folder: Path) -> dict[int, Path]:
+    found = ((_NUMBER.search(path.name), path) for path in folder.glob("[!.]*"))
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _array(path: Path) -> npt.NDArray[Any]:
+    """A file of embeddings, mapped."""
+    try:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {' '.join(str(error).split())}; {_REMADE}") from error
+    if array.ndim != 2 or array.dtype.kind != "f":
+        raise DataError(f"{path} holds no rows of embeddings: {_REMADE}")
+    return array
+
+
+def _columns(path: Path, column: str) -> tuple[Keys, list[str], Numbers]:
+    """Of a file of metadata the hashes of its keys, the names of its sources, and each row's number among these."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            "stored features need pyarrow, for their metadata: pip install 'pyarrow>=18'"
+        ) from error
+    try:
+        table = pyarrow.parquet.read_table(path, columns=[column, "source"])
+        keys = table.column(column).cast(pyarrow.large_string()).combine_chunks()
+        sources = table.column("source").combine_chunks().dictionary_encode()
+    except (OSError, KeyError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}; {_REMADE}") from error
+    if keys.null_count or sources.null_count:
+        raise DataError(f"{path} has rows without a key: {_REMADE}")
+    if not len(keys):
+        return np.empty(0, dtype=np.uint64), [], np.empty(0, dtype=np.int64)
+    _, ends, content = keys.buffers()
+    bounds = np.frombuffer(ends, dtype=np.int64)[keys.offset : keys.offset + len(keys) + 1]
+    text = np.frombuffer(content, dtype=np.uint8)[bounds[0] : bounds[-1]]
+    numbers = sources.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return hashes_of(text, bounds[1:] - bounds[0]), sources.dictionary.to_pylist(), numbers
+
+
+def _failed(path: Path) -> Iterator[tuple[str, str]]:
+    """Source and key of each line of ``failures.jsonl``."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                one = json.loads(line)
+                yield str(one["source"]), str(one["key"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; {_REMADE}") from error

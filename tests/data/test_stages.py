@@ -1,0 +1,120 @@
+"""Sizes that grow with the steps: each batch has its own step's, and its samples are cut out in the same places."""
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from clipkit.errors import ConfigError
+from clipkit.text_input import ClipTokenizer
+from clipkit.tokenizer import END_OF_TEXT, tokenize
+from data.augment import Augmentation
+from data.batch import Batch
+from data.loader import Loader
+from data.order import Order
+from data.shards import Shards
+from data.sources import find_shards
+from data.stages import Stage, stage_at
+from data.writer import DatasetWriter, Record
+
+BATCH, STEPS, FULL = 4, 7, 64
+STAGES = (
+    Stage(until_step=2, image_size=16, context_length=5),
+    Stage(until_step=5, image_size=32, context_length=8),
+)
+SIZES = [16, 16, 32, 32, 32, FULL, FULL]
+LONGEST = [5, 5, 8, 8, 8, 20, 20]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def shards(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    """Smooth pictures with captions of 1 to 14 words."""
+    folder: Path = tmp_path_factory.mktemp("smooth") / "set"
+    with DatasetWriter(folder, samples_per_shard=7) as writer:
+        for number in range(20):
+            coarse = np.random.default_rng(number).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+            file = io.BytesIO()
+            Image.fromarray(coarse).resize((120, 96), Image.Resampling.BICUBIC).save(file, "png")
+            caption = "word " * (number % 14) + "end"
+            writer.write(
+                "train", Record(key=f"{number:02d}", image=file.getvalue(), extension="png", caption=caption)
+            )
+        writer.finish({})
+    return Shards.of(find_shards(str(folder)))
+
+
+def make_loader(shards: Shards, **more: Any) -> Loader:
+    return Loader(
+        shards=shards,
+        order=Order(shards.counts, seed=8, batch_size=BATCH, window=2),
+        image_size=FULL,
+        tokenize=ClipTokenizer(context_length=20),
+        augmentation=Augmentation(crop_scale=0.4, flip=0.5),
+        **more,
+    )
+
+
+def same(one: Batch, other: Batch) -> bool:
+    tensors = zip((*one.tensors(), one.ids), (*other.tensors(), other.ids), strict=True)
+    return all(torch.equal(a, b) for a, b in tensors) and one.lengths == other.lengths
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_each_batch_has_the_sizes_of_its_step(workers: int, shards: Shards) -> None:
+    staged = make_loader(shards, stages=STAGES, workers=workers)
+    full = list(make_loader(shards).batches(0, STEPS))
+    for start in (0, 4):  # from the beginning, and gone on with just before a boundary
+        for step, batch in enumerate(staged.batches(start, STEPS), start=start):
+            assert batch.images.shape == (BATCH, 3, SIZES[step], SIZES[step])
+            assert torch.equal(batch.ids, full[step].ids)
+            assert torch.equal(batch.identities, full[step].identities)  # of the whole captions
+            captions = [shards.read(number).caption or "" for number in batch.ids.tolist()]
+            assert torch.equal(batch.tokens, tokenize(captions, LONGEST[step], trim=True))
+            assert max(batch.lengths) <= LONGEST[step]
+            ends = batch.tokens[torch.arange(BATCH), torch.tensor(batch.lengths) - 1]
+            assert ends.tolist() == [END_OF_TEXT] * BATCH
+            smaller = F.interpolate(full[step].images.float(), batch.images.shape[2:], mode="area")
+            assert (smaller - batch.images.float()).abs().mean() < 4  # the same crop, mirrored or not alike
+            assert same(batch, make_loader(shards, stages=STAGES).batch(step))
+
+
+def test_the_full_sizes_are_the_batches_without_stages(shards: Shards) -> None:
+    staged, plain = make_loader(shards, stages=STAGES), make_loader(shards)
+    assert all(same(staged.batch(step), plain.batch(step)) for step in (5, 6))
+    assert not same(staged.batch(4), plain.batch(4))
+
+
+def test_stages_are_values() -> None:
+    assert pickle.loads(pickle.dumps(STAGES)) == STAGES
+    assert [stage_at(STAGES, step) for step in (0, 1, 2, 4, 5)] == [
+        STAGES[0], STAGES[0], STAGES[1], STAGES[1], None,
+    ]  # fmt: skip
+    assert stage_at((), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ((Stage(until_step=0, image_size=8, context_length=8),), "ends at step 0, which is not after step 0"),
+        ((STAGES[1], STAGES[0]), "ends at step 2, which is not after step 5"),
+        ((Stage(until_step=1, image_size=0, context_length=8),), "image_size = 0"),
+        ((Stage(until_step=1, image_size=8, context_length=1),), "context_length = 1"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(stages: tuple[Stage, ...], message: str, shards: Shards) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_loader(shards, stages=stages)
