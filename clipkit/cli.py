@@ -175,6 +175,32 @@ def _export(parsed: argparse.Namespace) -> int:
     return run(ExportOptions(**_options(parsed)))
 
 
+def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as what a fine-tuning began from")
+    parser.add_argument("second", metavar="SECOND", help="the same model trained further")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--alpha",
+        metavar="A",
+        nargs="+",
+        type=float,
+        default=[0.5],
+        help="share of SECOND, 0 to 1; of several, each is written to DIR/alpha_A (default: 0.5)",
+    )
+    parser.add_argument(
+        "--name",
+        metavar="NAME",
+        default="",
+        help="their architecture, where that is not stored with the weights",
+    )
+
+
+def _interpolate(parsed: argparse.Namespace) -> int:
+    from clipkit.interpolate import InterpolateOptions, run
+
+    return run(InterpolateOptions(**_options(parsed)))
+
+
 def _shared_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command has that runs pictures through a model."""
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="what to read; see below")
@@ -259,5 +285,18 @@ Each is loaded back and its embeddings are compared before it is done.
         arguments=_export_arguments,
         run=_export,
         stopped="no file was written",
+    ),
+    "interpolate": _Command(
+        summary="make a model whose weights lie between those of two (WiSE-FT)",
+        epilog="""\
+Both have the same architecture, tokenizer and preprocessing. DIR is then a
+model as any other.
+
+  clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
+  clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between""",
+        module="clipkit.interpolate",
+        arguments=_interpolate_arguments,
+        run=_interpolate,
+        stopped="what was finished is written",
     ),
 }

@@ -1,0 +1,138 @@
+"""``clipkit interpolate``: weights between those of two models (WiSE-FT; Wortsman et al. 2021).
+
+A model that was fine-tuned on some pictures may lose on others; for weights between it and the model that it began
+from, the paper (https://arxiv.org/abs/2109.01903) reports less of that. Not measured here: ``python -m eval`` tells
+which share serves your own data.
+"""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clipkit.api import load
+from clipkit.errors import ConfigError
+from clipkit.model import CLIP
+from clipkit.model_folder import check_free, save_model
+from clipkit.text_input import Tokenizer
+
+__all__ = ["InterpolateOptions", "interpolate", "run"]
+
+# on which tokenizers that are not the same differ: case, accents, numbers, signs, several scripts, length
+_PROBES = (
+    "a photo of a cat",
+    "A  Photo, of Zürich's 1,234 cafés &amp; bars!",
+    "naïve 鳥の写真 фото 🙂",
+    "x" * 40,
+    "of " * 300,
+)
+
+
+@torch.no_grad()
+def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
+    """A model with the weights (1 − alpha) · first + alpha · second, the temperature's among them.
+
+    Statistics of batch norms are interpolated as weights are, counts are the first model's.
+
+    Args:
+        first: its device, dtype, tokenizer and preprocessing are the new model's.
+        second: of the same architecture.
+        alpha: 0 (the first model) to 1 (the second).
+
+    Raises:
+        ConfigError: alpha is out of range, or the models differ in more than weights.
+    """
+    _check_alpha(alpha)
+    _check_alike(first, second)
+    made = deepcopy(first)
+    theirs = second.state_dict()
+    made.load_state_dict(
+        {name: _between(own, theirs[name], alpha) for name, own in first.state_dict().items()}
+    )
+    made.origin = (
+        f"{1 - alpha:g} of {first.origin or 'a model'} and {alpha:g} of {second.origin or 'another'}"
+    )
+    return made
+
+
+def _between(own: Tensor, other: Tensor, alpha: float) -> Tensor:
+    if not own.is_floating_point():
+        return own
+    kind = torch.promote_types(own.dtype, torch.float32)
+    return torch.lerp(own.to(kind), other.to(own.device, kind), alpha).to(own.dtype)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not (math.isfinite(alpha) and 0 <= alpha <= 1):
+        raise ConfigError(f"alpha = {alpha!r} does not fit: 0 (the first model) to 1 (the second)")
+
+
+def _check_alike(first: CLIP, second: CLIP) -> None:
+    what = ""
+    if first.architecture != second.architecture:
+        what = "architecture"
+    elif first.preprocess != second.preprocess:
+        what = "preprocessing of pictures"
+    elif not _same_tokens(first.tokenizer, second.tokenizer):
+        what = "tokenizer"
+    if what:
+        names = [model.origin or model.name or "a model" for model in (first, second)]
+        raise ConfigError(
+            f"{names[0]} and {names[1]} differ in their {what}: only weights of the same model trained further "
+            "can be interpolated"
+        )
+
+
+def _same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
+    """Of two that lie in folders of their own, what they do is compared."""
+    if type(first) is not type(second):
+        return False
+    if first == second:
+        return True
+    a, b = first(_PROBES), second(_PROBES)
+    return a.shape == b.shape and bool((a == b).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterpolateOptions:
+    """What the command line says; see ``clipkit interpolate --help``."""
+
+    first: str
+    second: str
+    out: Path
+    alpha: Sequence[float] = (0.5,)
+    name: str = ""
+
+
+def run(options: InterpolateOptions) -> int:
+    """The command; returns the exit status.
+
+    Raises:
+        ClipkitError: a mistake that the user can mend.
+    """
+    for alpha in options.alpha:
+        _check_alpha(alpha)
+    alphas = list(dict.fromkeys(options.alpha))
+    out = _place(options.out)
+    places = [out] if len(alphas) == 1 else [out / f"alpha_{alpha:g}" for alpha in alphas]
+    for place in places:
+        check_free(place)
+    first, second = (load(source, name=options.name) for source in (options.first, options.second))
+    for model in (first, second):
+        print(model.origin)
+    for alpha, place in zip(alphas, places, strict=True):
+        made_from = {"first": first.origin, "second": second.origin, "alpha": alpha}
+        save_model(interpolate(first, second, alpha), place, made_from=made_from)
+        print(f"wrote {place}: {1 - alpha:g} of the first and {alpha:g} of the second")
+    return 0
+
+
+def _place(out: Path) -> Path:
+    try:
+        return out.expanduser().resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL, or of a user that there is not
+        raise ConfigError(f"no folder can be made at {str(out)[:200]!r}: {error}") from error
