@@ -20,9 +20,9 @@ from clipkit.errors import ConfigError
 from clipkit.failure import Failures, failing_together
 
 __all__ = [
-    "any_rank", "barrier", "bytes_of_chief", "check_launch", "gather_objects", "gather_rows",
-    "greatest_over_ranks", "rank", "rank_and_world", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks",
-    "together", "world_size",
+    "any_rank", "background_group", "barrier", "bytes_of_chief", "check_launch", "counts_of_rows",
+    "gather_objects", "gather_rows", "greatest_over_ranks", "rank", "rank_and_world", "ranks_of_host",
+    "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together", "world_size",
 ]  # fmt: skip
 
 _TIMEOUT = timedelta(minutes=10)
@@ -127,6 +127,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def ranks_of_host() -> int:
+    """How many processes this machine has, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def background_group() -> dist.ProcessGroup:
+    """A group of all ranks for what a thread does beside the training; all ranks call this."""
+    return dist.new_group(backend="gloo", timeout=_TIMEOUT)
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:
@@ -187,19 +197,50 @@ def greatest_over_ranks(values: Tensor) -> Tensor:
     return greatest
 
 
-def gather_rows(rows: Tensor) -> Tensor:
-    """Every rank's (B, …) rows as (world · B, …), in the order of ranks; B is the same on all, and no gradient."""
+def counts_of_rows(own: int) -> list[int]:
+    """How many rows each rank has, in the order of ranks; no GPU is waited for."""
+    if world_size() == 1:
+        return [own]
+    # a group that someone else made may have no way for tensors on the CPU
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    counts = torch.empty(world_size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(counts, torch.tensor([own], device=device))
+    return [int(count) for count in counts.tolist()]
+
+
+def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
+    """Every rank's (B, …) rows as (N, …), in the order of ranks; no gradient.
+
+    Args:
+        rows: this rank's; of the same shape and dtype on all ranks, but for B.
+        counts: every rank's B, see ``counts_of_rows``.
+    """
     if world_size() == 1:
         return rows.detach()
-    gathered = rows.new_empty((world_size() * rows.shape[0], *rows.shape[1:]))
-    dist.all_gather_into_tensor(gathered, rows.detach().contiguous())
-    return gathered
+    own, most = rows.detach().contiguous(), max(counts)
+    if len(own) < most:
+        own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
+    gathered = own.new_empty(len(counts) * most, *own.shape[1:])
+    dist.all_gather_into_tensor(gathered, own)
+    if min(counts) == most:
+        return gathered
+    return torch.cat([one[:count] for one, count in zip(gathered.split(most), counts, strict=True)])
 
 
-def scatter_sums_of_rows(rows: Tensor) -> Tensor:
-    """This rank's (B, …) rows of the sum over all ranks' (world · B, …); no gradient."""
+def scatter_sums_of_rows(rows: Tensor, counts: list[int]) -> Tensor:
+    """This rank's (B, …) rows of the sum over all ranks' (N, …); no gradient.
+
+    Args:
+        rows: of the same shape and dtype on all ranks.
+        counts: every rank's B, see ``counts_of_rows``.
+    """
     if world_size() == 1:
         return rows
-    own = rows.new_empty((rows.shape[0] // world_size(), *rows.shape[1:]))
-    dist.reduce_scatter_tensor(own, rows.contiguous())
-    return own
+    most, given = max(counts), rows.contiguous()
+    if min(counts) < most:
+        given = rows.new_zeros(len(counts) * most, *rows.shape[1:])
+        for place, part in zip(given.split(most), rows.split(counts), strict=True):
+            place[: len(part)] = part
+    own = rows.new_empty(most, *rows.shape[1:])
+    dist.reduce_scatter_tensor(own, given)
+    return own[: counts[rank()]]

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import clipkit.loss
+import clipkit.loss_tiles
 from clipkit.loss import clip_loss
+from tests.clipkit.plain_losses import LOSSES, compare, ours, plain
+from tests.clipkit.plain_losses import given as given_batch
 
 
 def features(
@@ -87,20 +89,89 @@ def test_wrong_shapes_are_named(a: tuple[int, ...], b: tuple[int, ...]) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(rows=st.integers(1, 33), tile=st.integers(1, 400), scale=st.floats(0.1, 100), seed=st.integers(0, 99))
-def test_tiles_change_nothing(rows: int, tile: int, scale: float, seed: int) -> None:
-    image, text, _ = features(rows, dtype=torch.float64, seed=seed)
-    temperature = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
-    logits = temperature * image @ text.T
-    own = torch.arange(rows)
-    want = (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
-    gradients = torch.autograd.grad(want, (image, text, temperature))
-    with patch.object(clipkit.loss, "_TILE", tile):
-        loss = clip_loss(image, text, temperature)
-        found = torch.autograd.grad(loss, (image, text, temperature))
-    assert (loss - want).abs() < 1e-12 * max(1.0, scale)
-    for a, b in zip(found, gradients, strict=True):
-        assert (a - b).abs().max() < 1e-11 * max(1.0, scale)
+@given(
+    rows=st.integers(1, 33),
+    tile=st.integers(1, 400),
+    scale=st.floats(0.1, 100),
+    seed=st.integers(0, 99),
+    numbers=st.integers(1, 3),
+    loss=st.sampled_from([name for name in LOSSES if name.startswith("clip")]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_tiles_and_identities_come_to_the_plain_formula(
+    rows: int, tile: int, scale: float, seed: int, numbers: int, loss: str, dtype: torch.dtype
+) -> None:
+    exact = given_batch(rows, seed=seed, scale=scale, numbers=numbers)
+    batch = given_batch(rows, seed=seed, scale=scale, numbers=numbers, dtype=dtype)
+    with patch.multiple(clipkit.loss_tiles, _TILE=tile, _LEAST_ROWS=1):
+        compare(ours(loss, batch), batch, plain(loss, exact), exact, rounded=plain(loss, batch))
+
+
+def test_pairs_of_which_none_is_the_same_have_the_plain_loss() -> None:
+    image, text, scale = features(9, dtype=torch.float64)
+    alone = torch.arange(18).reshape(9, 2)
+    for same in ("positives", "ignored"):
+        loss = clip_loss(image, text, scale, identities=alone, same=same)
+        torch.testing.assert_close(loss, clip_loss(image, text, scale), rtol=1e-14, atol=0)
+
+
+def test_pairs_that_are_all_the_same_have_nothing_to_tell_apart() -> None:
+    image, text, scale = features(9)
+    alike = torch.zeros(9, 1, dtype=torch.int64)
+    loss = clip_loss(image, text, scale, identities=alike, same="ignored")
+    assert loss == 0
+    assert all((one == 0).all() for one in torch.autograd.grad(loss, (image, text, scale)))
+    equal = F.normalize(torch.ones(9, 8), dim=-1)
+    assert clip_loss(equal, equal, scale, identities=alike).item() == pytest.approx(math.log(9), abs=1e-6)
+
+
+def test_the_same_as_the_same_need_not_be_the_same() -> None:
+    """Pairs 0 and 1 share a picture, 1 and 2 a caption: the middle one has three texts, the others two."""
+    image, text, scale = features(3, dtype=torch.float64)
+    logits = scale * image @ text.T
+    targets = torch.tensor([[1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1 / 2, 1 / 2]], dtype=torch.float64)
+    want = (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+    loss = clip_loss(image, text, scale, identities=torch.tensor([[7, 1], [7, 2], [8, 2]]))
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("identities", "message"),
+    [
+        (torch.zeros(4, dtype=torch.int64), "identities must be"),
+        (torch.zeros(3, 2, dtype=torch.int64), "of 4 rows"),
+        (torch.zeros(4, 0, dtype=torch.int64), "identities must be"),
+        (torch.zeros(4, 2), "must be int64"),
+    ],
+)
+def test_wrong_identities_are_named(identities: Tensor, message: str) -> None:
+    image, text, scale = features(4)
+    with pytest.raises(ValueError, match=message):
+        clip_loss(image, text, scale, identities=identities)
+    with pytest.raises(ValueError, match="same must be one of positives, ignored, not 'twins'"):
+        clip_loss(image, text, scale, same="twins")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("trained", [(0, 1, 1), (1, 0, 1), (0, 0, 1), (1, 1, 0), (1, 0, 0), (0, 1, 0)])
+def test_what_is_frozen_changes_no_other_gradient(trained: tuple[int, ...]) -> None:
+    whole, part = features(12, dtype=torch.float64), features(12, dtype=torch.float64)
+    for leaf, wanted in zip(part, trained, strict=True):
+        leaf.requires_grad_(bool(wanted))
+    torch.autograd.backward([clip_loss(*whole), clip_loss(*part)])
+    for a, b, wanted in zip(whole, part, trained, strict=True):
+        assert (b.grad is not None) == wanted
+        if b.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, rtol=1e-10, atol=1e-15)
+
+
+def test_a_scale_of_one_row_has_a_gradient_of_one_row() -> None:
+    """As FSDP wants parameters."""
+    image, text, scale = features(7)
+    row = scale.detach().reshape(1).requires_grad_()
+    torch.autograd.backward([loss := clip_loss(image, text, row), clip_loss(image, text, scale)])
+    assert loss.shape == ()
+    assert row.grad is not None and scale.grad is not None
+    assert torch.equal(row.grad, scale.grad.reshape(1))
 
 
 def test_memory_grows_with_the_rows_not_with_their_square() -> None:

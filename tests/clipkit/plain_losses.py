@@ -1,0 +1,154 @@
+"""The losses as their papers state them, all logits at once: what those of clipkit/loss.py must come to.
+
+Everything here is for one process and imports torch alone, as the programs that run under torchrun do.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOSSES = (
+    "clip", "clip positives", "clip ignored", "siglip", "siglip positives", "siglip ignored", "distillation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A global batch, of which all but the identities and the teacher want gradients."""
+
+    images: Tensor  # (N, O) unit norm
+    texts: Tensor  # (N, O)
+    scale: Tensor
+    bias: Tensor
+    identities: Tensor  # (N, K)
+    teacher_images: Tensor  # (N, P)
+    teacher_texts: Tensor  # (N, P)
+    teacher_scale: Tensor
+
+    def slice(self, rows: slice) -> "Given":
+        """Some of the rows, as new leaves."""
+        by_row = ("images", "texts", "identities", "teacher_images", "teacher_texts")
+        parts = {name: getattr(self, name).detach()[rows] for name in by_row}
+        scale, bias = self.scale.detach().clone(), self.bias.detach().clone()
+        part = replace(self, **parts, scale=scale, bias=bias)
+        for leaf in part.leaves():
+            leaf.requires_grad_()
+        return part
+
+    def leaves(self) -> list[Tensor]:
+        return [self.images, self.texts, self.scale, self.bias]
+
+
+def given(
+    rows: int, *, dtype: torch.dtype = torch.float64, seed: int = 0, scale: float = 14.3, numbers: int = 2
+) -> Given:
+    """Random features; those of a pair, and those of student and teacher, have something in common.
+
+    Float32 features are those of float64, rounded.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(width: int) -> Tensor:
+        return torch.randn(rows, width, generator=random, dtype=torch.float64)
+
+    common = draw(24)
+    features = [F.normalize(draw(24) + 0.7 * common, dim=-1) for _ in range(2)]
+    teacher = [F.normalize(draw(9) + common[:, :9], dim=-1) for _ in range(2)]
+    identities = torch.randint(0, max(1, rows * 2 // 3), (rows, numbers), generator=random)
+    scalars = [torch.tensor(value, dtype=torch.float64) for value in (scale, -0.7 * scale, 0.7 * scale)]
+    images, texts, t, bias, teacher_images, teacher_texts, teacher_t = (
+        one.to(dtype) for one in (*features, *scalars[:2], *teacher, scalars[2])
+    )
+    whole = Given(
+        images=images, texts=texts, scale=t, bias=bias, identities=identities,
+        teacher_images=teacher_images, teacher_texts=teacher_texts, teacher_scale=teacher_t,
+    )  # fmt: skip
+    return whole.slice(slice(None))
+
+
+def same_thing(identities: Tensor) -> Tensor:
+    """(N, N) which pairs agree in at least one number."""
+    return (identities[:, None] == identities[None]).any(2)
+
+
+def plain(loss: str, batch: Given) -> Tensor:
+    """One of ``LOSSES``."""
+    name, _, same = loss.partition(" ")
+    together = same_thing(batch.identities)
+    logits = batch.scale * batch.images @ batch.texts.T
+    own = torch.eye(len(logits), dtype=torch.bool)
+    if name == "distillation":
+        known = batch.teacher_scale * batch.teacher_images @ batch.teacher_texts.T
+        return sum(
+            F.kl_div(student.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
+            for student, teacher in ((logits, known), (logits.T, known.T))
+        ) / torch.tensor(2.0)
+    if name == "siglip":
+        signs = torch.where(together if same == "positives" else own, 1.0, -1.0)
+        terms = F.softplus(-signs * (logits + batch.bias), threshold=1000)
+        if same == "ignored":
+            terms = terms[own | ~together]
+        return terms.sum() / len(logits)
+    if same == "positives":
+        targets = together.to(logits.dtype)
+        targets /= targets.sum(1, keepdim=True)  # the relation is symmetric: so are their numbers
+        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+    if same == "ignored":
+        logits = logits.masked_fill(together & ~own, -torch.inf)
+    pairs = torch.arange(len(logits))
+    return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
+
+
+def ours(loss: str, batch: Given) -> Tensor:
+    """The same by clipkit, of this rank's rows."""
+    from clipkit.loss import clip_loss, distillation_loss, siglip_loss
+
+    name, _, same = loss.partition(" ")
+    student = (batch.images, batch.texts, batch.scale)
+    if name == "distillation":
+        return distillation_loss(*student, batch.teacher_images, batch.teacher_texts, batch.teacher_scale)
+    if name == "siglip":
+        if same == "positives":
+            return siglip_loss(*student, batch.bias, identities=batch.identities, same="positives")
+        return siglip_loss(
+            *student, batch.bias, identities=batch.identities if same else None, same="ignored"
+        )
+    if same == "positives":
+        return clip_loss(*student, identities=batch.identities, same="positives")
+    return clip_loss(*student, identities=batch.identities if same else None, same="ignored")
+
+
+def gradients(value: Tensor, batch: Given) -> list[Tensor]:
+    """By images, texts, scale and bias; zeros by a bias that has no part."""
+    found = torch.autograd.grad(value, batch.leaves(), allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if one is None else one
+        for one, leaf in zip(found, batch.leaves(), strict=True)
+    ]
+
+
+def error(found: Tensor, want: Tensor, *, floor: float = 1e-30) -> float:
+    """By norm, relative to what was wanted (or to the floor, where that is nearly nothing)."""
+    found, want = found.detach().double(), want.detach()
+    difference = torch.linalg.vector_norm(found - want)
+    return float(difference / torch.linalg.vector_norm(want).clamp_min(floor))
+
+
+def compare(found: Tensor, batch: Given, want: Tensor, exact: Given, *, rounded: Tensor) -> None:
+    """See that value and gradients of a loss are those of the plain formula in float64.
+
+    Where next to nothing is left of the loss, the value is as exact as the logits, and gradients are measured by
+    those that the plain formula has of the same features: float32 cannot say more.
+    """
+    assert found.dtype == batch.images.dtype
+    assert found.shape == ()
+    bound = 1e-5 if found.dtype == torch.float32 else 1e-10
+    of_logits = 2 * max(1, exact.scale.item()) * torch.finfo(found.dtype).eps
+    assert error(found, want, floor=of_logits / bound) <= bound
+    slopes, exact_slopes, rounded_slopes = (
+        gradients(value, of) for value, of in ((found, batch), (want, exact), (rounded, batch))
+    )
+    for one, two, three in zip(slopes, exact_slopes, rounded_slopes, strict=True):
+        assert error(one, two, floor=1e-2) <= max(bound, 4 * error(three, two, floor=1e-2))
