@@ -1,0 +1,257 @@
+"""Batches reach the device in their order, one ahead on a GPU; errors come with their own step."""
+
+import io
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from clipkit.errors import DataError
+from clipkit.text_input import ClipTokenizer
+from data.batch import Batch
+from data.loader import Loader
+from data.order import Order
+from data.prefetch import DeviceBatches, InputSeconds
+from data.shards import Shards
+from data.sources import find_shards
+from data.writer import DatasetWriter, Record
+
+CPU = torch.device("cpu")
+BATCH, STEPS = 4, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def shards(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    folder: Path = tmp_path_factory.mktemp("pairs") / "set"
+    with DatasetWriter(folder, samples_per_shard=7) as writer:
+        for number in range(20):
+            pixels = np.random.default_rng(number).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "jpeg")
+            caption = "word " * (number % 5) + str(number)
+            writer.write(
+                "train", Record(key=f"{number:02d}", image=file.getvalue(), extension="jpg", caption=caption)
+            )
+        writer.finish({})
+    return Shards.of(find_shards(str(folder)))
+
+
+def make_loader(shards: Shards, **more: Any) -> Loader:
+    order = Order(shards.counts, seed=1, batch_size=BATCH)
+    return Loader(shards=shards, order=order, image_size=32, tokenize=ClipTokenizer(), **more)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    tensors = zip((*one.tensors(), one.ids), (*other.tensors(), other.ids), strict=True)
+    return all(torch.equal(a.cpu(), b) for a, b in tensors) and one.lengths == other.lengths
+
+
+class Scripted(Loader):
+    """Hands out given batches, raises given errors, and says when it was asked for what."""
+
+    given: list[Batch | Exception]
+    asked: list[int]
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        for number, one in enumerate(self.given):
+            self.asked.append(number)
+            if isinstance(one, Exception):
+                raise one
+            yield one
+
+
+def scripted(shards: Shards, given: list[Batch | Exception]) -> Scripted:
+    order = Order(shards.counts, seed=1, batch_size=BATCH)
+    loader = Scripted(shards=shards, order=order, image_size=32, tokenize=ClipTokenizer())
+    object.__setattr__(loader, "given", given)
+    object.__setattr__(loader, "asked", [])
+    return loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_cpu_batches_are_the_loaders_own(workers: int, shards: Shards) -> None:
+    loader = make_loader(shards, workers=workers)
+    before = threading.active_count()
+    batches = DeviceBatches(loader, 2, STEPS, CPU)
+    found = list(batches)
+    assert threading.active_count() == before
+    assert len(found) == STEPS - 2
+    assert all(map(same, found, loader.batches(2, STEPS)))
+    assert next(batches, None) is None
+    assert multiprocessing.active_children() == []
+
+
+def test_on_a_cpu_nothing_is_copied_or_asked_for_ahead(shards: Shards) -> None:
+    given = list(make_loader(shards).batches(0, 3))
+    loader = scripted(shards, [*given, DataError("broken")])
+    batches = DeviceBatches(loader, 0, 4, CPU)
+    for number, one in enumerate(given):
+        assert next(batches) is one
+        assert loader.asked == list(range(number + 1))
+    with pytest.raises(DataError, match="broken"):
+        next(batches)
+
+
+def test_jpegs_left_for_later_are_decoded(shards: Shards) -> None:
+    pytest.importorskip("torchcodec")
+    loader = make_loader(shards)
+    batches = DeviceBatches(replace(loader, decode_later=True), 0, STEPS, CPU)
+    assert all(map(same, batches, loader.batches(0, STEPS)))
+    spent = batches.seconds()
+    assert spent.waiting > 0 and spent.transfer > 0
+
+
+def test_waiting_is_told_apart_and_counted_once(shards: Shards) -> None:
+    batches = DeviceBatches(Slow(**vars_of(make_loader(shards))), 0, 3, CPU)
+    next(batches)
+    next(batches)
+    spent = batches.seconds()
+    assert 0.1 <= spent.waiting < 5 and spent.transfer < 0.05
+    assert batches.seconds() == InputSeconds()
+
+
+class Slow(Loader):
+    """Takes a twentieth of a second for a batch."""
+
+    def batch(self, step: int) -> Batch:
+        time.sleep(0.05)
+        return super().batch(step)
+
+
+def vars_of(loader: Loader) -> dict[str, Any]:
+    return {name: value for name, value in vars(loader).items() if name != "_tokenizers"}
+
+
+def test_closing_ends_the_workers(shards: Shards) -> None:
+    batches = DeviceBatches(make_loader(shards, workers=2), 0, 1000, CPU)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()
+    assert multiprocessing.active_children() == []
+
+
+class StandIn:
+    """In the place of streams and events, where there is no GPU; writes down what is asked of it."""
+
+    log: list[str]
+
+    def __init__(self, *arguments: object, **more: object) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
+        self.log.append("record")
+
+    def wait_event(self, event: object) -> None:
+        self.log.append("wait")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 500.0  # milliseconds
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let a GPU's path run here, without what only a GPU does."""
+    StandIn.log = []
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, StandIn)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", StandIn)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: StandIn.log.append("keep"))
+    monkeypatch.setattr(Loader, "on_device", lambda loader, batch, step, device: batch)
+    return StandIn.log
+
+
+def test_with_streams_one_batch_is_ahead_and_errors_keep_their_step(shards: Shards, log: list[str]) -> None:
+    given = list(make_loader(shards).batches(0, 3))
+    loader = scripted(shards, [*given, DataError("broken")])
+    batches = DeviceBatches(loader, 0, 5, torch.device("cuda"))
+    assert loader.asked == []
+    for number, one in enumerate(given):
+        assert next(batches) is one
+        assert loader.asked == list(range(number + 2))
+        assert log.count("wait") == 1 and log.count("keep") == len(one.tensors())
+        assert log.count("record") == (4, 2, 0)[number]  # of the next transfer; at first of two
+        log.clear()
+    assert batches.seconds().transfer == 3 * 0.5
+    with pytest.raises(DataError, match="broken"):
+        next(batches)
+    assert next(batches, None) is None and log == []
+
+
+def test_with_streams_the_last_batch_is_the_last(shards: Shards, log: list[str]) -> None:
+    loader = make_loader(shards)
+    batches = DeviceBatches(loader, 0, STEPS, torch.device("cuda"))
+    assert all(map(same, batches, loader.batches(0, STEPS)))
+    assert next(batches, None) is None
+    batches.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_gpu_one_batch_is_ahead(pin: bool, workers: int, shards: Shards) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    loader = make_loader(shards, workers=workers, pin=pin)
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = DeviceBatches(loader, 0, STEPS, device)
+    expected = list(make_loader(shards).batches(0, STEPS))
+    busy = torch.randn(2048, 2048, device=device)
+    kept = []
+    for batch, other in zip(batches, expected, strict=True):
+        for _ in range(20):  # the computation lags behind, so that memory given up too early would show
+            busy = busy @ busy / 2048
+        kept.append((batch.images.float().sum() + 0 * busy.sum().nan_to_num(), other.images.float().sum()))
+        assert all(one.device == device for one in batch.tensors()) and batch.ids.device.type == "cpu"
+        del batch
+    assert all(abs(one.item() - two.item()) <= 1e-4 * two.item() for one, two in kept)
+    torch.cuda.synchronize()
+    assert batches.seconds().transfer > 0
+    assert all(
+        same(one, two) for one, two in zip(DeviceBatches(loader, 0, STEPS, device), expected, strict=True)
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_error_comes_with_its_own_step(shards: Shards) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    given = list(make_loader(shards).batches(0, 2))
+    loader = scripted(shards, [*given, DataError("broken")])
+    batches = DeviceBatches(loader, 0, 3, torch.device("cuda"))
+    assert same(next(batches), given[0]) and loader.asked == [0, 1]
+    assert same(next(batches), given[1]) and loader.asked == [0, 1, 2]
+    with pytest.raises(DataError, match="broken"):
+        next(batches)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_jpegs_are_decoded_beside_the_computation(shards: Shards) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    pytest.importorskip("torchcodec")
+    loader = make_loader(shards)
+    device = torch.device("cuda")
+    later = DeviceBatches(replace(loader, decode_later=True), 0, STEPS, device)
+    for batch, other in zip(later, loader.batches(0, STEPS), strict=True):
+        apart = (batch.images.int() - other.images.to(device).int()).abs().float()
+        assert batch.undecoded is None and apart.mean() < 1
