@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -38,6 +38,7 @@ def trained(model: CLIP) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+@settings(max_examples=40, deadline=None)
 @given(image=st.integers(0, 5), text=st.sampled_from(["", "all", 0, 1, "2", 4]))
 def test_the_top_depths_stay_free(image: int, text: str | int) -> None:
     model = create(TINY, seed=0)
@@ -110,6 +111,7 @@ def test_settings_that_do_not_fit_are_refused(image: str | int, text: str | int,
 # --- gradual unfreezing -------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=25, deadline=None)
 @given(every=st.integers(1, 7), first=st.integers(1, 4), steps=st.lists(st.integers(0, 40), max_size=6))
 def test_what_is_trained_follows_from_the_step_alone(every: int, first: int, steps: list[int]) -> None:
     model = create(TINY, seed=0)
