@@ -1,26 +1,29 @@
 """CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020): two towers into one space.
 
-Letters in shape comments: B batch, L tokens, D text width, O embedding dimension, S image side in pixels.
+Letters in shape comments: B batch, L tokens of a row, T tokens of a packed batch, K patches, D text width, O
+embedding dimension, S image side in pixels.
 The text tower's parameters lie at the top of the module, where OpenAI's and open_clip's state dicts have them.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.architectures import Architecture, BagOfWords, TextTower, VisionTower
+from clipkit.errors import ConfigError
 from clipkit.family import architecture
+from clipkit.packing import Packed, attention_by_length, attention_varlen, pack, varlen_runs
 from clipkit.preprocess import Preprocess
 from clipkit.text_input import Tokenizer, tokenizer_of
-from clipkit.towers import BagOfWordsTower, ResidualAttentionBlock, Transformer, VisionTransformer
+from clipkit.towers import BagOfWordsTower, Transformer, VisionTransformer
 
 __all__ = ["CLIP", "MAX_LOGIT_SCALE", "build", "create"]
 
 MAX_LOGIT_SCALE = 100.0  # the published cap of exp(t)
-_LENGTH_GROUPS = 4
-_SMALLEST_GROUP = 8
 
 
 class CLIP(nn.Module):
@@ -35,7 +38,7 @@ class CLIP(nn.Module):
         text: the text tower, tokens (B, L) → (B, O); None where it is our own transformer, which lies here.
         origin: where it was loaded from, in words; "" for fresh weights.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
-        logit_bias: SigLIP's number that is added to them, or None. No loss of clipkit trains it.
+        logit_bias: SigLIP's number that is added to them, or None. It has a gradient where a training asks for it.
     """
 
     def __init__(
@@ -77,57 +80,118 @@ class CLIP(nn.Module):
         for name, values in (("_mean", self.preprocess.mean), ("_std", self.preprocess.std)):
             self.get_buffer(name).copy_(torch.tensor(values, device="cpu").view(3, 1, 1))
 
-    def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def transformers(self) -> dict[str, Transformer]:
+        """Those of clipkit's own towers, as "image" and "text"."""
+        own: dict[str, Transformer] = {}
+        if isinstance(self.visual, VisionTransformer):
+            own["image"] = self.visual.transformer
+        if self.text is None:
+            own["text"] = self.transformer
+        return own
+
+    def forward(
+        self,
+        images: Tensor,
+        tokens: Tensor,
+        patches: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Encode pairs.
 
         Args:
             images: (B, 3, S, S), uint8 in 0–255, or float and already normalized.
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
+            patches: (B, K) int64, see ``encode_image``.
+            lengths: B numbers, see ``encode_text``.
 
         Returns:
-            image features (B, O) and text features (B, O), unit norm, and the scalar exp(t).
+            image features (B, O) and text features (B, O), unit norm, and the scalar exp(t); of a model that has
+            one, SigLIP's bias too.
         """
-        return self.encode_image(images), self.encode_text(tokens), self.logit_scale.exp()
+        image = self.encode_image(images, patches=patches)
+        text = self.encode_text(tokens, lengths=lengths)
+        numbers = (
+            (self.logit_scale.exp(),)
+            if self.logit_bias is None
+            else (self.logit_scale.exp(), self.logit_bias)
+        )
+        return image, text, *numbers
 
-    def encode_image(self, images: Tensor, *, normalize: bool = True) -> Tensor:
+    def encode_image(
+        self, images: Tensor, *, normalize: bool = True, patches: Tensor | None = None
+    ) -> Tensor:
         """(B, 3, S, S) uint8, or normalized float → (B, O), unit norm unless told otherwise.
 
         Features are float32 whatever the tower runs in (float64 for a float64 model).
-        """
-        if images.dtype == torch.uint8:
-            mean, std = self.get_buffer("_mean"), self.get_buffer("_std")
-            images = (images.to(mean.dtype) / 255 - mean) / std
-        features = _at_least_float32(self.visual(images))
-        return F.normalize(features, dim=-1) if normalize else features
 
-    def encode_text(self, tokens: Tensor, *, normalize: bool = True) -> Tensor:
-        """(B, L) int64 → (B, O), unit norm unless told otherwise; float32 or float64 as for images.
+        Args:
+            images: the pictures.
+            normalize: whether features have unit norm.
+            patches: (B, K) int64, the patches of each picture that are computed, as ``kept_patches`` draws them in
+                training; None for all.
 
-        Under a causal mask nothing behind end-of-text reaches the features, so rows are computed to their
-        true length: on a CPU in groups of similar length, elsewhere to the width given (asking the device
-        for lengths would stop its queue; the tokenizer trims). A library's tower takes what its tokenizer gives.
+        Raises:
+            ConfigError: ``patches`` with an image tower of another library.
         """
-        if self.text is not None:
-            features = _at_least_float32(self.text(tokens))
-            return F.normalize(features, dim=-1) if normalize else features
-        ends = tokens.argmax(dim=-1)  # (B,)
-        if tokens.device.type != "cpu" or not len(tokens):
-            features = self._text_group(tokens, ends)
+        colours = (self.get_buffer("_mean"), self.get_buffer("_std")) if images.dtype == torch.uint8 else None
+        if isinstance(self.visual, VisionTransformer):
+            features = self.visual(images, patches, colours=colours)
+        elif patches is not None:
+            raise ConfigError("patch dropout needs an image tower of clipkit's own: a plain ViT")
         else:
-            by_length = ends.argsort(stable=True)
-            groups = by_length.chunk(min(_LENGTH_GROUPS, max(1, len(tokens) // _SMALLEST_GROUP)))
-            parts = [self._text_group(tokens[g, : int(ends[g[-1]]) + 1], ends[g]) for g in groups]
-            features = (
-                torch.cat(parts)[by_length.argsort()] if len(parts) > 1 else parts[0][by_length.argsort()]
-            )
+            if colours is not None:
+                images = images.to(colours[0].dtype).div_(255).sub_(colours[0]).div_(colours[1])
+            features = self.visual(images)
         features = _at_least_float32(features)
         return F.normalize(features, dim=-1) if normalize else features
 
-    def _text_group(self, tokens: Tensor, ends: Tensor) -> Tensor:
-        """(B, L) tokens and (B,) places of end-of-text → (B, O)."""
-        x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]  # (B, L, D)
-        out: Tensor = self.ln_final(self.transformer(x, ends)) @ self.text_projection
-        return out
+    def encode_text(
+        self, tokens: Tensor, *, normalize: bool = True, lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """(B, L) int64 → (B, O), unit norm unless told otherwise; float32 or float64 as for images.
+
+        Under a causal mask nothing behind end-of-text reaches the features, so rows are computed to their true
+        length where that is known here: where ``lengths`` are given, and on a CPU. To ask another device would
+        stop its queue, so there rows are else computed to the width given (the tokenizer trims). A library's
+        tower takes what its tokenizer gives.
+
+        Args:
+            tokens: the texts.
+            normalize: whether features have unit norm.
+            lengths: of each text, up to its end of text and with it (its largest token).
+        """
+        if self.text is not None:
+            features = self.text(tokens)
+        elif (packed := self._packing(tokens, lengths)) is None:
+            x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]  # (B, L, D)
+            features = self.ln_final(self.transformer(x, tokens.argmax(dim=-1))) @ self.text_projection
+        else:
+            x = self.token_embedding(tokens[packed.rows, packed.places])  # (T, D)
+            x = x + F.embedding(packed.places, self.positional_embedding)
+            read = self.ln_final(self.transformer(x, packed=packed))  # (B, D)
+            features = packed.in_order(read @ self.text_projection)
+        features = _at_least_float32(features)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def _packing(self, tokens: Tensor, lengths: Sequence[int] | None) -> Packed | None:
+        """How the own text tower computes a batch: packed in a certain way, or as it is padded."""
+        on_cpu = tokens.device.type == "cpu"
+        if lengths is None:
+            if not on_cpu:
+                return None
+            lengths = (tokens.argmax(dim=-1) + 1).tolist()
+        assert len(lengths) == len(tokens), (len(lengths), len(tokens))
+        first = self.transformer.blocks[0]
+        width, heads = self.text_projection.shape[0], first.attn.heads
+        if varlen_runs(tokens.device, self.text_projection.dtype, head_width=width // heads):
+            attention = attention_varlen
+        elif first.kernels is not None and first.training:
+            return None  # by length, each batch would be compiled for its own lengths
+        else:
+            attention = attention_by_length
+        longest = self.architecture.text.context_length
+        return pack(lengths, longest=longest, attention=attention, device=tokens.device)
 
     @torch.no_grad()
     def initialize(self) -> "CLIP":
@@ -149,7 +213,8 @@ class CLIP(nn.Module):
         attention biases                              0
         text MLP biases                               uniform ± fan_in^-½
         norms                                         weight 1, bias 0
-        t                                             ln(1 / 0.07)
+        t                                             ln(1 / 0.07); ln 10 where there is a bias
+        the bias of SigLIP                            -10 (Zhai et al. 2023)
         ============================================  =========================================
 
         Architectures for small data (``Architecture.small_data``) differ in the image tower: its blocks are
@@ -171,8 +236,17 @@ class CLIP(nn.Module):
             self.text.initialize()
         self.logit_scale.fill_(math.log(1 / 0.07))
         if self.logit_bias is not None:
-            self.logit_bias.zero_()
+            self.reset_bias()
         return self
+
+    @torch.no_grad()
+    def reset_bias(self) -> None:
+        """The temperature and the bias as the sigmoid loss begins with them; a model without a bias gets one."""
+        if self.logit_bias is None:
+            self.logit_bias = nn.Parameter(torch.empty_like(self.logit_scale), requires_grad=False)
+            self.architecture = replace(self.architecture, logit_bias=True)
+        self.logit_scale.fill_(math.log(10))
+        self.logit_bias.fill_(-10)
 
     def _initialize_vision(self, visual: VisionTransformer) -> None:
         small = self.architecture.small_data
@@ -183,7 +257,7 @@ class CLIP(nn.Module):
         if small:
             _draw_blocks(visual.transformer)
             return
-        for block in _blocks(visual.transformer):
+        for block in visual.transformer.blocks:
             nn.init.xavier_uniform_(block.attn.in_proj_weight)
             nn.init.zeros_(block.attn.in_proj_bias)
             nn.init.zeros_(block.attn.out_proj.bias)
@@ -233,13 +307,9 @@ def _at_least_float32(features: Tensor) -> Tensor:
     return features if features.dtype == torch.float64 else features.float()
 
 
-def _blocks(transformer: Transformer) -> list[ResidualAttentionBlock]:
-    return [block for block in transformer.resblocks if isinstance(block, ResidualAttentionBlock)]
-
-
 def _draw_blocks(transformer: Transformer) -> None:
     """Weights of blocks by their width, and smaller where they add to the residual stream the deeper it is."""
-    blocks = _blocks(transformer)
+    blocks = transformer.blocks
     for block in blocks:
         width = block.attn.out_proj.in_features
         out_std = width**-0.5 * (2 * len(blocks)) ** -0.5

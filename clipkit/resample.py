@@ -1,14 +1,23 @@
-"""Position embeddings for another image size or text length, as fine-tuning at a higher resolution needs them."""
+"""Position embeddings for another image size or text length: of stored weights, and of a model that is trained.
+
+Training small first and at full size for the last steps is CLIPA's schedule (Li et al. 2023, arXiv 2305.07017);
+FixRes (Touvron et al. 2019, arXiv 1906.06423) is the older finish at a higher resolution.
+"""
 
 import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from clipkit.errors import CheckpointError
+from clipkit.errors import CheckpointError, ConfigError
 
-__all__ = ["fit_positions"]
+if TYPE_CHECKING:
+    from clipkit.model import CLIP
+
+__all__ = ["fit_moment", "fit_positions", "resize"]
 
 # a ViT's, a ResNet's pooling, a ViT of timm
 _IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
@@ -46,6 +55,59 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
             new = torch.cat([_line(rows[:words], places - last), rows[words:]])
         fitted[name] = new.view(shape)
     return fitted
+
+
+def fit_moment(name: str, moment: Tensor, wanted: torch.Size, *, least: float = -math.inf) -> Tensor:
+    """What an optimizer knows of one position embedding, resampled as ``resize`` does with the embedding itself.
+
+    Args:
+        name: the parameter's.
+        moment: of the parameter's old shape, such as Adam's ``exp_avg`` or ``exp_avg_sq``.
+        wanted: its new shape.
+        least: 0 for averages of squares, which bicubic resampling could take below it.
+    """
+    fitted = fit_positions({name: moment}, {name: wanted})[name]
+    assert fitted.shape == wanted, (name, fitted.shape, wanted)
+    return fitted.clamp_min(least)
+
+
+@torch.no_grad()
+def resize(model: "CLIP", *, image_size: int = 0, context_length: int = 0) -> dict[str, nn.Parameter]:
+    """Change the size of a live model's pictures, or the length of its texts; 0 leaves as it is.
+
+    The model is changed in place: all its other parameters stay the same objects, so that what is known by them
+    (an optimizer's state, compiled blocks) need not be made again. Its architecture, preprocessing and tokenizer
+    follow. DDP and FSDP must be wrapped anew; parameters that are sharded must be made whole before.
+
+    Args:
+        model: of clipkit's own towers.
+        image_size: a multiple of the patch size.
+        context_length: in tokens. A shorter one keeps the first positions.
+
+    Returns:
+        The parameters that were replaced, as they were before, by their names.
+
+    Raises:
+        ConfigError: a tower takes no such size, or is not clipkit's own; the model is then as before.
+    """
+    shape = model.architecture
+    if not shape.is_own:
+        raise ConfigError("only clipkit's own towers change their size while they are trained")
+    shape = shape.resized(image_size=image_size, context_length=context_length)
+    preprocess = replace(model.preprocess, image_size=shape.vision.image_size)
+    tokenizer = model.tokenizer.of_length(context_length) if context_length else model.tokenizer
+    with torch.device("meta"):
+        wanted = {name: one.shape for name, one in type(model)(shape).state_dict().items()}
+    own = {name: one for name, one in model.named_parameters() if one.shape != wanted[name]}
+    fitted = fit_positions({name: one.detach() for name, one in own.items()}, wanted)
+    for name, old in own.items():
+        where, _, last = name.rpartition(".")
+        assert fitted[name].shape == wanted[name], name
+        value = fitted[name].clone()  # a shorter text's is a part of the old one
+        setattr(model.get_submodule(where), last, nn.Parameter(value, requires_grad=old.requires_grad))
+    model.visual.image_size = shape.vision.image_size  # type: ignore[assignment]
+    model.architecture, model.preprocess, model.tokenizer = shape, preprocess, tokenizer
+    return own
 
 
 def _grid(old: Tensor, places: int) -> Tensor:

@@ -1,23 +1,30 @@
 """The transformer that both towers are made of, and the image tower.
 
-Letters in shape comments: B batch, L tokens, D width, H heads, E width of a head, P patches,
-S image side in pixels, O output dimension.
+Letters in shape comments: B batch, L tokens of a row, T tokens of a packed batch, D width, H heads, E width of a
+head, P patches, K of them that are kept, S image side in pixels, p side of a patch, g patches along a side, O
+output dimension.
 
 Parameter names are those of OpenAI's CLIP and of open_clip, so that state dicts load with no renaming.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from clipkit.packing import Packed, Padded
 
 __all__ = [
-    "Attention",
-    "BagOfWordsTower",
-    "QuickGELU",
-    "ResidualAttentionBlock",
-    "Transformer",
+    "Attention", "BagOfWordsTower", "Kernel", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer",
     "VisionTransformer",
-]
+]  # fmt: skip
+
+
+Rows: TypeAlias = Padded | Packed
+Kernel: TypeAlias = Callable[["ResidualAttentionBlock", Tensor, Rows], Tensor]
 
 
 class QuickGELU(nn.Module):
@@ -37,25 +44,21 @@ class Attention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, *, is_causal: bool) -> Tensor:
-        """(B, L, D) → (B, L, D)."""
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # (B, L, 3D)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # three of (B, H, L, E)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """(B, L, D) or packed (T, D) → the same shape."""
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # (…, 3D)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(-3)  # three of (…, H, E)
+        out: Tensor = self.out_proj(rows.attend(q, k, v).flatten(-2))
         return out
 
-    def read(self, x: Tensor, query: Tensor, visible: Tensor | None) -> Tensor:
-        """What the tokens ``query`` (B, 1, D) gather from ``x`` (B, L, D), of which ``visible`` (B, L) count."""
+    def read(self, x: Tensor, query: Tensor, rows: Rows) -> Tensor:
+        """What the tokens ``query``, one of each row of ``x``, gather: the shape of ``query``."""
         width = x.shape[-1]
         q_weight, kv_weight = self.in_proj_weight.split((width, 2 * width))
         q_bias, kv_bias = self.in_proj_bias.split((width, 2 * width))
-        q = F.linear(query, q_weight, q_bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, 1, E)
-        kv = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, self.heads, -1))
-        k, v = kv.permute(2, 0, 3, 1, 4)  # two of (B, H, L, E)
-        mask = None if visible is None else visible[:, None, None, :]  # (B, 1, 1, L)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))  # (B, 1, D)
+        q = F.linear(query, q_weight, q_bias).unflatten(-1, (self.heads, -1))  # (…, H, E)
+        k, v = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        out: Tensor = self.out_proj(rows.attend_read(q, k, v).flatten(-2))
         return out
 
 
@@ -74,7 +77,14 @@ class Mlp(nn.Module):
 
 
 class ResidualAttentionBlock(nn.Module):
-    """A pre-norm transformer block."""
+    """A pre-norm transformer block.
+
+    Attributes:
+        kernels: how it is computed while it trains, for all tokens and for those that are read, if not plainly;
+            see clipkit/compile.py.
+        recompute: whether its inner values are computed again in the backward pass instead of kept; see
+            clipkit/recompute.py.
+    """
 
     def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
         super().__init__()
@@ -82,34 +92,40 @@ class ResidualAttentionBlock(nn.Module):
         self.attn = Attention(width, heads)
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
+        self.kernels: tuple[Kernel, Kernel] | None = None
+        self.recompute = False
 
-    def forward(self, x: Tensor, *, is_causal: bool) -> Tensor:
-        """(B, L, D) → (B, L, D)."""
-        x = x + self.attn(self.ln_1(x), is_causal=is_causal)
+    def forward(self, x: Tensor, rows: Rows, *, read: bool = False) -> Tensor:
+        """All tokens, (B, L, D) → (B, L, D); with ``read`` one of each row, (B, L, D) → (B, D).
+
+        Packed rows are (T, D). What is read equals those tokens of the whole, without the work for the others.
+        """
+        # functions that take the block, not methods bound to it: a copy of the block must compute with itself
+        plain = (ResidualAttentionBlock.whole, ResidualAttentionBlock.read)
+        kernel = (self.kernels if self.kernels is not None and self.training else plain)[read]
+        if self.recompute and torch.is_grad_enabled():
+            # nothing in a block is drawn at random
+            out: Tensor = checkpoint(kernel, self, x, rows, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return kernel(self, x, rows)
+
+    def whole(self, x: Tensor, rows: Rows) -> Tensor:
+        """All tokens, computed plainly."""
+        x = x + self.attn(self.ln_1(x), rows)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
-    def read(self, x: Tensor, at: Tensor | None) -> Tensor:
-        """The block's output at one token of each row: (B, L, D) → (B, D).
-
-        ``at`` (B,) is the token's place, and only tokens up to it are seen; None is the first token seeing all.
-        Equal to ``forward(x)[row, at]``, without the work for the other tokens.
-        """
+    def read(self, x: Tensor, rows: Rows) -> Tensor:
+        """One token of each row, computed plainly."""
         normed = self.ln_1(x)
-        if at is None:
-            query, residual, visible = normed[:, :1], x[:, :1], None
-        else:
-            place = at[:, None, None].expand(-1, 1, x.shape[-1])  # (B, 1, D)
-            query, residual = normed.gather(1, place), x.gather(1, place)
-            visible = torch.arange(x.shape[1], device=x.device) <= at[:, None]  # (B, L)
-        out = residual + self.attn.read(normed, query, visible)
+        out = rows.read(x) + self.attn.read(normed, rows.read(normed), rows)  # (B, 1, D), or packed (B, D)
         out = out + self.mlp(self.ln_2(out))
-        read: Tensor = out[:, 0]
-        return read
+        features: Tensor = out.flatten(0, -2)
+        return features
 
 
 class Transformer(nn.Module):
-    """A stack of blocks of which one token is read at the end."""
+    """A stack of blocks of which one token of each row is read at the end."""
 
     def __init__(
         self, width: int, layers: int, heads: int, *, mlp_ratio: float = 4.0, quick_gelu: bool
@@ -120,13 +136,22 @@ class Transformer(nn.Module):
             for _ in range(layers)
         )
 
-    def forward(self, x: Tensor, at: Tensor | None = None) -> Tensor:
-        """(B, L, D) → (B, D): causal and read at ``at`` (B,), or bidirectional and read at the first token."""
+    @property
+    def blocks(self) -> list[ResidualAttentionBlock]:
+        """The blocks, from the input on."""
+        return [block for block in self.resblocks if isinstance(block, ResidualAttentionBlock)]
+
+    def forward(self, x: Tensor, at: Tensor | None = None, *, packed: Packed | None = None) -> Tensor:
+        """(B, L, D) → (B, D): causal and read at ``at`` (B,), or bidirectional and read at the first token.
+
+        With ``packed``, (T, D) → (B, D): causal within each text, and read at its last token.
+        """
+        rows = Padded(ends=at) if packed is None else packed
         *body, last = self.resblocks
-        assert isinstance(last, ResidualAttentionBlock)
         for block in body:
-            x = block(x, is_causal=at is not None)
-        return last.read(x, at)
+            x = block(x, rows)
+        out: Tensor = last(x, rows, read=True)
+        return out
 
 
 class VisionTransformer(nn.Module):
@@ -156,18 +181,42 @@ class VisionTransformer(nn.Module):
         self.ln_post = nn.LayerNorm(width)
         self.proj = nn.Parameter(torch.empty(width, output_dim))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Normalized float images (B, 3, S, S) → features (B, O), not normalized."""
+    def forward(
+        self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """(B, 3, S, S) → features (B, O), not normalized.
+
+        Args:
+            images: normalized float; or uint8, with ``colours``.
+            patches: (B, K) int64, ascending, the patches of each image that count, of P counted along rows; the
+                others cost nothing. None for all. See clipkit/patch_dropout.py.
+            colours: mean and standard deviation, (3, 1, 1) each, by which images / 255 are normalized.
+        """
         assert images.shape[1:] == (3, self.image_size, self.image_size), tuple(images.shape)
-        grid, side = self.image_size // self.patch_size, self.patch_size
-        patches = images.unflatten(3, (grid, side)).unflatten(2, (grid, side))  # (B, 3, g, p, g, p)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, P, 3pp)
-        x = F.linear(patches, self.conv1.weight.flatten(1))  # (B, P, D)
-        first = self.class_embedding.to(x.dtype).expand(x.shape[0], 1, -1)
-        x = torch.cat([first, x], dim=1) + self.positional_embedding.to(x.dtype)  # (B, P + 1, D)
-        read = self.ln_post(self.transformer(self.ln_pre(x)))  # (B, D)
+        cut = self._cut(images, patches)  # (B, K, 3, p, p)
+        if colours is not None:  # after the cut, where there may be fewer pixels, and in place: no copies
+            mean, std = colours
+            cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
+        weight = self.conv1.weight.flatten(1)  # (D, 3pp)
+        x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)
+        places = self.positional_embedding.to(x.dtype)  # (P + 1, D)
+        first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
+        x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
+        read = self.ln_post(self.transformer(self.ln_pre(torch.cat([first, x], dim=1))))  # (B, D)
         out: Tensor = read @ self.proj
         return out
+
+    def _cut(self, images: Tensor, patches: Tensor | None) -> Tensor:
+        """(B, 3, S, S) → its patches (B, K, 3, p, p)."""
+        grid, side = self.image_size // self.patch_size, self.patch_size
+        # (B, 3, g, p, g, p) → (B, g, g, 3, p, p)
+        tiles = images.unflatten(3, (grid, side)).unflatten(2, (grid, side)).permute(0, 2, 4, 1, 3, 5)
+        if patches is None:
+            whole: Tensor = tiles.flatten(1, 2)
+            return whole
+        rows = torch.arange(len(images), device=images.device)[:, None]
+        kept: Tensor = tiles[rows, patches // grid, patches % grid]
+        return kept
 
 
 class BagOfWordsTower(nn.Module):
