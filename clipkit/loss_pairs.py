@@ -110,12 +110,12 @@ class _Positives(_SamePairs):
         self._parts = torch.empty_like(self._of_rows)  # one over how many texts a picture has
 
     def negate(self, values: Tensor, tile: slice) -> None:
-        torch.where(self._same(tile), -values, values, out=values)
+        values.addcmul_(values, self._same(tile).to(values.dtype), value=-2)
 
     def see(self, logits: Tensor, tile: slice) -> None:
-        same = self._same(tile)
+        same = self._same(tile).to(logits.dtype)
         self._parts[tile] = same.sum(1)
-        targets = logits * same
+        targets = same.mul_(logits)
         self._of_rows[tile] = targets.sum(1)
         self._of_columns += targets.sum(0)
 
@@ -125,8 +125,9 @@ class _Positives(_SamePairs):
         return (self._of_rows + of_columns) * self._parts  # as many pictures as texts are the same
 
     def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
-        parts = self._parts[tile, None] + self._all_parts
-        slopes -= parts.masked_fill_(self._same(tile).logical_not_(), 0)
+        same = self._same(tile).to(slopes.dtype)
+        slopes.addcmul_(same, self._parts[tile, None], value=-1)
+        slopes.addcmul_(same, self._all_parts, value=-1)
 
 
 _KINDS: dict[str, type[_SamePairs]] = {"positives": _Positives, "ignored": _Ignored}

@@ -28,7 +28,7 @@ from clipkit.distributed import (
 
 __all__ = [
     "ColumnSums", "FeatureGradients", "GlobalBatch", "at_least_float32", "check_features", "row_sums", "softmaxes",
-    "tiles",
+    "tile_height", "tiles",
 ]  # fmt: skip
 
 _TILE = 1 << 22  # logits that exist at a time,
@@ -66,14 +66,19 @@ class GlobalBatch:
         return world_size() / self.size
 
 
+def tile_height(rows: int, columns: int) -> int:
+    """How many of the rows a tile has, R."""
+    return min(rows, max(_LEAST_ROWS, _TILE // max(1, columns)))
+
+
 def tiles(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Slices of the (B, O) rows and their products with all (N, O) columns.
 
     The (R, N) products may be overwritten; they lie in memory that the next ones take over.
     """
-    height = max(_LEAST_ROWS, _TILE // max(1, len(columns)))
-    memory = rows.new_empty(min(height, len(rows)), len(columns))
-    for start in range(0, len(rows), height):
+    height = tile_height(len(rows), len(columns))
+    memory = rows.new_empty(height, len(columns))
+    for start in range(0, len(rows), max(1, height)):
         tile = slice(start, min(start + height, len(rows)))
         yield tile, torch.mm(rows[tile], columns.T, out=memory[: tile.stop - start])
 
@@ -156,7 +161,7 @@ class FeatureGradients:
         if self._of_texts is not None:
             self._of_texts.addmm_(slopes.T, self._images[tile])
 
-    def over_ranks(self, factor: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    def over_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """The gradients of images (B, O), texts (B, O) and scale, all times a factor."""
         if self._of_images is not None:
             of_scale = (self._of_images * self._images).sum()

@@ -152,16 +152,29 @@ def test_wrong_identities_are_named(identities: Tensor, message: str) -> None:
         clip_loss(image, text, scale, same="twins")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("trained", [(0, 1, 1), (1, 0, 1), (0, 0, 1), (1, 1, 0), (1, 0, 0), (0, 1, 0)])
-def test_what_is_frozen_changes_no_other_gradient(trained: tuple[int, ...]) -> None:
-    whole, part = features(12, dtype=torch.float64), features(12, dtype=torch.float64)
-    for leaf, wanted in zip(part, trained, strict=True):
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("trained", [(0, 1, 1, 1), (1, 0, 1, 0), (0, 0, 1, 1), (1, 1, 0, 0), (0, 1, 0, 0)])
+def test_what_is_frozen_changes_no_other_gradient(loss: str, trained: tuple[int, ...]) -> None:
+    whole, part = given_batch(12), given_batch(12)
+    for leaf, wanted in zip(part.leaves(), trained, strict=True):
         leaf.requires_grad_(bool(wanted))
-    torch.autograd.backward([clip_loss(*whole), clip_loss(*part)])
-    for a, b, wanted in zip(whole, part, trained, strict=True):
-        assert (b.grad is not None) == wanted
+    torch.autograd.backward([ours(loss, whole), ours(loss, part)])
+    for a, b, wanted in zip(whole.leaves(), part.leaves(), trained, strict=True):
+        assert (b.grad is not None) == (bool(wanted) and a.grad is not None)
         if b.grad is not None:
             torch.testing.assert_close(b.grad, a.grad, rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_may_be_wanted_without_gradients_or_those_twice(loss: str) -> None:
+    batch = given_batch(7)
+    value = ours(loss, batch)
+    with torch.no_grad():
+        assert torch.equal(ours(loss, batch), value.detach())
+    once = torch.autograd.grad(value, batch.leaves()[:3], retain_graph=True)
+    again = torch.autograd.grad(3 * value, batch.leaves()[:3])
+    for a, b in zip(once, again, strict=True):
+        torch.testing.assert_close(3 * a, b, rtol=1e-12, atol=0)
 
 
 def test_a_scale_of_one_row_has_a_gradient_of_one_row() -> None:
