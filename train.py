@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 # A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
 # times as long. Read when torch loads, so it is set before.
@@ -23,45 +24,54 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from clipkit import distributed
+from clipkit import distributed, not_finite
 from clipkit.accumulation import backward
-from clipkit.api import load
 from clipkit.architectures import Architecture
-from clipkit.checkpoint import LoopState, latest_checkpoint, load_training, passed_over, save_checkpoint
+from clipkit.averaging import AveragedWeights
+from clipkit.checkpoint import latest_checkpoint, passed_over
+from clipkit.checkpoint_writer import CheckpointWriter
+from clipkit.compile import compile_blocks
 from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
-from clipkit.count_progress import CountProgress
-from clipkit.errors import CheckpointError, ClipkitError, ConfigError, run_command
-from clipkit.family import architecture
-from clipkit.loss import clip_loss
-from clipkit.model import CLIP, MAX_LOGIT_SCALE, create
-from clipkit.optim import adamw, learning_rate
+from clipkit.errors import ClipkitError, ConfigError, run_command
+from clipkit.in_batch_recall import in_batch_recall
+from clipkit.locking import Unfreezing, lock
+from clipkit.model import CLIP, MAX_LOGIT_SCALE
+from clipkit.not_finite import write_down
+from clipkit.objective import Teaching, batch_loss
+from clipkit.optim import Rates, learning_rate, make_optimizer
+from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard
+from clipkit.patch_dropout import kept_patches
+from clipkit.peak_rate import measured_peak
 from clipkit.process import StopRequest, loss_after
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
+from clipkit.recompute import recompute_blocks
+from clipkit.resume import load_training
 from clipkit.run_folder import (
     append_bad_samples,
     bad_share,
     check_bad_samples,
     drop_bad_samples_after,
-    hint_of_moved_data,
-    manifest_file,
     only_trainer_of,
     too_many_bad,
 )
+from clipkit.seeds import seed_of, seeds_of
+from clipkit.spikes import is_spike, next_usual
+from clipkit.step_metrics import StepMetrics
+from clipkit.stopwatch import Stopwatch
+from clipkit.teacher import Teacher
+from clipkit.training_model import first_model, flops_of_steps, patch_counts, scored_weights, shape_of
+from clipkit.training_state import LoopState
 from clipkit.urls import shown, without_secrets
-from data.augment import Augmentation
-from data.cache import shard_cache
-from data.captions import CaptionRule
+from data.batch import Batch
 from data.device_decode import require_nvjpeg
 from data.loader import Loader
-from data.manifest import Manifest, make_manifest
 from data.order import Order
-from data.remote.shard_cache import ShardCache
-from data.selection import Filter, Selection
 from data.shards import Shards
-from data.sources import find_shards
+from data.stages import Stage
+from data.stored_features import StoredFeatures
+from data.training_data import augmentation_of, open_training_data, other_data
 from eval import check_tasks, open_datasets
 from eval.encode import Ranks
 from eval.report import build_report
@@ -82,8 +92,10 @@ def main() -> int:
     # 2. The configuration, which never changes from here on.
     config = load_config(options.config, options.overrides)
     run = Path(config.out)
+    shape = shape_of(config.model, config.loss)
     if options.dry_run:
-        print(without_secrets(to_toml(config)) if chief else "", end="")
+        if chief:
+            print(without_secrets(to_toml(config)), end="")
         distributed.stop()
         return 0
     check_split(config, world)
@@ -94,9 +106,10 @@ def main() -> int:
     # 3. The run folder: ours alone, and of this configuration.
     with only_trainer_of(run, config, chief=chief):
         # 4. The data, training and evaluation, checked before anything is computed.
-        selection = selection_of(config)
-        cache = shard_cache(config.data.sources, config.data.cache_gb)
-        shards = Shards(manifest_of(config, selection, cache, run, chief=chief), selection, cache=cache)
+        begun = chief and latest_checkpoint(run) is not None
+        shards = open_training_data(
+            config.data, run, chief=chief, begun=begun, share=distributed.bytes_of_chief
+        )
         datasets = open_datasets(config.eval.data)
         for dataset in datasets:
             check_tasks(dataset)
@@ -110,41 +123,45 @@ def main() -> int:
             weights=config.data.weights,
             resample=config.data.resample,
         )
-        shape = architecture(
-            config.model.name,
-            image=config.model.image,
-            text=config.model.text,
-            image_size=config.model.image_size,
-            context_length=config.model.context_length,
-        )
 
-        # 5. The model, the optimizer, and the batches that the model wants.
-        model = first_model(config, shape).to(device)
-        optimizer = adamw(model, config.optim)
+        # 5. The model and all that is built around it, from the inside out; and the batches that it wants.
+        model = first_model(config.model, config.loss, shape, seed=config.seed, small=config.small)
+        lock(model, image=config.lock.image, text=config.lock.text)
+        if config.compile:
+            compile_blocks(model)
+        if config.recompute:
+            recompute_blocks(model, every=config.recompute)
+        model.to(device)
+        if config.sharding != "none":
+            shard(model, config.sharding, bf16=bf16)
+        optimizer = make_optimizer(model, config.optim, name=config.optim.name, rates=rates_of(config))
+        averaged = AveragedWeights(model, config.optim.average) if config.optim.average else None
+        unfreezing = (
+            Unfreezing(model, every=config.lock.unfreeze_every) if config.lock.unfreeze_every else None
+        )
+        teacher = None
+        if config.distill.teacher:
+            teacher = Teacher(config.distill.teacher, model, device=device, bf16=bf16)
         loader = Loader(
             shards=shards,
             order=order,
             image_size=shape.vision.image_size,
             tokenize=model.tokenizer,
-            augmentation=Augmentation(
-                crop_scale=config.data.crop_scale,
-                flip=config.data.flip,
-                color_jitter=config.data.color_jitter,
-                grayscale=config.data.grayscale,
-                scaled_decode=config.data.scaled_decode,
-            ),
+            augmentation=augmentation_of(config.data),
             rank=rank,
             world=world,
             workers=config.data.workers,
             pin=device.type == "cuda",
             decode_later=config.data.nvjpeg,
+            stages=small_stage(config, shape),
+            teacher=stored_features(config),
         )
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
         state = LoopState(step=0, data=shards.fingerprint())
         checkpoint, planned = latest_checkpoint(run), config.steps
         if checkpoint is not None:
-            found = load_training(checkpoint, model, optimizer)
+            found = load_training(checkpoint, model, optimizer, averaged)
             if found.data != state.data:
                 raise other_data(run, f"fingerprint {state.data}, it was {found.data}")
             check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
@@ -154,9 +171,9 @@ def main() -> int:
             drop_bad_samples_after(run, state.step)
             drop_lines_after(run / "results.jsonl", state.step)
         distributed.barrier()  # no rank writes anew before that is done
-        trained: torch.nn.Module = model
-        if world > 1:
-            trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if unfreezing is not None:
+            unfreezing.lock_for_step(state.step)
+        trained = replicated(model)
 
         # 7. The loop.
         if chief:
@@ -176,109 +193,161 @@ def main() -> int:
             bf16=bf16,
             say=progress.say,
             record=log.write_scores,
+            as_scored=lambda: scored_weights(model, averaged),
         )
+        writer = CheckpointWriter(run, config, keep=config.checkpoint.keep, saved=state.step)
         bad_lines = BadSampleLines(progress, total=state.bad_samples, listed=f"{run}/bad_samples*.jsonl")
+        watch = Stopwatch(device)
+        flops = flops_of_steps(model, config.model.patch_dropout, config.batch_size)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        peak = measured_peak(device, dtype) if flops is not None else None
         batches = loader.batches(state.step, config.steps)
-        step, bad_samples, stopped = state.step, state.bad_samples, False
-        began = clock() - state.seconds
-        saved_step, saved_at = step, clock()
-        window_began, window_step, waited = clock(), step, 0.0
+        step, stopped = state.step, False
+        began, saved_at = clock() - state.seconds, clock()
         try:
             if is_due(step, config.eval.every_steps):
                 scorer.score_if_owed(step)  # a run that was stopped leaves the scores of its last step to us
-            stop.save_first(True, loss_after(saved_step))
+            stop.save_first(True, loss_after(writer.saved_step))
+            steps = StepMetrics(watch, device=device, ranks=world, peak=peak)
             while step < config.steps and not stopped:
                 # 7a. The next batch, already on its way.
-                asked = clock()
+                watch.begin("data")
                 batch = next(batches)
+                watch.begin("transfer")
                 batch = loader.on_device(batch, step, device)
-                images, tokens = batch.images, batch.tokens
-                waited += clock() - asked
+                if unfreezing is not None and unfreezing.lock_for_step(step):
+                    trained = replicated(model)
 
-                # 7b. The gradient of the global batch, clipped, and one update.
-                rate = learning_rate(step, config.steps, config.optim)
+                # 7b. The gradient of the global batch, clipped.
+                rate = learning_rate(
+                    step,
+                    config.steps,
+                    config.optim,
+                    schedule=config.optim.schedule,
+                    cooldown=config.optim.cooldown,
+                )
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group["lr_scale"]
                 optimizer.zero_grad(set_to_none=True)
-                loss = backward(
-                    trained, images, tokens, loss=clip_loss, parts=config.accumulate, autocast=bf16
+                taught = teaching(batch, teacher, config)
+                features = backward(
+                    trained,
+                    model_inputs(batch, step, config, shape),
+                    loss=batch_loss(config.loss, config.distill, batch.identities, taught),
+                    parts=config.accumulate,
+                    autocast=bf16,
+                    seeds=[] if shape.is_own else seeds_of(config.seed, step, rank, config.accumulate),
+                    watch=watch,
                 )
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm or math.inf)
-                optimizer.step()
-                with torch.no_grad():
-                    model.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
-                step += 1
-                progress.advance(step)
+                complete_gradients(model)
+                norm_here = clip_gradients(model, config.optim.clip_norm)
+                loss, norm = torch.stack([features.loss.float(), norm_here.float()]).tolist()
 
-                # 7c. What all ranks must agree on: whether to stop, and how many samples were bad.
+                # 7c. What all ranks must agree on before weights change. Only the chief's clock counts.
+                watch.begin("agreement")
                 bad_here = [asdict(one) for one in batch.bad]
-                append_bad_samples(run, bad_here, step, rank=rank)
+                append_bad_samples(run, bad_here, step + 1, rank=rank)
                 bad_lines.found(bad_here)
-                asked_to_stop, newly_bad = distributed.sum_over_ranks(
-                    torch.tensor([int(stop.asked), len(bad_here)])
+                minutes = chief and 0 < config.checkpoint.every_minutes <= (clock() - saved_at) / 60
+                broken = not (math.isfinite(loss) and math.isfinite(norm))
+                agreed = torch.tensor([int(stop.asked), len(bad_here), int(minutes), int(broken)])
+                asked_to_stop, newly_bad, time_to_save, broken_ranks = distributed.sum_over_ranks(
+                    agreed
                 ).tolist()
-                bad_samples += newly_bad
-                stopped = asked_to_stop > 0 or too_many_bad(
-                    bad_samples, step * config.batch_size, config.data.max_bad
-                )
+                if broken_ranks:
+                    write_down(run, loader.names(batch.ids), step=step, rank=rank)
+                    writer.begin(
+                        model, optimizer, replace(state, step=step, seconds=clock() - began), averaged
+                    )
+                    writer.finish()
+                    raise ClipkitError(not_finite.line(run, step, loss, norm))
 
-                # 7d. What is due after this step. Only the chief's clock counts, and only it saves.
+                # 7d. One update, unless the gradient is a spike.
+                watch.begin("optimizer")
+                writer.wait_until_copied()
+                updates = step - state.skipped
+                spike = is_spike(norm, state.usual_norm, factor=config.optim.skip_above, updates=updates)
+                usual = state.usual_norm if spike else next_usual(state.usual_norm, norm, updates=updates)
+                if not spike:
+                    optimizer.step()
+                    with torch.no_grad():
+                        model.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
+                    if averaged is not None:
+                        averaged.update(updates + 1)
+                step += 1
+                state = replace(
+                    state,
+                    step=step,
+                    seconds=clock() - began,
+                    bad_samples=state.bad_samples + newly_bad,
+                    skipped=state.skipped + spike,
+                    usual_norm=usual,
+                )
+                watch.begin("other")
+                progress.advance(step)
+                steps.step(
+                    samples=config.batch_size, flops=flops and flops(batch.lengths, batch.images.shape[-1])
+                )
+                writer.finish_if_done()
+
+                # 7e. What is due after this step.
+                stopped = asked_to_stop > 0 or too_many_bad(
+                    state.bad_samples, step * config.batch_size, config.data.max_bad
+                )
                 last = step == config.steps
                 due_score = is_due(step, config.eval.every_steps) and not last and not stopped
-                minutes = (clock() - saved_at) / 60
-                due_save = last or stopped or is_due(step, config.checkpoint.every_steps)
-                due_save |= 0 < config.checkpoint.every_minutes <= minutes
+                due_save = (
+                    last or stopped or bool(time_to_save) or is_due(step, config.checkpoint.every_steps)
+                )
 
-                # 7e. What is shown and recorded. A loss that is no number ends the run before it is saved.
+                # 7f. What is shown and recorded.
                 if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
-                    if not math.isfinite(value := loss.item()):
-                        raise ClipkitError(
-                            f"the loss of step {step} is {value}; the last checkpoint is of step {saved_step}: "
-                            "try a lower optim.lr, a longer optim.warmup or precision=fp32"
-                        )
-                    elapsed = clock() - window_began
+                    recall = in_batch_recall(features.images, features.texts)
                     metrics = {
                         "epoch": (step - 1) // order.batches_per_epoch,
                         "samples": step * config.batch_size,
-                        "loss": value,
+                        "loss": loss,
                         "chance": math.log(config.batch_size),
-                        "samples_per_second": (step - window_step) * config.batch_size / elapsed,
-                        "data_time": waited / elapsed,
-                        "logit_scale": model.logit_scale.exp().item(),
+                        "image_to_text_R@1": recall[0].item(),
+                        "text_to_image_R@1": recall[1].item(),
+                        "scale": model.logit_scale.exp().item(),
                         "lr": rate,
-                        "grad_norm": norm.item(),
-                        "bad_samples": bad_samples,
-                        "seconds": clock() - began,
+                        "grad_norm": norm,
+                        "bad_samples": state.bad_samples,
+                        "skipped": state.skipped,
+                        "seconds": state.seconds,
+                        **steps.read(),
                     }
                     progress.update(step, metrics)
-                    bad_lines.sum_up(bad_samples)
+                    if waited := steps.starved():
+                        progress.say(f"the device waited for data {waited:.0%} of the time")
+                    bad_lines.sum_up(state.bad_samples)
                     log.write(step, metrics)
 
-                # 7f. Scores on what it never saw, by all ranks together; then a checkpoint.
+                # 7g. Scores on what it never saw, by all ranks together; then a checkpoint.
                 if due_score:
                     scorer.score(step)
                 if due_save:
-                    if chief:
-                        state = replace(state, step=step, seconds=clock() - began, bad_samples=bad_samples)
-                        save_checkpoint(run, model, optimizer, state, config, keep=config.checkpoint.keep)
-                    saved_step, saved_at = step, clock()
-                    stop.otherwise = loss_after(saved_step)
-                if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
-                    window_began, window_step, waited = clock(), step, 0.0
+                    writer.begin(model, optimizer, state, averaged)
+                    if last or stopped:
+                        writer.finish()
+                    saved_at = clock()
+                    stop.otherwise = loss_after(writer.saved_step)
 
             # 8. The end: the last scores, and the page that shows it all.
             if not stopped:
                 stop.save_first(False, "all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
-            bad_lines.sum_up(bad_samples, at_once=True)
+            bad_lines.sum_up(state.bad_samples, at_once=True)
             progress.close()
             log.close()
+            writer.close()
         if stopped:
             distributed.barrier()  # a rank that ends with an error would end the chief while it saves
-            check_bad_samples(bad_samples, step * config.batch_size, config.data.max_bad, run)
-        if bad_samples:
-            progress.say(bad_share(bad_samples, step * config.batch_size, config.data.max_bad))
+            check_bad_samples(state.bad_samples, step * config.batch_size, config.data.max_bad, run)
+        if state.bad_samples:
+            progress.say(bad_share(state.bad_samples, step * config.batch_size, config.data.max_bad))
         if stopped:
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif chief:
@@ -313,70 +382,61 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_split(config: Config, world: int) -> None:
-    parts = world * config.accumulate
-    if config.batch_size % parts:
+    if config.batch_size < world * config.accumulate:
         raise ConfigError(
-            f"batch_size = {config.batch_size} is no multiple of {world} processes × "
+            f"batch_size = {config.batch_size} cannot be split over {world} processes × "
             f"accumulate = {config.accumulate}"
         )
 
 
-def selection_of(config: Config) -> Selection:
-    """Which samples count, and where their captions are."""
-    data = config.data
-    return Selection(
-        filters=tuple(map(Filter.of, data.filters)),
-        captions=CaptionRule(
-            fields=data.captions,
-            choice=data.caption_choice,
-            weights=data.caption_weights,
-            templates=data.caption_templates,
-            prefix=data.caption_prefix,
+def rates_of(config: Config) -> Rates:
+    optim = config.optim
+    return Rates(
+        layer_decay=optim.layer_decay, image_scale=optim.image_lr_scale, text_scale=optim.text_lr_scale
+    )
+
+
+def small_stage(config: Config, shape: Architecture) -> tuple[Stage, ...]:
+    """The sizes of the first steps, where they are smaller."""
+    small = config.small
+    if not small.steps:
+        return ()
+    return (
+        Stage(
+            until_step=small.steps,
+            image_size=small.image_size or shape.vision.image_size,
+            context_length=small.context_length or shape.text.context_length,
         ),
     )
 
 
-def manifest_of(
-    config: Config, selection: Selection, cache: ShardCache | None, run: Path, *, chief: bool
-) -> Manifest:
-    """What is trained on: counted by the chief and the same for all ranks, and as it was when the run began."""
-    content = b""
-    if chief:
-        with hint_of_moved_data(run):
-            sources = [find_shards(source) for source in config.data.sources]
-        with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
-            manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
-        earlier = Manifest.load(manifest_file(run))
-        if earlier is not None and latest_checkpoint(run) is not None:
-            if changes := manifest.changes_since(earlier):
-                raise other_data(run, "; ".join(changes))
-            manifest = manifest.with_counts_of(earlier)
-        manifest.save(manifest_file(run))
-        content = manifest.to_bytes()
-    shared = Manifest.from_bytes(distributed.bytes_of_chief(content))
-    assert shared is not None
-    return shared
+def stored_features(config: Config) -> StoredFeatures | None:
+    distill = config.distill
+    return StoredFeatures(Path(distill.features), Path(distill.text_features)) if distill.features else None
 
 
-def other_data(run: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{run} was trained on other data: {what}; bring the data back, or set out=… for a new run"
-    )
-
-
-def first_model(config: Config, shape: Architecture) -> CLIP:
-    """The model before its first step here: fresh weights, or those of ``model.weights``."""
-    if not config.model.weights:
-        return create(shape, name=config.model.label, seed=config.seed)
-    model = load(
-        config.model.weights, image_size=config.model.image_size, context_length=config.model.context_length
-    )
-    if model.architecture != shape:
-        raise ConfigError(
-            f"model.weights = {config.model.weights!r} are of {model.name or 'another architecture'}, "
-            f"not of {config.model.label}: set model.name"
+def model_inputs(batch: Batch, step: int, config: Config, shape: Architecture) -> dict[str, Any]:
+    """What the model is called with; which patches are dropped follows from the seed, the step and the place."""
+    inputs = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
+    counts = patch_counts(shape, config.model.patch_dropout, batch.images.shape[-1])
+    if counts is not None:
+        patches, keep = counts
+        rows = batch.rows.to(batch.images.device)
+        inputs["patches"] = kept_patches(
+            seed=seed_of(config.seed, step), rows=rows, patches=patches, keep=keep
         )
-    return model.train()
+    return inputs
+
+
+def teaching(batch: Batch, teacher: Teacher | None, config: Config) -> Teaching | None:
+    """What a teacher says of a batch, if there is one."""
+    if teacher is not None:
+        return teacher(batch.images, batch.tokens)
+    if batch.teacher is None:
+        return None
+    assert batch.teacher.texts is not None
+    scale = torch.tensor(config.distill.scale, device=batch.images.device)
+    return Teaching(images=batch.teacher.images, texts=batch.teacher.texts, scale=scale)
 
 
 def use_bf16(config: Config, device: torch.device) -> bool:

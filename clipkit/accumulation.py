@@ -1,62 +1,118 @@
-"""Gradients of one contrastive batch computed in parts, exactly (GradCache, Gao et al. 2021).
+"""Gradients of one contrastive batch computed in parts, exactly (GradCache, Gao et al. 2021,
+https://arxiv.org/abs/2101.06983).
 
 The loss needs all features at once, the towers' activations do not fit at once: features are computed without
 a graph, the loss gives the gradient at the features, and a second pass carries it through the towers part by
 part. The loss, and every gradient with it, is that of the whole batch.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["backward"]
+from clipkit.parallel import local_gradients
+from clipkit.stopwatch import Stopwatch
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+__all__ = ["Features", "backward"]
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What one backward pass leaves besides gradients: detached, the loss and this rank's features."""
+
+    loss: Tensor  # ()
+    images: Tensor  # (B, O)
+    texts: Tensor  # (B, O)
 
 
 def backward(
-    model: nn.Module, images: Tensor, tokens: Tensor, *, loss: Loss, parts: int, autocast: bool
-) -> Tensor:
-    """Add the gradient of ``loss`` to the model's parameters; returns the loss, detached.
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    loss: Loss,
+    parts: int,
+    autocast: bool,
+    seeds: Sequence[int] = (),
+    watch: Stopwatch | None = None,
+) -> Features:
+    """Add the gradient of ``loss`` to the model's parameters.
 
     Args:
-        model: a CLIP, possibly wrapped in DistributedDataParallel.
-        images: (B, 3, S, S), see ``CLIP.forward``.
-        tokens: (B, L) int64.
-        loss: of image features (B, O), text features (B, O) and exp(t), such as ``clip_loss``.
-        parts: how many equal pieces of the batch are computed one after the other; 1 keeps everything in one
-            pass. A divisor of B.
+        model: a CLIP, possibly wrapped in DistributedDataParallel or sharded.
+        inputs: arguments of the model by name, each a tensor or a sequence of B rows.
+        loss: of what the model returns: image features (B, O), text features (B, O), exp(t), and the bias of a
+            model that has one; such as ``clip_loss``.
+        parts: how many pieces of the batch are computed one after the other, of sizes that differ by one at
+            most; 1 keeps everything in one pass. At most B.
         autocast: whether the towers run in bfloat16.
+        seeds: of each piece's random numbers, if the towers draw any; both passes then draw the same.
+        watch: told which phase begins.
     """
+    watch = watch or Stopwatch()
+    images = inputs["images"]
     precision = torch.autocast(images.device.type, torch.bfloat16, enabled=autocast)
+    assert 1 <= parts <= len(images), (len(images), parts)
+    pieces = _pieces(inputs, parts)
+    watch.begin("forward")
     if parts == 1:
+        _draw(seeds, 0)
         with precision:
-            features = model(images, tokens)
-        value = loss(*features)
+            outputs = model(**pieces[0])
+        watch.begin("loss")
+        value = loss(*outputs)
+        watch.begin("backward")
         torch.autograd.backward(value)
-        return value.detach()
-    assert len(images) % parts == 0, (len(images), parts)  # else there would be fewer pieces, or unequal ones
-    pieces = list(zip(images.chunk(parts), tokens.chunk(parts), strict=True))
+        return Features(loss=value.detach(), images=outputs[0].detach(), texts=outputs[1].detach())
     bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    with torch.no_grad(), precision:
-        outputs = [bare(*piece) for piece in pieces]
-    whole = [torch.cat([one[i] for one in outputs]).requires_grad_() for i in (0, 1)]
-    scale = outputs[0][2].clone().requires_grad_()
-    value = loss(whole[0], whole[1], scale)
+    first: list[tuple[Tensor, ...]] = []
+    for number, piece in enumerate(pieces):
+        _draw(seeds, number)
+        with torch.no_grad(), precision:
+            first.append(bare(**piece))
+    watch.begin("loss")
+    whole = [torch.cat([one[i] for one in first]).requires_grad_() for i in (0, 1)]
+    numbers = [one.clone().requires_grad_() for one in first[0][2:]]  # exp(t), and the bias
+    value = loss(*whole, *numbers)
     torch.autograd.backward(value)
-    assert whole[0].grad is not None and whole[1].grad is not None and scale.grad is not None
-    gradients = zip(whole[0].grad.chunk(parts), whole[1].grad.chunk(parts), strict=True)
-    for number, (piece, (image_gradient, text_gradient)) in enumerate(zip(pieces, gradients, strict=True)):
-        # ranks average their gradients once, with the last piece
-        alone: AbstractContextManager[Any] = nullcontext()
-        if isinstance(model, DistributedDataParallel) and number < parts - 1:
-            alone = model.no_sync()
-        with alone:
+    watch.begin("backward")
+    sizes = [len(one[0]) for one in first]
+    gradients = zip(*(_gradient(one).split(sizes) for one in whole), strict=True)
+    for number, (piece, of_features) in enumerate(zip(pieces, gradients, strict=True)):
+        _draw(seeds, number)
+        with local_gradients(model, last=number == parts - 1):
             with precision:
-                features = model(*piece)
-            torch.autograd.backward(features, [image_gradient, text_gradient, scale.grad / parts])
-    return value.detach()
+                outputs = model(**piece)
+            of_numbers = [_gradient(one) / parts for one in numbers]
+            _backward(outputs, [*of_features, *of_numbers])
+    return Features(loss=value.detach(), images=whole[0].detach(), texts=whole[1].detach())
+
+
+def _pieces(inputs: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
+    """The inputs cut into pieces of rows."""
+    rows = len(inputs["images"])
+    cuts = [rows * number // parts for number in range(parts + 1)]
+    spans = [slice(*span) for span in pairwise(cuts)]
+    return [{name: value[span] for name, value in inputs.items() if value is not None} for span in spans]
+
+
+def _draw(seeds: Sequence[int], number: int) -> None:
+    if seeds:
+        torch.manual_seed(seeds[number])
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """Of a tensor that nothing depends on, zeros."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Carry gradients on through what has a graph: a locked tower has none."""
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,8 +1,9 @@
-"""Checkpoints of a run: what is in one, how it is written so that no kill can spoil it, and how it is read.
+"""Checkpoints of a run: what is in one, which is the newest whole one, and the model that it holds.
 
     RUN/checkpoints/LATEST                       the newest one's name
     RUN/checkpoints/step_00000200/
-        model.safetensors                        weights, in open_clip's names
+        model.safetensors                        weights, in open_clip's names; averaged ones if the run averages
+        trained.safetensors                      those in training, where model.safetensors holds averaged ones
         model.json                               architecture, preprocessing, tokenizer
         tokenizer/                               of a text tower that does not use CLIP's own
         optimizer.safetensors                    the optimizer's tensors
@@ -11,88 +12,41 @@
         COMPLETE                                 size of each file
     RUN/.saved                                   there has been a checkpoint
 
-A checkpoint is written aside, synced, renamed, and only then does LATEST move. No pickle is read or written.
-A run whose checkpoints are all lost or damaged is not begun anew: that would erase its history.
+clipkit/checkpoint_writer.py writes them, and clipkit/resume.py reads what a training goes on with. No pickle is read
+or written. A run whose checkpoints are all lost or damaged is not begun anew: that would erase its history.
 """
 
 import json
-import os
 import re
-import shutil
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from clipkit.architectures import ARCHITECTURES, Architecture
-from clipkit.config import Config
-from clipkit.config_file import to_toml
+from clipkit.architectures import Architecture
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model import CLIP, build
 from clipkit.preprocess import Preprocess
 from clipkit.resample import fit_positions
 from clipkit.text_input import Tokenizer, tokenizer_of
-from clipkit.training_state import LoopState, loop_state, optimizer_tensors, restore_optimizer
 
 __all__ = [
-    "LoopState", "latest_checkpoint", "load_model", "load_training", "passed_over", "resolve_checkpoint",
-    "save_checkpoint",
+    "COMPLETE", "FORMAT", "LATEST", "SAVED", "STEP_FOLDER", "TRAINED", "check_weights", "is_complete",
+    "latest_checkpoint", "load_model", "passed_over", "read_json", "resolve_checkpoint", "step_folders", "step_of",
 ]  # fmt: skip
 
-_LATEST, _COMPLETE, _SAVED = "LATEST", "COMPLETE", ".saved"
-_STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
+LATEST, COMPLETE, SAVED = "LATEST", "COMPLETE", ".saved"
+STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
 # what every checkpoint has; a text tower may add its tokenizer's
 _FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml"}
-_FORMAT = 1
+FORMAT = 1
+TRAINED = "/trained"  # behind the names in trained.safetensors
 _GROUPS_TOLD = 4  # in a message, of each kind
-
-
-def save_checkpoint(
-    run: Path, model: CLIP, optimizer: torch.optim.Optimizer, state: LoopState, config: Config, *, keep: int
-) -> Path:
-    """Write ``checkpoints/step_<8 digits>`` and point LATEST at it; older ones beyond ``keep`` are removed.
-
-    Raises:
-        CheckpointError: it could not be written, for example for want of space; the former ones are untouched.
-    """
-    root = run / "checkpoints"
-    folder = root / f"step_{state.step:08d}"
-    aside = root / f".{folder.name}.partial"
-    try:
-        for left in root.glob(".step_*.partial"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        aside.mkdir(parents=True)
-        save_file(_weights(model), aside / "model.safetensors")
-        save_file(optimizer_tensors(model, optimizer), aside / "optimizer.safetensors")
-        (aside / "model.json").write_text(json.dumps(_model_card(model, aside), indent=2) + "\n")
-        (aside / "state.json").write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=2) + "\n")
-        (aside / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-        sizes = {path.relative_to(aside).as_posix(): path.stat().st_size for path in files}
-        (aside / _COMPLETE).write_text(json.dumps(sizes, indent=2) + "\n")
-        for path in files:  # safetensors makes files that only their owner can read
-            path.chmod((aside / _COMPLETE).stat().st_mode & 0o777)
-        for path in (*aside.rglob("*"), aside):
-            _sync(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.rename(folder)
-        _sync(root)
-        _point_at(root, folder.name)
-        (run / _SAVED).touch()
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"the checkpoint of step {state.step} was not written: {error}") from error
-    if keep:
-        # the one just written stays, even where someone has gone back to an older step
-        others = [other for other in _step_folders(root) if other != folder and _is_complete(other)]
-        for old in others[keep - 1 :]:
-            shutil.rmtree(old, ignore_errors=True)
-    return folder
 
 
 def latest_checkpoint(run: Path) -> Path | None:
@@ -107,15 +61,15 @@ def latest_checkpoint(run: Path) -> Path | None:
     root = run / "checkpoints"
     if (pointer := _pointer(root)) is not None:
         named = root / pointer
-        if named.parent == root and _is_complete(named):
+        if named.parent == root and is_complete(named):
             return named
-    folders = _step_folders(root)
-    if whole := next(filter(_is_complete, folders), None):
+    folders = step_folders(root)
+    if whole := next(filter(is_complete, folders), None):
         return whole
     mend = f"bring them back, or remove {run} and all that is in it to begin anew"
     if folders:
         raise CheckpointError(f"no checkpoint in {root} is whole, {folders[0].name} and all others: {mend}")
-    if (run / _SAVED).exists():
+    if (run / SAVED).exists():
         raise CheckpointError(
             f"{run} has been trained, but its checkpoints are not in {root} any more: {mend}"
         )
@@ -125,21 +79,21 @@ def latest_checkpoint(run: Path) -> Path | None:
 def passed_over(checkpoint: Path) -> list[str]:
     """Names of newer checkpoints beside this one that are damaged, or missing though LATEST names them."""
     root = checkpoint.parent
-    newer = {folder.name for folder in _step_folders(root) if not _is_complete(folder)}
+    newer = {folder.name for folder in step_folders(root) if not is_complete(folder)}
     pointer = _pointer(root) or ""
-    if _STEP_FOLDER.fullmatch(pointer) and not _is_complete(root / pointer):
+    if STEP_FOLDER.fullmatch(pointer) and not is_complete(root / pointer):
         newer.add(pointer)
-    return sorted((name for name in newer if _step_of(name) > _step_of(checkpoint.name)), key=_step_of)
+    return sorted((name for name in newer if step_of(name) > step_of(checkpoint.name)), key=step_of)
 
 
 def _pointer(root: Path) -> str | None:
     """What LATEST says."""
     try:
-        return (root / _LATEST).read_text(errors="replace").strip()
+        return (root / LATEST).read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"{root / _LATEST} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{root / LATEST} cannot be read: {error.strerror}") from error
 
 
 def resolve_checkpoint(source: Path) -> Path:
@@ -167,8 +121,8 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
     Raises:
         CheckpointError: files are missing or damaged, or the weights do not fit the stored architecture.
     """
-    card = _read_json(folder / "model.json")
-    if card.get("format") != _FORMAT:
+    card = read_json(folder / "model.json")
+    if card.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: model.json is of another format than this version reads")
     shape = Architecture.from_dict(card.get("architecture", {}))
     preprocess = Preprocess.from_dict(card.get("preprocess", {}))
@@ -235,28 +189,7 @@ def _fitting(model: CLIP, tensors: dict[str, Tensor], origin: Path, *, resample:
     return tensors
 
 
-def load_training(folder: Path, model: CLIP, optimizer: torch.optim.Optimizer) -> LoopState:
-    """Put a checkpoint's weights and optimizer state into what a run has built; returns the loop's state.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or does not fit the model.
-    """
-    stored = _read_json(folder / "state.json")
-    if stored.pop("format", None) != _FORMAT:
-        raise CheckpointError(f"{folder}: state.json is of another format than this version writes")
-    state = loop_state(stored, origin=folder)
-    if _STEP_FOLDER.fullmatch(folder.name) and state.step != _step_of(folder.name):
-        raise CheckpointError(f"{folder}: state.json is of step {state.step}")
-    weights = _fitting(model, _read_tensors(folder / "model.safetensors"), folder, resample=False)
-    for name, own in model.state_dict().items():
-        if weights[name].dtype != own.dtype:  # it would be converted, and the run not be the same
-            raise CheckpointError(f"{folder}: {name} is {weights[name].dtype}, not {own.dtype}")
-    model.load_state_dict(weights)
-    restore_optimizer(model, optimizer, _read_tensors(folder / "optimizer.safetensors"), origin=folder)
-    return state
-
-
-def check_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> None:
+def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
     """Refuse tensors whose names or shapes are not the model's, and whole numbers for weights.
 
     The model may be on the meta device.
@@ -279,7 +212,7 @@ def check_weights(model: CLIP, tensors: dict[str, Tensor], *, origin: Path) -> N
     raise CheckpointError(f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}")
 
 
-def _shapes(names: list[str], found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+def _shapes(names: list[str], found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
     first = names[:_GROUPS_TOLD]
     told = [f"{name} {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}" for name in first]
     return ", ".join([*told, *(["…"] if len(names) > len(first) else [])])
@@ -296,50 +229,27 @@ def _grouped(names: list[str]) -> str:
     return ", ".join([*told[:_GROUPS_TOLD], *(["…"] if len(told) > _GROUPS_TOLD else [])])
 
 
-def _model_card(model: CLIP, folder: Path) -> dict[str, Any]:
-    # a name of ours on another shape would mislead
-    name = model.name if ARCHITECTURES.get(model.name, model.architecture) == model.architecture else ""
-    return {
-        "format": _FORMAT,
-        "name": name,
-        "architecture": model.architecture.to_dict(),
-        "preprocess": model.preprocess.to_dict(),
-        "tokenizer": model.tokenizer.store(folder),
-    }
-
-
-def _weights(model: CLIP) -> dict[str, Tensor]:
-    """The state dict; what lies in one memory under two names, as tied embeddings do, is written twice."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, value in model.state_dict().items():
-        shared = value.untyped_storage().data_ptr() in seen
-        seen.add(value.untyped_storage().data_ptr())
-        tensors[name] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
-    return tensors
-
-
-def _step_folders(root: Path) -> list[Path]:
+def step_folders(root: Path) -> list[Path]:
     """Checkpoints, whole or not, the newest first."""
     try:
         # not glob, for which a folder that may not be read is empty
-        folders = [folder for folder in root.iterdir() if _STEP_FOLDER.fullmatch(folder.name)]
+        folders = [folder for folder in root.iterdir() if STEP_FOLDER.fullmatch(folder.name)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{root} cannot be read: {error.strerror}") from error
-    return sorted(folders, key=lambda folder: _step_of(folder.name), reverse=True)
+    return sorted(folders, key=lambda folder: step_of(folder.name), reverse=True)
 
 
-def _step_of(name: str) -> int:
+def step_of(name: str) -> int:
     """The step that a folder's name tells; -1 if it tells none."""
-    match = _STEP_FOLDER.fullmatch(name)
+    match = STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else -1
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     try:
-        sizes = json.loads((folder / _COMPLETE).read_text())
+        sizes = json.loads((folder / COMPLETE).read_text())
         return sizes.keys() >= _FILES and all(
             (folder / name).stat().st_size == size for name, size in sizes.items()
         )
@@ -347,23 +257,7 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _point_at(root: Path, name: str) -> None:
-    aside = root / f".{_LATEST}.partial"
-    aside.write_text(name + "\n")
-    _sync(aside)
-    aside.replace(root / _LATEST)
-    _sync(root)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

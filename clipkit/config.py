@@ -9,14 +9,19 @@ from clipkit.errors import ConfigError
 from clipkit.family import check_names
 
 __all__ = [
-    "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "LogConfig", "ModelConfig", "OptimConfig",
-    "require", "shown",
+    "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig", "LockConfig", "LogConfig",
+    "LossConfig", "ModelConfig", "OptimConfig", "SmallConfig", "require", "shown",
 ]  # fmt: skip
 
 
 _MOST = 2**40  # more than any count here can mean, and yet a number that an index can be computed with
 _SHOWN = 200  # characters of a value in a message
 _PRECISIONS = ("auto", "fp32", "bf16")
+_LOSSES = ("clip", "siglip")
+_SAME = ("negatives", "positives", "ignored")
+_SHARDINGS = ("none", "full", "hybrid")
+_OPTIMIZERS = ("adamw", "stable_adamw", "lamb", "muon")
+_SCHEDULES = ("cosine", "linear", "constant")
 _CAPTION_CHOICES = ("first", "random", "weighted", "all")
 
 
@@ -30,11 +35,15 @@ class ModelConfig:
     image_size: int = 0  # side of the pictures in pixels; 0: the one that belongs to the name
     context_length: int = 0  # longest caption in tokens; 0: the one that belongs to the name
     weights: str = ""  # train on from these: whatever clipkit.load takes
+    patch_dropout: float = (
+        0.0  # share of each picture's patches left out in training, others at each step (FLIP)
+    )
 
     def __post_init__(self) -> None:
         check_names(self.name, self.image, self.text)
         require(self.image_size >= 0, "model.image_size", self.image_size, "at least 0")
         require(self.context_length >= 0, "model.context_length", self.context_length, "at least 0")
+        require(0 <= self.patch_dropout < 1, "model.patch_dropout", self.patch_dropout, "0 up to 1")
 
     @property
     def label(self) -> str:
@@ -114,19 +123,117 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW and its schedule: linear warm-up, half a cosine down to ``min_lr``."""
+class LossConfig:
+    """What is minimized over the global batch, see clipkit/loss.py."""
 
+    name: str = "clip"  # clip: softmax over all pairs of the batch; siglip: each pair by itself, with a bias
+    same: str = (
+        "negatives"  # other pairs of the batch with the same caption or picture: positives, or ignored
+    )
+
+    def __post_init__(self) -> None:
+        require(self.name in _LOSSES, "loss.name", self.name, " or ".join(_LOSSES))
+        require(self.same in _SAME, "loss.same", self.same, ", ".join(_SAME))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """A teacher whose similarities in the batch are learned too, see ``clipkit.loss.distillation_loss``."""
+
+    teacher: str = ""  # a model that encodes along: whatever clipkit.load takes
+    features: str = ""  # or of its pictures what `clipkit encode` has stored of the training data,
+    text_features: str = ""  # and of its captions what `clipkit encode --text` has
+    scale: float = 100.0  # exp(t) of the model whose features are stored
+    weight: float = 0.5  # share of the distillation in the loss
+
+    def __post_init__(self) -> None:
+        require(0 < self.weight <= 1, "distill.weight", self.weight, "above 0, at most 1")
+        require(0 < self.scale <= 1e4, "distill.scale", self.scale, "above 0, at most 10,000")
+        both = bool(self.features) == bool(self.text_features)
+        require(both, "distill.text_features", self.text_features, "there if and only if distill.features is")
+        require(
+            not (self.teacher and self.features),
+            "distill.features",
+            self.features,
+            "not with distill.teacher",
+        )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a teacher."""
+        return bool(self.teacher or self.features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockConfig:
+    """What is not trained, see clipkit/locking.py. The temperature always is."""
+
+    image: str | int = ""  # "all" of the image tower (LiT), or all but so many of its top layers
+    text: str | int = ""  # the same of the text tower
+    unfreeze_every: int = (
+        0  # steps until one layer more of each tower is trained, from the top; 0: all at once
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (("lock.image", self.image), ("lock.text", self.text)):
+            fits = value >= 0 if isinstance(value, int) else value in ("", "all")
+            require(fits, name, value, 'empty, "all", or how many of the top layers are trained')
+        require(self.unfreeze_every >= 0, "lock.unfreeze_every", self.unfreeze_every, "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallConfig:
+    """Train small, finish large (CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017)."""
+
+    steps: int = 0  # so many of the first steps see smaller pictures and shorter captions
+    image_size: int = 0  # side in pixels, then; 0: the model's own
+    context_length: int = 0  # tokens, then; 0: the model's own
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "image_size", "context_length"):
+            require(getattr(self, name) >= 0, f"small.{name}", getattr(self, name), "at least 0")
+        if self.steps:
+            sizes = self.image_size or self.context_length
+            require(
+                bool(sizes), "small.steps", self.steps, "0, or with small.image_size or small.context_length"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its schedule: a linear warm-up, then down to ``min_lr``; see clipkit/optim.py."""
+
+    name: str = "adamw"  # adamw, stable_adamw, lamb or muon
     lr: float = 5e-4
     min_lr: float = 0.0
     warmup: int = 2000  # steps
+    schedule: str = "cosine"  # cosine, linear or constant
+    cooldown: int = 0  # steps at the end in which a constant rate falls
     weight_decay: float = 0.2
+    layer_decay: float = 1.0  # factor of the rate from each layer to the one below it
+    image_lr_scale: float = 1.0  # factor of the image tower's rate
+    text_lr_scale: float = 1.0  # factor of the text tower's rate
     beta1: float = 0.9
     beta2: float = 0.98
     eps: float = 1e-6
     clip_norm: float = 1.0  # of the whole gradient; 0 does not clip
+    skip_above: float = 0.0  # leave an update out whose gradient is so many times the usual; 0: none
+    average: float = (
+        0.0  # decay of averaged weights, which are then scored and loaded; 0: none. 0.999 or more
+    )
 
     def __post_init__(self) -> None:
+        require(self.name in _OPTIMIZERS, "optim.name", self.name, ", ".join(_OPTIMIZERS))
+        require(self.schedule in _SCHEDULES, "optim.schedule", self.schedule, ", ".join(_SCHEDULES))
+        require(self.cooldown >= 0, "optim.cooldown", self.cooldown, "at least 0")
+        constant = self.schedule == "constant" or not self.cooldown
+        require(constant, "optim.cooldown", self.cooldown, "0, or with optim.schedule=constant")
+        require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, "above 0, at most 1")
+        for name in ("image_lr_scale", "text_lr_scale"):
+            require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "at least 0")
+        skips = self.skip_above == 0 or self.skip_above > 1
+        require(skips, "optim.skip_above", self.skip_above, "0, or above 1")
+        require(0 <= self.average < 1, "optim.average", self.average, "0 up to 1")
         require(self.lr > 0, "optim.lr", self.lr, "above 0")
         require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "0 to optim.lr")
         require(self.warmup >= 0, "optim.warmup", self.warmup, "at least 0")
@@ -188,8 +295,17 @@ class Config:
         1  # parts that a rank's share of the batch is computed in; the loss stays that of the whole
     )
     precision: str = "auto"  # fp32, bf16, or auto: bf16 where a GPU has it
+    sharding: str = "none"  # of a model too large for one GPU: full, over all; hybrid, over those of a host
+    recompute: int = (
+        0  # of so many blocks the activations of one are kept, the others' made again; 0: all are kept
+    )
+    compile: bool = False  # blocks through torch.compile: faster steps after a minute or more at the start
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    lock: LockConfig = field(default_factory=LockConfig)
+    small: SmallConfig = field(default_factory=SmallConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -206,13 +322,15 @@ class Config:
             "at least 2: a pair needs another to be told from",
         )
         require(self.accumulate >= 1, "accumulate", self.accumulate, "at least 1")
-        require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
         require(
-            self.batch_size % self.accumulate == 0,
+            self.accumulate <= self.batch_size,
             "accumulate",
             self.accumulate,
-            f"a divisor of batch_size = {self.batch_size}",
+            f"at most batch_size = {self.batch_size}",
         )
+        require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
+        require(self.sharding in _SHARDINGS, "sharding", self.sharding, ", ".join(_SHARDINGS))
+        require(self.recompute >= 0, "recompute", self.recompute, "at least 0")
 
 
 def require(holds: bool, name: str, value: object, wanted: str) -> None:

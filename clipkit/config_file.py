@@ -25,6 +25,9 @@ RESUMABLE = (
     "out",
     "steps",
     "accumulate",
+    "sharding",
+    "recompute",
+    "compile",
     "data.train",  # data may be moved; the manifest tells whether they are the same
     "data.workers",
     "data.max_bad",

@@ -134,7 +134,9 @@ def ranks_of_host() -> int:
 
 def background_group() -> dist.ProcessGroup:
     """A group of all ranks for what a thread does beside the training; all ranks call this."""
-    return dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def barrier() -> None:

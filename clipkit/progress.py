@@ -63,10 +63,11 @@ class ProgressLine:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the newest figures."""
+        waiting = metrics["data_time"] / metrics["batch_time"] if metrics["batch_time"] else 0.0
         text = (
             f"loss {metrics['loss']:.3f} (chance {metrics['chance']:.2f}) "
-            f"{metrics['samples_per_second']:.0f}/s data {metrics['data_time']:.0%} "
-            f"scale {metrics['logit_scale']:.1f}"
+            f"{metrics['samples_per_second']:.0f}/s data {waiting:.0%} "
+            f"scale {metrics['scale']:.1f}"
         )
         if self._live:
             self._bar.update(self._task, completed=step, description=text)

@@ -4,7 +4,7 @@ Both are checked when they are read: a count that is none, or a tensor of anothe
 would go on as another run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
+from clipkit.optim import expected_state
+from clipkit.parallel import put
 
 __all__ = ["LoopState", "loop_state", "optimizer_tensors", "restore_optimizer"]
 
 _MOST = 2**63  # of a count, or of seconds
-_ADAMW = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class LoopState:
     data: str  # fingerprint of the training samples
     seconds: float = 0.0  # of training so far
     bad_samples: int = 0
+    skipped: int = 0  # updates left out, as their gradient was far above the usual
+    usual_norm: float = 0.0  # of gradients, see clipkit/spikes.py
 
 
 def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
@@ -50,6 +53,8 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
         ("data", (str,), "a string"),
         ("seconds", (int, float), "a number of seconds"),
         ("bad_samples", (int,), "a count"),
+        ("skipped", (int,), "a count"),
+        ("usual_norm", (int, float), "a norm"),
     ):
         value = getattr(state, name)
         fits = isinstance(value, kinds) and not isinstance(value, bool)
@@ -60,43 +65,62 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
 
 def optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as ``<parameter name>/<state name>``, so that it does not depend on group order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            tensors[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value).contiguous()
-    return tensors
+    return {
+        f"{name}/{key}": torch.as_tensor(value).contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for key, value in optimizer.state[parameter].items()
+    }
 
 
 def restore_optimizer(
     model: CLIP, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], *, origin: Path
 ) -> None:
-    """Give AdamW the state that ``optimizer_tensors`` took.
+    """Give an optimizer the state that ``optimizer_tensors`` took; model and optimizer may be sharded.
+
+    A parameter that had no gradient yet, as it was locked so far, has no state.
 
     Raises:
         CheckpointError: it is for other parameters, incomplete, or of other shapes or dtypes.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    states: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = dict(model.named_parameters())
+    stored: dict[str, list[str]] = {}
+    for key in tensors:
         name, _, what = key.rpartition("/")
-        states.setdefault(name, {})[what] = value
-    if states.keys() != parameters.keys():
+        stored.setdefault(name, []).append(what)
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    if not wanted.keys() <= stored.keys() or any(id(parameters.get(name)) not in held for name in stored):
         raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
-    for name, parameter in parameters.items():
-        _check_adamw(states[name], parameter, f"{origin}: the optimizer's state of {name}")
-    for name, parameter in parameters.items():
-        # the count of updates stays where it was saved from; everything of the parameter's shape moves to it
-        optimizer.state[parameter] = {
-            what: value.to(parameter.device) for what, value in states[name].items()
+    for name, kinds in stored.items():
+        _check(expected_state(optimizer, parameters[name]), kinds, tensors, name, origin)
+    for name, kinds in stored.items():
+        optimizer.state[parameters[name]] = {
+            what: _like(parameters[name], tensors[f"{name}/{what}"]) for what in kinds
         }
 
 
-def _check_adamw(state: Mapping[str, Tensor], parameter: Tensor, whose: str) -> None:
-    if sorted(state) != sorted(_ADAMW):
-        raise CheckpointError(f"{whose} holds {', '.join(sorted(state))} instead of {', '.join(_ADAMW)}")
-    for what, value in state.items():
-        shape, dtype = (torch.Size(), torch.float32) if what == "step" else (parameter.shape, parameter.dtype)
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A state's tensor as the optimizer has it: spread as its parameter is, and a count beside it."""
+    if not value.ndim:
+        return value.to(parameter.device, copy=True)
+    held = torch.empty_like(parameter)
+    put(held, value)
+    return held
+
+
+def _check(
+    expected: Mapping[str, tuple[torch.Size, torch.dtype]],
+    kinds: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    name: str,
+    origin: Path,
+) -> None:
+    whose = f"{origin}: the optimizer's state of {name}"
+    if sorted(kinds) != sorted(expected):
+        raise CheckpointError(f"{whose} holds {', '.join(sorted(kinds))} instead of {', '.join(expected)}")
+    for what, (shape, dtype) in expected.items():
+        value = tensors[f"{name}/{what}"]
         if value.shape != shape or value.dtype != dtype:
             raise CheckpointError(
                 f"{whose}: {what} is {tuple(value.shape)} {value.dtype} instead of {tuple(shape)} {dtype}"

@@ -21,7 +21,12 @@ def curves(run: RunFolder) -> str:
     charts = [_loss(run), *_accuracy(run), _temperature(run), _learning_rate(run)]
     speed = run.metrics.get("samples_per_second", ())
     charts.append(_noisy("Speed", speed, summary=_typical(speed, " samples/s"), floor=0))
-    waiting = [(step, 100 * share) for step, share in run.metrics.get("data_time", ())]
+    whole = dict(run.metrics.get("batch_time", ()))
+    waiting = [
+        (step, 100 * seconds / whole[step])
+        for step, seconds in run.metrics.get("data_time", ())
+        if whole.get(step)
+    ]
     charts.append(
         _noisy(
             "Time waiting for data", waiting, summary=_typical(waiting, "%"), unit="%", floor=0, ceiling=10
@@ -46,7 +51,7 @@ def _loss(run: RunFolder) -> Chart:
 
 
 def _temperature(run: RunFolder) -> Chart:
-    points = run.metrics.get("logit_scale", ())
+    points = run.metrics.get("scale", ())
     lines = [Line(name="exp(t)", points=_thinned(points))]
     if points:
         lines.append(Line(name=f"cap {number(_CAP)}", points=[(points[0][0], _CAP)], reference=True))

@@ -5,6 +5,7 @@ RUN/snapshots/                pictures and guesses of each moment, see eval/snap
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Scorer:
         bf16: whether the towers run in bfloat16.
         say: is given a line for each of the main scores.
         record: is given the step and all scores of a dataset by ``dataset/task/metric``; called on rank 0 only.
+        as_scored: puts the model into the state that is scored, and back.
     """
 
     model: CLIP
@@ -45,6 +47,7 @@ class Scorer:
     bf16: bool
     say: Callable[[str], None]
     record: Callable[[int, Mapping[str, float]], None]
+    as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def score_if_owed(self, step: int) -> None:
         """Score this step unless rank 0 finds it in the results already."""
@@ -58,8 +61,9 @@ class Scorer:
 
     def score(self, step: int) -> None:
         """Append a line a score to the results, and take a snapshot."""
-        for dataset in self.datasets:
-            self._score(dataset, step)
+        with self.as_scored():
+            for dataset in self.datasets:
+                self._score(dataset, step)
 
     @property
     def _results(self) -> Path:

@@ -20,13 +20,15 @@ import eval as evaluation
 from bench.parity import compare
 from clipkit.accumulation import backward
 from clipkit.architectures import ARCHITECTURES, Architecture, TimmVision, VisionTower
-from clipkit.checkpoint import LoopState, load_model, save_checkpoint
+from clipkit.checkpoint import load_model
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.family import architecture, check_names, from_open_clip, open_clip_config, to_open_clip
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP, create
 from clipkit.optim import adamw
+from clipkit.training_state import LoopState
 from data.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +172,8 @@ def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
     tokens = model.tokenizer([f"the colour {name}" for name in names])
     optimizer = adamw(model, OptimConfig(lr=1e-3))
     model.train()
-    loss = backward(model, images, tokens, loss=clip_loss, parts=1, autocast=False)
+    given = {"images": images, "tokens": tokens}
+    loss = backward(model, given, loss=clip_loss, parts=1, autocast=False).loss
     assert torch.isfinite(loss)
     idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert idle == []  # DistributedDataParallel would wait for these for ever

@@ -1,56 +1,139 @@
-"""Run by test_distributed.py under torchrun: one backward pass of a fixed global batch, gradients to a file."""
+"""Run by test_distributed.py under torchrun: backward passes of a fixed global batch in many ways, to a file.
+
+One launch computes them one after the other.
+"""
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-import clipkit
 from clipkit import distributed
 from clipkit.accumulation import backward
 from clipkit.architectures import Architecture, TextTower, VisionTower
+from clipkit.locking import lock
+from clipkit.loss import clip_loss, siglip_loss
 from clipkit.model import CLIP
+from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard
+from clipkit.patch_dropout import kept_patches
 
-BATCH = 16
+BATCH, END, PATCHES, KEPT = 23, 99, 16, 7  # no number of ranks or parts divides the batch
+ACCUMULATIONS = (1, 2, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What is computed, and how."""
+
+    loss: str = "clip"
+    dropout: bool = False
+    locked: bool = False
+    parts: int = 1
+    lengths: bool = False
+    sharded: bool = False
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def what(self) -> str:
+        """All that changes the result."""
+        return f"{self.loss}{' dropout' * self.dropout}{' locked' * self.locked}"
+
+    @property
+    def name(self) -> str:
+        """All of it."""
+        how = f"{self.parts}{' lengths' * self.lengths}{' sharded' * self.sharded} {str(self.dtype)[6:]}"
+        return f"{self.what}/{how}"
+
+
+WHAT = (
+    Way(),
+    Way(loss="siglip"),
+    Way(loss="positives"),
+    Way(dropout=True),
+    Way(locked=True),
+)
+
+
+def ways(world: int) -> list[Way]:
+    """All that a launch of so many ranks computes."""
+    wanted = [replace(one, parts=parts) for one in WHAT for parts in ACCUMULATIONS]
+    wanted += [replace(one, lengths=True, parts=2) for one in WHAT]
+    wanted += [replace(one, dtype=torch.float32, parts=parts) for one in WHAT for parts in (1, 5)]
+    if world > 1:
+        wanted += [replace(one, sharded=True, parts=parts) for one in WHAT for parts in ACCUMULATIONS]
+    return wanted
 
 
 def main() -> None:
-    out, parts = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     distributed.start()
-    gradients: dict[str, torch.Tensor] = {}
-    for dtype in (torch.float32, torch.float64):
-        for name, gradient in compute(parts, dtype).items():
-            gradients[f"{str(dtype).removeprefix('torch.')}/{name}"] = gradient
+    found = {}
+    for way in ways(distributed.world_size()):
+        found.update({f"{way.name}/{name}": value for name, value in compute(way).items()})
     if distributed.rank() == 0:
-        save_file(gradients, out)
+        save_file(found, sys.argv[1])
     distributed.stop()
 
 
-def compute(parts: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The loss of the fixed global batch and its gradients by parameter name."""
-    rank, world = distributed.rank(), distributed.world_size()
+def compute(way: Way) -> dict[str, Tensor]:
+    """The loss of the fixed global batch, the norm of its gradient, and the gradients by parameter name."""
+    torch.manual_seed(0)
     shape = Architecture(
         embed_dim=24,
-        vision=VisionTower(image_size=16, patch_size=8, width=32, layers=2, heads=2),
-        text=TextTower(width=32, layers=2, heads=2),
+        vision=VisionTower(image_size=32, patch_size=8, width=32, layers=2, heads=2),
+        text=TextTower(width=32, layers=2, heads=2, context_length=30, vocab_size=END + 1),
+        logit_bias=way.loss == "siglip",
     )
-    torch.manual_seed(0)
-    model = CLIP(shape).initialize().to(dtype)
+    model = CLIP(shape).initialize().to(way.dtype)
+    if model.logit_bias is not None:
+        model.logit_bias.requires_grad_()
+    if way.locked:
+        lock(model, image="all", text=2)
+    if way.sharded:
+        shard(model, "full", bf16=False)
+    trained: nn.Module = replicated(model)
+    given, identities = inputs(way)
+    losses: dict[str, Callable[..., Tensor]] = {
+        "clip": clip_loss,
+        "siglip": siglip_loss,
+        "positives": partial(clip_loss, identities=identities, same="positives"),
+    }
+    done = backward(trained, given, loss=losses[way.loss], parts=way.parts, autocast=False)
+    complete_gradients(model)
+    norm = clip_gradients(model, 1.0)
+    same = distributed.gather_objects([float(done.loss), float(norm)])
+    assert all(one == same[0] for one in same), same  # the global batch's on every rank
+    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    return {**gradients, "loss": done.loss.reshape(1), "norm": norm.reshape(1)}
+
+
+def inputs(way: Way) -> tuple[dict[str, object], Tensor]:
+    """This rank's part of the batch: captions of very different length, some of them the same."""
     random = torch.Generator().manual_seed(1)
-    images = torch.randint(0, 256, (BATCH, 3, 16, 16), dtype=torch.uint8, generator=random)
-    # captions of very different length: ranks trim to their own longest
-    tokens = clipkit.tokenize(["seven " * (1 + (5 * i) % 23) + chr(97 + i) for i in range(BATCH)])
-    own = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-    trained: nn.Module = DistributedDataParallel(model) if world > 1 else model
-    loss = backward(trained, images[own], tokens[own], loss=clipkit.clip_loss, parts=parts, autocast=False)
-    losses = distributed.gather_objects(float(loss))
-    assert len(set(losses)) == 1, losses  # the value is that of the global batch on every rank
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(gradients) == len(list(model.parameters()))
-    return {**gradients, "loss": loss.reshape(1)}
+    images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8, generator=random)
+    tokens = torch.randint(1, END, (BATCH, 30), generator=random)
+    ends = (torch.arange(BATCH) * 7) % 28 + 1
+    tokens.scatter_(1, ends[:, None], END)
+    identities = torch.stack([torch.arange(BATCH), torch.arange(BATCH) % 9], dim=1)
+    rank, world = distributed.rank(), distributed.world_size()
+    rows = torch.arange(rank * BATCH // world, (rank + 1) * BATCH // world)
+    longest = int(ends[rows].max()) + 1  # as each rank trims to its own
+    given: dict[str, object] = {"images": images[rows], "tokens": tokens[rows, :longest]}
+    if way.dropout:
+        given["patches"] = kept_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
+    if way.lengths:
+        given["lengths"] = tuple((ends[rows] + 1).tolist())
+    return given, identities[rows]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 if __name__ == "__main__":

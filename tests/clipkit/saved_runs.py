@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipkit.checkpoint import (
-    LoopState,
-    save_checkpoint,
-)
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP
 from clipkit.optim import adamw
 from clipkit.preprocess import Preprocess
+from clipkit.training_state import LoopState
 
 CONFIG = Config(out="runs/test")
 NO_COUNTS: tuple[Any, ...] = ("4", -3, None, True, [], math.nan, math.inf, 10**400)

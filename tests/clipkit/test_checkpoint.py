@@ -11,17 +11,13 @@ import pytest
 import torch
 
 import clipkit
-from clipkit.checkpoint import (
-    latest_checkpoint,
-    load_training,
-    passed_over,
-    resolve_checkpoint,
-    save_checkpoint,
-)
+from clipkit.checkpoint import latest_checkpoint, passed_over, resolve_checkpoint
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config_file import load_config
 from clipkit.errors import CheckpointError
 from clipkit.model import CLIP, create
 from clipkit.optim import adamw
+from clipkit.resume import load_training
 from tests.clipkit.saved_runs import CONFIG, FILES, Save, bits, damage, same_bits, save, small, state, step
 
 __all__ = ["save", "small"]  # fixtures
@@ -237,10 +233,13 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import clipkit
-from clipkit.checkpoint import *
+from clipkit.checkpoint import latest_checkpoint
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import CheckpointError
 from clipkit.optim import adamw
+from clipkit.resume import load_training
+from clipkit.training_state import LoopState
 run = Path(sys.argv[1])
 model = clipkit.load(run)
 optimizer = adamw(model, OptimConfig())

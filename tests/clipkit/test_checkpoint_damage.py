@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 import clipkit
-from clipkit.checkpoint import (
-    load_model,
-    load_training,
-)
+from clipkit.checkpoint import load_model
 from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
 from clipkit.optim import adamw
+from clipkit.resume import load_training
 from tests.clipkit.saved_runs import CONFIG, NO_COUNTS, Save, damage, save, small
 
 __all__ = ["save", "small"]  # fixtures

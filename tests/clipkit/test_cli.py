@@ -18,7 +18,7 @@ from PIL import Image
 
 import clipkit
 from clipkit import count_progress
-from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.classification import Guess, guesses, labels_of, templates_of
 from clipkit.cli import COMMANDS, dispatch
 from clipkit.config import Config, OptimConfig
@@ -27,11 +27,13 @@ from clipkit.feature_stream import FeatureStream
 from clipkit.model import CLIP
 from clipkit.optim import adamw
 from clipkit.pictures import Item, Stream
+from clipkit.training_state import LoopState
 
 NEEDED = {
     "encode": ["x", "--model", "m", "--out", "o"],
     "classify": ["x", "--model", "m", "--labels", "a,b"],
     "export": ["m", "o"],
+    "interpolate": ["a", "b", "--out", "o"],
 }
 LABELS = ["cat", "dog", "a very long label that does not fit into thirty columns", "鳥の写真"]
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 import clipkit
 from clipkit.architectures import TextTower
-from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config, OptimConfig
 from clipkit.encode import Encoded, encode, model_hash
 from clipkit.errors import ConfigError, DataError
@@ -31,6 +31,7 @@ from clipkit.feature_stream import FeatureStream
 from clipkit.model import CLIP
 from clipkit.optim import adamw
 from clipkit.pictures import Item, Stream
+from clipkit.training_state import LoopState
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

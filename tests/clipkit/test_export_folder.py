@@ -13,7 +13,7 @@ import torch
 import clipkit
 from clipkit import export as exporting
 from clipkit.architectures import Architecture, BagOfWords, TextTower, VisionTower
-from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.cli import dispatch
 from clipkit.config import Config, OptimConfig
 from clipkit.config_file import to_toml
@@ -22,6 +22,7 @@ from clipkit.export import TARGETS, ExportOptions, export, run
 from clipkit.export.model_card import KnownScore, Source, source_of
 from clipkit.model import CLIP, create
 from clipkit.optim import adamw
+from clipkit.training_state import LoopState
 
 SHAPE = Architecture(
     embed_dim=16,

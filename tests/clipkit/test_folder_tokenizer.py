@@ -193,8 +193,9 @@ def test_more_tokens_than_the_tower_has(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_keeps_it(tmp_path: Path) -> None:
-    from clipkit.checkpoint import LoopState, save_checkpoint
+    from clipkit.checkpoint_writer import save_checkpoint
     from clipkit.config import Config
+    from clipkit.training_state import LoopState
 
     source = tmp_path / "model"
     write_model(source)

@@ -71,8 +71,9 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
         "loss": 1.25,
         "chance": 5.5,
         "samples_per_second": 100.0,
-        "data_time": 0.1,
-        "logit_scale": 14.3,
+        "data_time": 0.05,
+        "batch_time": 0.5,
+        "scale": 14.3,
     }
     for shown in (True, False):
         progress = ProgressLine(steps=100, done=0, shown=shown)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clipkit
-from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.family import architecture
@@ -21,6 +21,7 @@ from clipkit.huggingface import to_transformers, transformers_configs
 from clipkit.optim import adamw
 from clipkit.preprocess import batch_of
 from clipkit.resample import fit_positions
+from clipkit.training_state import LoopState
 from tests.clipkit.stored_models import CONFIGS, pictures, register, their_model, write_hub_folder
 
 SHORT, LONG = ["a red hat"], ["a red hat on a grey cat, two dogs and a very long train in the snow"]

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from clipkit import CLIP
-from clipkit.checkpoint import LoopState, save_checkpoint
+from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config
 from clipkit.errors import CheckpointError, DataError, run_command
 from clipkit.model import create
+from clipkit.training_state import LoopState
 from eval import read_results, weights_id
 from eval.__main__ import main
 

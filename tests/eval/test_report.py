@@ -91,8 +91,9 @@ def metrics_line(step: int) -> dict[str, Any]:
         "loss": 5.0 / (1 + step / 50),
         "chance": math.log(256),
         "samples_per_second": 800.0 + step % 7,
-        "data_time": 0.05,
-        "logit_scale": 14.3 + step / 10,
+        "data_time": 0.016,
+        "batch_time": 0.32,
+        "scale": 14.3 + step / 10,
         "lr": 1e-4,
         "seconds": step / 2,
         "samples": step * 256,
@@ -286,7 +287,7 @@ def test_odd_values_do_not_stop_it(run: Path) -> None:
     lines: list[Any] = [
         {"step": 1, "loss": float("nan"), "lr": float("inf"), "chance": 1e9},
         {"step": "2", "loss": 1.0},
-        {"step": 3, "loss": "low", "logit_scale": None, "samples": True},
+        {"step": 3, "loss": "low", "scale": None, "samples": True},
         {"loss": 1.0},
     ]
     write_lines(run / "metrics.jsonl", lines)

@@ -1,0 +1,301 @@
+"""Writes the checkpoints of a run while it trains on; what is in one, clipkit/checkpoint.py says.
+
+The state is copied at once (on a GPU: while the next step is computed), written aside by a thread, synced and
+renamed, and only then does LATEST move: whatever ends the process, the former checkpoint stays whole. A model on one
+rank or replicated is written by the chief; of a sharded one every rank writes its shards to the folder, which all
+share, and the chief joins them to the same files, so that it does not matter later how many ranks there were.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
+
+from clipkit.architectures import ARCHITECTURES
+from clipkit.averaging import AveragedWeights
+from clipkit.checkpoint import (
+    COMPLETE,
+    FORMAT,
+    LATEST,
+    SAVED,
+    TRAINED,
+    is_complete,
+    step_folders,
+)
+from clipkit.config import Config
+from clipkit.config_file import to_toml
+from clipkit.distributed import background_group, barrier, rank
+from clipkit.errors import CheckpointError
+from clipkit.model import CLIP
+from clipkit.training_state import LoopState, optimizer_tensors
+
+__all__ = ["CheckpointWriter", "save_checkpoint"]
+
+Files = dict[str, dict[str, Tensor]]  # tensors of each file
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    staged: "Future[Any] | None"  # when the model may change again
+    written: "Future[Any]"
+
+
+class CheckpointWriter:
+    """The checkpoints of one run, one at a time.
+
+    Args:
+        run: the run folder.
+        config: of the run.
+        keep: how many of the newest stay; 0 keeps all.
+        saved: the step of the newest checkpoint so far.
+    """
+
+    def __init__(self, run: Path, config: Config, *, keep: int, saved: int = 0) -> None:
+        self.saved_step = saved
+        self._run, self._config, self._keep = run, config, keep
+        self._root = run / "checkpoints"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: _Saving | None = None
+        self._step = saved
+        self._stager: DefaultStager | None = None
+        self._group: Any = None
+
+    def begin(
+        self,
+        model: CLIP,
+        optimizer: torch.optim.Optimizer,
+        state: LoopState,
+        averaged: AveragedWeights | None = None,
+    ) -> None:
+        """Write ``checkpoints/step_<8 digits>``; all ranks call this. The former one is waited for.
+
+        Raises:
+            CheckpointError: the former one was not written, or this one cannot be begun; others are untouched.
+        """
+        self.finish()
+        self._step = state.step
+        files = _files(model, optimizer, averaged)
+        sharded = any(isinstance(tensor, DTensor) for tensor in files["model.safetensors"].values())
+        if rank() and not sharded:
+            self.saved_step = state.step
+            return
+        folder = self._root / f"step_{state.step:08d}"
+        aside = self._root / f".{folder.name}.partial"
+        try:
+            if not rank():
+                for left in self._root.glob(".step_*.partial"):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                aside.mkdir(parents=True)
+                _write_cards(aside, model, state, self._config)
+        except OSError as error:
+            raise self._failed(aside, error) from error
+        if sharded:
+            barrier()
+            self._saving = self._begin_shards(files, aside, folder)
+        else:
+            self._saving = self._begin_whole(files, aside, folder)
+
+    def wait_until_copied(self) -> None:
+        """Before weights change: wait until the last ``begin`` has its copy."""
+        if self._saving is not None and self._saving.staged is not None:
+            self._saving.staged.result()
+
+    def finish(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            CheckpointError: it could not be written, for example for want of space; those before are untouched.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.written.result()
+            except (OSError, SafetensorError, CheckpointException) as error:
+                raise self._failed(self._root / f".step_{self._step:08d}.partial", error) from error
+            finally:
+                if self._stager is not None and not torch.cuda.is_available():  # keeps a copy of the state
+                    self._stager.close()
+                    self._stager = None
+            self.saved_step = self._step
+
+    def finish_if_done(self) -> None:
+        """``finish`` where that takes no time."""
+        if self._saving is not None and self._saving.written.done():
+            self.finish()
+
+    def close(self) -> None:
+        """End the thread; what it writes is written."""
+        self._thread.shutdown()
+
+    def _begin_whole(self, files: Files, aside: Path, folder: Path) -> _Saving:
+        staged = self._staging().stage(files)
+
+        def write() -> None:
+            tensors = staged.result() if isinstance(staged, Future) else staged
+            for name, content in tensors.items():
+                save_file(content, aside / name)
+            self._commit(aside, folder)
+
+        return _Saving(
+            staged=staged if isinstance(staged, Future) else None, written=self._thread.submit(write)
+        )
+
+    def _begin_shards(self, files: Files, aside: Path, folder: Path) -> _Saving:
+        self._group = self._group or background_group()
+        names = list(files)
+        response = async_save(
+            {name: tensor for content in files.values() for name, tensor in content.items()},
+            storage_writer=HuggingFaceStorageWriter(
+                str(aside),
+                {tensor: number for number, name in enumerate(names, 1) for tensor in files[name]},
+                save_distributed=True,
+                enable_consolidation=True,
+            ),
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=self._group,
+            async_stager=self._staging(),
+        )
+        staged, uploaded = (
+            (None, response)
+            if isinstance(response, Future)
+            else (response.staging_completion, response.upload_completion)
+        )
+
+        def write() -> None:
+            uploaded.result()
+            if rank() == 0:
+                for number, name in enumerate(names, 1):
+                    (aside / f"model-{number:05d}-of-{len(names):05d}.safetensors").rename(aside / name)
+                shutil.rmtree(aside / "sharded")
+                (aside / "model.safetensors.index.json").unlink(missing_ok=True)
+                self._commit(aside, folder)
+
+        return _Saving(staged=staged, written=self._thread.submit(write))
+
+    def _staging(self) -> DefaultStager:
+        if self._stager is None:
+            cuda = torch.cuda.is_available()
+            self._stager = DefaultStager(StagingOptions(cuda, False, cuda, cuda))
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # its own stream does not wait for the last update
+        return self._stager
+
+    def _commit(self, aside: Path, folder: Path) -> None:
+        """What is written becomes a checkpoint, and the newest one."""
+        files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+        sizes = {path.relative_to(aside).as_posix(): path.stat().st_size for path in files}
+        (aside / COMPLETE).write_text(json.dumps(sizes, indent=2) + "\n")
+        for path in files:  # safetensors makes files that only their owner can read
+            path.chmod((aside / COMPLETE).stat().st_mode & 0o777)
+        for path in (*aside.rglob("*"), aside):
+            _sync(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+        _sync(self._root)
+        _point_at(self._root, folder.name)
+        (self._run / SAVED).touch()
+        if self._keep:
+            # the one just written stays, even where someone has gone back to an older step
+            others = [other for other in step_folders(self._root) if other != folder and is_complete(other)]
+            for old in others[self._keep - 1 :]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _failed(self, aside: Path, error: BaseException) -> CheckpointError:
+        shutil.rmtree(aside, ignore_errors=True)
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # of several ranks, each with its own
+            cause = next(
+                (one[0] for one in error.failures.values() if isinstance(one[0], BaseException)), error
+            )
+        return CheckpointError(f"the checkpoint of step {self._step} was not written: {cause}")
+
+
+def save_checkpoint(
+    run: Path, model: CLIP, optimizer: torch.optim.Optimizer, state: LoopState, config: Config, *, keep: int
+) -> Path:
+    """Write one checkpoint and wait for it, see ``CheckpointWriter``; returns its folder."""
+    writer = CheckpointWriter(run, config, keep=keep)
+    try:
+        writer.begin(model, optimizer, state)
+        writer.finish()
+    finally:
+        writer.close()
+    return run / "checkpoints" / f"step_{state.step:08d}"
+
+
+def _files(model: CLIP, optimizer: torch.optim.Optimizer, averaged: AveragedWeights | None) -> Files:
+    """What is written: with averaged weights, these are the model, and those in training stand beside."""
+    weights = _weights(model)
+    files = {"model.safetensors": weights, "optimizer.safetensors": optimizer_tensors(model, optimizer)}
+    if averaged is not None:
+        average = averaged.tensors()
+        files["model.safetensors"] = {**weights, **average}
+        files["trained.safetensors"] = {f"{name}{TRAINED}": weights[name] for name in average}
+    return files
+
+
+def _write_cards(folder: Path, model: CLIP, state: LoopState, config: Config) -> None:
+    (folder / "model.json").write_text(json.dumps(_model_card(model, folder), indent=2) + "\n")
+    (folder / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+def _model_card(model: CLIP, folder: Path) -> dict[str, Any]:
+    # a name of ours on another shape would mislead
+    name = model.name if ARCHITECTURES.get(model.name, model.architecture) == model.architecture else ""
+    return {
+        "format": FORMAT,
+        "name": name,
+        "architecture": model.architecture.to_dict(),
+        "preprocess": model.preprocess.to_dict(),
+        "tokenizer": model.tokenizer.store(folder),
+    }
+
+
+def _weights(model: CLIP) -> dict[str, Tensor]:
+    """The state dict; what lies in one memory under two names, as tied embeddings do, is written twice."""
+    seen: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    state: Mapping[str, Tensor] = model.state_dict()
+    for name, value in state.items():
+        if isinstance(value, DTensor):  # of clipkit's own towers, which tie nothing
+            tensors[name] = value
+            continue
+        shared = value.untyped_storage().data_ptr() in seen
+        seen.add(value.untyped_storage().data_ptr())
+        tensors[name] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
+    return tensors
+
+
+def _point_at(root: Path, name: str) -> None:
+    aside = root / f".{LATEST}.partial"
+    aside.write_text(name + "\n")
+    _sync(aside)
+    aside.replace(root / LATEST)
+    _sync(root)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""The model that a training begins with, and what its steps count for."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from clipkit.api import load
+from clipkit.architectures import Architecture, VisionTower
+from clipkit.averaging import AveragedWeights
+from clipkit.config import LossConfig, ModelConfig, SmallConfig
+from clipkit.errors import ConfigError
+from clipkit.family import architecture
+from clipkit.flops import counted_flops, patches_of, step_flops, trained_blocks
+from clipkit.model import CLIP, create
+from clipkit.parallel import gathered
+
+__all__ = ["first_model", "flops_of_steps", "patch_counts", "scored_weights", "shape_of"]
+
+
+def shape_of(model: ModelConfig, loss: LossConfig) -> Architecture:
+    """The architecture that settings name; with the bias that the sigmoid loss needs.
+
+    Raises:
+        ConfigError: a name is unknown, or patches cannot be dropped of this image tower.
+    """
+    shape = architecture(
+        model.name,
+        image=model.image,
+        text=model.text,
+        image_size=model.image_size,
+        context_length=model.context_length,
+    )
+    if model.patch_dropout and not isinstance(shape.vision, VisionTower):
+        raise ConfigError(
+            f"model.patch_dropout = {model.patch_dropout} is for clipkit's own image towers, not for {model.label}"
+        )
+    return replace(shape, logit_bias=True) if loss.name == "siglip" else shape
+
+
+def first_model(
+    model: ModelConfig, loss: LossConfig, shape: Architecture, *, seed: int, small: SmallConfig
+) -> CLIP:
+    """Fresh weights, or those of ``model.weights``, in training mode on the CPU.
+
+    Raises:
+        ConfigError: the weights are of another architecture.
+        CheckpointError: they cannot be loaded.
+    """
+    if model.weights:
+        first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
+        if shape.logit_bias and first.logit_bias is None:
+            first.reset_bias()
+        if first.architecture != shape:
+            raise ConfigError(
+                f"model.weights = {model.weights!r} are of {first.name or 'another architecture'}, "
+                f"not of {model.label}: set model.name"
+            )
+    else:
+        first = create(shape, name=model.label, seed=seed)
+        if small.steps and small.image_size:
+            first.smooth_positions(small.image_size)
+    if first.logit_bias is not None:
+        first.logit_bias.requires_grad_(loss.name == "siglip")
+    return first.train()
+
+
+def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> tuple[int, int] | None:
+    """How many patches a picture has, and how many of them are seen; None for all."""
+    if not patch_dropout:
+        return None
+    assert isinstance(shape.vision, VisionTower)
+    patches = patches_of(replace(shape.vision, image_size=image_size))
+    return patches, max(1, round(patches * (1 - patch_dropout)))
+
+
+def flops_of_steps(
+    model: CLIP, patch_dropout: float, global_rows: int
+) -> Callable[[Sequence[int], int], int] | None:
+    """A function of a batch's caption lengths and picture size to the model FLOPs of this rank's share of a step.
+
+    None where a tower's FLOPs are not known.
+    """
+    counted = counted_flops(model)
+    if counted is None:
+        return None
+    image_blocks, text_blocks = trained_blocks(model)
+
+    def of_step(lengths: Sequence[int], image_size: int) -> int:
+        shape = model.architecture
+        if isinstance(shape.vision, VisionTower):
+            shape = replace(shape, vision=replace(shape.vision, image_size=image_size))
+        counts = patch_counts(shape, patch_dropout, image_size)
+        return step_flops(
+            shape,
+            rows=len(lengths),
+            lengths=lengths,
+            global_rows=global_rows,
+            patches=counts[1] if counts else None,
+            image_blocks=image_blocks,
+            text_blocks=text_blocks,
+            counted=counted,
+        )
+
+    return of_step
+
+
+@contextmanager
+def scored_weights(model: CLIP, averaged: AveragedWeights | None) -> Iterator[None]:
+    """The model as it is scored: averaged where it is averaged, and whole on every rank."""
+    if averaged is None:
+        with gathered(model):
+            yield
+        return
+    with averaged.applied(), gathered(model):
+        yield

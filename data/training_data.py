@@ -1,0 +1,88 @@
+"""What a training reads: counted once, the same on all ranks, and as it was when the run began."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from clipkit.config import DataConfig
+from clipkit.count_progress import CountProgress
+from clipkit.errors import CheckpointError
+from clipkit.run_folder import hint_of_moved_data, manifest_file
+from data.augment import Augmentation
+from data.cache import shard_cache
+from data.captions import CaptionRule
+from data.manifest import Manifest, make_manifest
+from data.remote.shard_cache import ShardCache
+from data.selection import Filter, Selection
+from data.shards import Shards
+from data.sources import find_shards
+
+__all__ = ["augmentation_of", "open_training_data", "other_data"]
+
+
+def open_training_data(
+    settings: DataConfig, run: Path, *, chief: bool, begun: bool, share: Callable[[bytes], bytes]
+) -> Shards:
+    """The shards of a training; all ranks call this.
+
+    Args:
+        settings: which shards, and what of them counts.
+        run: the run folder, which keeps what was counted.
+        chief: whether this process counts.
+        begun: whether the run has trained on them before.
+        share: gives the chief's bytes on every rank.
+
+    Raises:
+        DataError: there are none, or they cannot be read.
+        CheckpointError: the run was begun on other data.
+    """
+    selection = Selection(
+        filters=tuple(map(Filter.of, settings.filters)),
+        captions=CaptionRule(
+            fields=settings.captions,
+            choice=settings.caption_choice,
+            weights=settings.caption_weights,
+            templates=settings.caption_templates,
+            prefix=settings.caption_prefix,
+        ),
+    )
+    cache = shard_cache(settings.sources, settings.cache_gb)
+    content = b""
+    if chief:
+        content = _counted(settings, selection, cache, run, begun=begun).to_bytes()
+    manifest = Manifest.from_bytes(share(content))
+    assert manifest is not None
+    return Shards(manifest, selection, cache=cache)
+
+
+def _counted(
+    settings: DataConfig, selection: Selection, cache: ShardCache | None, run: Path, *, begun: bool
+) -> Manifest:
+    with hint_of_moved_data(run):
+        sources = [find_shards(source) for source in settings.sources]
+    with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
+        manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
+    earlier = Manifest.load(manifest_file(run))
+    if earlier is not None and begun:
+        if changes := manifest.changes_since(earlier):
+            raise other_data(run, "; ".join(changes))
+        manifest = manifest.with_counts_of(earlier)
+    manifest.save(manifest_file(run))
+    return manifest
+
+
+def augmentation_of(settings: DataConfig) -> Augmentation:
+    """How pictures are varied."""
+    return Augmentation(
+        crop_scale=settings.crop_scale,
+        flip=settings.flip,
+        color_jitter=settings.color_jitter,
+        grayscale=settings.grayscale,
+        scaled_decode=settings.scaled_decode,
+    )
+
+
+def other_data(run: Path, what: str) -> CheckpointError:
+    """The error of a run that is to go on with data it was not begun on."""
+    return CheckpointError(
+        f"{run} was trained on other data: {what}; bring the data back, or set out=… for a new run"
+    )
