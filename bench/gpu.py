@@ -1,0 +1,336 @@
+"""What a training step costs on one GPU, beside a plain one; what the loss costs alone; and whether CUDA is right.
+
+    python -m bench.gpu [--models ViT-B-32 ViT-L-14 ViT-B-16] [--parts right copies loss training]
+                        [--minutes 8] [--out bench/results/gpu.json]
+
+It needs torch, torchvision, timm and this repository, and keeps to its minutes, but for a compilation that has
+begun: each part has a share of them, and what was found is written after each. Steps are of one process, on random
+pictures and captions of 16 tokens on average that lie on the GPU already, and include the optimizer. Copies to the
+GPU are timed on their own.
+
+* clipkit: bf16 autocast, blocks compiled, packed text, uint8 pictures normalized on the GPU, tiled float32 loss,
+  fused AdamW; at the batch beyond which doubling gains less than 2%, or memory ends.
+* plain: open_clip's formulation, written out in bench/plain_clip.py: 77 padded tokens, an additive mask, products
+  of their own for queries, keys and values, float pictures, all tokens of the last block, two blocks of logits in
+  bf16, AdamW as torch makes it; as it is, and compiled as a whole. At the same batch, or half of it until it fits.
+* open_clip itself, where it is installed, as it is.
+
+Rounds take turns, so that a GPU that slows down slows all. MFU counts what the mathematics needs (clipkit/flops.py)
+and is the same for all, over a product's rate measured here and over the data sheet's.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.gpu_checks import TINY, check
+from bench.gpu_steps import Batch, Contestant, clipkit_steps, make_batch, open_clip_steps, other_steps
+from bench.plain_clip import PlainCLIP, plain_loss
+from clipkit.architectures import ARCHITECTURES, Architecture
+from clipkit.compile import compile_blocks
+from clipkit.flops import step_flops
+from clipkit.loss import clip_loss
+from clipkit.model import create
+from clipkit.peak_rate import measured_peak, published_peak
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = ("ViT-B-32", "ViT-L-14", "ViT-B-16")
+FIRST_ROWS = {"ViT-B-32": 1024, "ViT-B-16": 512, "ViT-L-14": 256}
+PARTS = ("right", "copies", "loss", "training")
+LOSS_ROWS = (32_768, 131_072, 524_288, 1_048_576)
+GAIN = 1.02  # of samples per second, for which twice the batch is worth it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where and how long, and what was found so far."""
+
+    device: torch.device
+    out: Path
+    ends: float  # by the monotonic clock
+    small: bool
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def save(self) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.out.with_suffix(".aside")
+        aside.write_text(json.dumps(self.found, indent=2) + "\n")
+        aside.rename(self.out)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def seconds(self, work: Callable[[], object], times: int = 1) -> float:
+        """Of one of several calls, from an idle device to an idle device."""
+        self.wait()
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        self.wait()
+        return (time.perf_counter() - began) / times
+
+    def most_memory(self, work: Callable[[], object]) -> int:
+        """Bytes beyond those held before, at most; 0 where the device does not count."""
+        if self.device.type != "cuda":
+            work()
+            return 0
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        self.wait()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: int, ends: float) -> int:
+    """The batch beyond which doubling gains nothing, does not fit, or the time for looking is over."""
+    best, rate, rows, times = first, 0.0, first, 1 if bench.small else 3
+    while bench.left() > ends:
+        if (seconds := tried(bench, one, shape, rows, times)) is None:
+            break
+        if rows / seconds < GAIN * rate:
+            break
+        best, rate, rows = rows, rows / seconds, rows * 2
+        if bench.small and rows > 2 * first:
+            break
+    return best
+
+
+def tried(bench: Bench, one: Contestant, shape: Architecture, rows: int, times: int = 1) -> float | None:
+    """Seconds of a step; None where memory does not suffice."""
+    seconds, batch = None, None
+    try:
+        batch = make_batch(shape, rows, bench.device)
+        bench.seconds(partial(one.step, batch))  # compiles, and makes the optimizer's state
+        seconds = bench.seconds(partial(one.step, batch), times)
+    except torch.cuda.OutOfMemoryError:
+        pass
+    del batch
+    one.optimizer.zero_grad(set_to_none=True)
+    bench.free()
+    return seconds
+
+
+def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
+    """One model: clipkit and the others in turns, for some seconds."""
+    shape, ends = ARCHITECTURES[name], bench.left() - seconds
+    backend = "eager" if bench.small else "inductor"  # the latter compiles for longer than tests may take
+    model = create(name, seed=0).to(bench.device).train()
+    plain = PlainCLIP(shape).to(bench.device).train()
+    plain.load_state_dict(model.state_dict())
+    compile_blocks(model, backend=backend)
+    contestants = [clipkit_steps(model)]
+    first = 8 if bench.small else FIRST_ROWS.get(name, 256)
+    fits = most_useful_rows(bench, contestants[0], shape, first, ends + 0.6 * seconds)
+    rows = {"clipkit": fits}
+    others = [other_steps("plain", plain, plain)]
+    if importlib.util.find_spec("open_clip") is not None:
+        others.append(open_clip_steps(shape, model, bench.device))
+    others.append(other_steps("plain compiled", plain, torch.compile(plain, backend=backend)))
+    for one in others:
+        if one.name == "plain compiled" and bench.left() < bench.found.get("compiled_in", 45.0):
+            break
+        began = time.monotonic()
+        while fits > 1 and tried(bench, one, shape, fits) is None:
+            fits //= 2
+        rows[one.name] = fits
+        contestants.append(one)
+    if "plain compiled" in rows:
+        bench.found["compiled_in"] = max(bench.found.get("compiled_in", 0.0), time.monotonic() - began)
+    while True:
+        try:
+            return rounds(bench, contestants, rows, shape, ends)
+        except torch.cuda.OutOfMemoryError:  # each fitted with fewer of the others' weights beside it
+            rows = {which: size // 2 for which, size in rows.items()}
+        bench.free()
+
+
+def rounds(
+    bench: Bench, contestants: list[Contestant], rows: dict[str, int], shape: Architecture, ends: float
+) -> dict[str, Any]:
+    """Steps in turns until the time is over, and what they come to."""
+    made = {size: make_batch(shape, size, bench.device) for size in set(rows.values())}
+    steps = {one.name: partial(one.step, made[rows[one.name]]) for one in contestants}
+    memory, seconds = {}, {one.name: list[float]() for one in contestants}
+    for one in contestants:
+        memory[one.name] = one.held() + bench.most_memory(steps[one.name])
+        one.optimizer.zero_grad(set_to_none=True)
+    for turn in range(2 if bench.small else 9):
+        if turn > 1 and bench.left() < ends:
+            break
+        for one in contestants:
+            seconds[one.name].append(bench.seconds(steps[one.name], 1 if bench.small else 3))
+            one.optimizer.zero_grad(set_to_none=True)
+    found = {}
+    for name, times in seconds.items():
+        ratios = [
+            b / rows[name] / (a / rows["clipkit"]) for a, b in zip(seconds["clipkit"], times, strict=True)
+        ]
+        found[name] = {
+            **rates(bench, shape, made[rows[name]], statistics.median(times)),
+            "peak_memory": memory[name],
+            "seconds_by_round": times,
+            "clipkit_faster": statistics.median(ratios),
+            "clipkit_faster_by_round": ratios,
+        }
+    return found
+
+
+def rates(bench: Bench, shape: Architecture, batch: Batch, seconds: float) -> dict[str, Any]:
+    rows, device = len(batch.lengths), bench.found["device"]
+    flops = step_flops(shape, rows=rows, lengths=batch.lengths, global_rows=rows) / seconds
+    sheet = device["data_sheet_bf16"]
+    return {
+        "batch": rows,
+        "mean_tokens": statistics.mean(batch.lengths),
+        "samples_per_second": rows / seconds,
+        "flops_per_second": flops,
+        "mfu_of_measured_peak": flops / device["measured_bf16"],
+        "mfu_of_data_sheet": flops / sheet if sheet else None,
+    }
+
+
+def copies(bench: Bench, rows: int) -> dict[str, float]:
+    """Seconds of a batch's way to the device: pinned bytes, and floats as a loader without pinning has them."""
+    images = torch.randint(0, 256, (rows, 3, 224, 224), dtype=torch.uint8)
+    floats = images.float()
+    if bench.device.type == "cuda":
+        images = images.pin_memory()
+    found = {"pictures": float(rows)}
+    for name, one in (("uint8 pinned", images), ("float32", floats)):
+        copy = partial(one.to, bench.device, non_blocking=True)
+        found[name] = statistics.median(bench.seconds(copy) for _ in range(5))
+    return found
+
+
+def loss_alone(bench: Bench, sizes: Sequence[int], dim: int) -> None:
+    """Forward and backward of the losses on the features of one GPU, while the time lasts."""
+    table = bench.found.setdefault("loss", [])
+    for rows in sizes:
+        row: dict[str, Any] = {"rows": rows, "dim": dim}
+        table.append(row)
+        generator = torch.Generator(bench.device).manual_seed(0)
+        features = [torch.randn(rows, dim, device=bench.device, generator=generator) for _ in range(2)]
+        given = [F.normalize(one, dim=-1).requires_grad_() for one in features]
+        given.append(torch.tensor(14.3, device=bench.device, requires_grad=True))
+        for name, loss in (("clipkit", clip_loss), ("plain", plain_loss)):
+            row[name] = one_loss(bench, partial(both_passes, loss, given), expected(table, name, rows))
+            for one in given:
+                one.grad = None
+            bench.free()
+        bench.save()
+
+
+def both_passes(loss: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
+    torch.autograd.backward(loss(*given))
+
+
+def expected(table: Sequence[dict[str, Any]], name: str, rows: int) -> float:
+    """Seconds, by the square of the rows that were timed last."""
+    timed = [one for one in table if isinstance(one.get(name), dict)]
+    return timed[-1][name]["seconds"] * (rows / timed[-1]["rows"]) ** 2 if timed else 0.0
+
+
+def one_loss(bench: Bench, work: Callable[[], None], seconds: float) -> dict[str, float] | str:
+    """``seconds`` is what it may take: once, if that is long."""
+    if seconds > bench.left():
+        return "no time left"
+    try:
+        if seconds < 1:
+            work()  # loads what the first pass loads
+        began = time.perf_counter()
+        memory = bench.most_memory(work)
+        took = time.perf_counter() - began
+        if took < 2:
+            took = statistics.median(bench.seconds(work) for _ in range(3))
+    except torch.cuda.OutOfMemoryError:
+        return "out of memory"
+    return {"seconds": took, "bytes": memory}
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "name": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "measured_bf16": measured_peak(device, torch.bfloat16),
+        "measured_fp32": measured_peak(device, torch.float32),
+        "data_sheet_bf16": published_peak(name),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model and batch: does it run at all?")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    device, small = torch.device(options.device), options.small
+    ends = time.monotonic() + 60 * options.minutes
+    bench = Bench(device=device, out=options.out, ends=ends, small=small)
+    bench.found["device"] = describe(device)
+    if "right" in options.parts:
+        bench.found["right"] = check(device, small=small)
+        bench.save()
+    if "copies" in options.parts:
+        bench.found["copies"] = copies(bench, 8 if small else 1024)
+        bench.save()
+    if "loss" in options.parts:
+        loss_alone(bench, (64, 128) if small else LOSS_ROWS[:-1], 64 if small else 512)
+    if "training" in options.parts:
+        models = [TINY] if small else options.models
+        bench.found["training"] = {}
+        for number, name in enumerate(models):
+            bench.found["training"][name] = found = train(bench, name, bench.left() / (len(models) - number))
+            bench.free()
+            bench.save()
+            report(name, found)
+    if "loss" in options.parts and not small:
+        loss_alone(bench, LOSS_ROWS[-1:], 512)  # takes as long as there is time, and often longer
+    bench.found["minutes"] = options.minutes - bench.left() / 60
+    bench.save()
+    print(json.dumps({name: one for name, one in bench.found.items() if name != "training"}, indent=2))
+    wrong = [name for name, one in bench.found.get("right", {}).items() if not one["right"]]
+    if wrong:
+        raise SystemExit(f"error: wrong on {device}: {', '.join(wrong)}")
+
+
+def report(name: str, found: dict[str, Any]) -> None:
+    for who, one in found.items():
+        print(
+            f"{name} {who}: {one['samples_per_second']:,.0f} samples/s at {one['batch']}, MFU "
+            f"{one['mfu_of_measured_peak']:.1%} of the measured peak, {one['peak_memory'] / 2**30:.1f} GiB, "
+            f"clipkit {one['clipkit_faster']:.2f}× as fast"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Whether a device computes what it should: each check is a difference from a reference, and how large it may be.
+
+The reference is float64, or the CPU, or the plain way of computing the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipkit.compile import compile_blocks
+from clipkit.errors import ConfigError
+from clipkit.loss import clip_loss, siglip_loss
+from clipkit.model import CLIP, create
+from clipkit.patch_dropout import kept_patches
+from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
+
+__all__ = ["TINY", "check"]
+
+TINY = "ViT-Ti-4-16"
+FLOAT32, BFLOAT16 = 1e-4, 5e-2  # relative differences of gradients that rounding explains
+
+
+def check(device: torch.device, *, small: bool) -> dict[str, dict[str, Any]]:
+    """All checks, by name: the difference, what it may be, and whether it is right."""
+    rows = 64 if small else 4096
+    model = TINY if small else "ViT-B-32"
+    backend = "eager" if small else "inductor"
+    generator = torch.Generator().manual_seed(0)
+    features = [F.normalize(torch.randn(rows, 512, generator=generator), dim=-1).to(device) for _ in range(2)]
+    found = {
+        "clip_loss against float64": judged(_loss(features, clip_loss, _plain_clip, (14.3,)), 1e-5),
+        "siglip_loss against float64": judged(
+            _loss(features, siglip_loss, _plain_siglip, (10.0, -10.0)), 1e-5
+        ),
+        "packed text against padded, bf16": judged(_packed(device, model, rows=min(rows, 256)), BFLOAT16),
+        "patches kept, against the CPU's": judged(_patches(device), 0.0),
+        "gradient in float32 against the CPU's in float64": judged(_gradient(device, ""), FLOAT32),
+        "gradient of compiled blocks against the CPU's in float64": judged(
+            _gradient(device, backend), FLOAT32
+        ),
+    }
+    if (difference := _nvjpeg(device)) is not None:
+        found["nvJPEG against the CPU's decoder, mean of 255"] = judged(difference, 1.5)
+    return found
+
+
+def judged(difference: float, limit: float) -> dict[str, Any]:
+    return {"difference": difference, "limit": limit, "right": difference <= limit}
+
+
+def _plain_clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    logits, targets = scale * image @ text.T, torch.arange(len(image), device=image.device)
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+
+def _plain_siglip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    logits = scale * image @ text.T + bias
+    signs = 2 * torch.eye(len(image), dtype=logits.dtype, device=logits.device) - 1
+    return -F.logsigmoid(signs * logits).sum() / len(image)
+
+
+def _loss(
+    features: list[Tensor],
+    ours: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    numbers: tuple[float, ...],
+) -> float:
+    """The largest relative difference of the value and of the gradients."""
+    results = []
+    for loss, dtype in ((ours, torch.float32), (plain, torch.float64)):
+        given = [one.detach().to(dtype).requires_grad_() for one in features]
+        given += [
+            torch.tensor(one, dtype=dtype, device=features[0].device).requires_grad_() for one in numbers
+        ]
+        value = loss(*given)
+        torch.autograd.backward(value)
+        results.append([value.detach(), *(one.grad for one in given)])
+    return _largest(*results)
+
+
+def _packed(device: torch.device, name: str, rows: int) -> float:
+    """Features and their gradient at a weight, in bfloat16 on a GPU."""
+    model = create(name, seed=0).to(device).train()
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 78, (rows,), generator=generator)
+    tokens = torch.randint(1, START_OF_TEXT, (rows, 77), generator=generator)
+    tokens = tokens.where(torch.arange(77) < lengths[:, None], 0)
+    tokens[:, 0] = START_OF_TEXT
+    tokens[torch.arange(rows), lengths - 1] = END_OF_TEXT
+    tokens = tokens.to(device)
+    towards = torch.randn(rows, model.architecture.embed_dim, generator=generator).to(device)
+    results = []
+    for given in (lengths.tolist(), None):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            features = model.encode_text(tokens, lengths=given)
+        torch.autograd.backward((features * towards).sum())
+        weight = model.transformer.blocks[0].attn.in_proj_weight
+        results.append([features.detach(), weight.grad])
+    return _largest(*results)
+
+
+def _patches(device: torch.device) -> float:
+    """How many of the choices differ."""
+    rows = torch.arange(1000, 1256)
+    kept = [kept_patches(seed=7, rows=one, patches=196, keep=98).cpu() for one in (rows, rows.to(device))]
+    return float((kept[0] != kept[1]).sum())
+
+
+def _gradient(device: torch.device, backend: str) -> float:
+    """Of a tiny model, whole batch, patch dropout and packing as in training."""
+    results = []
+    for where, dtype in ((torch.device("cpu"), torch.float64), (device, torch.float32)):
+        model = create(TINY, seed=0).to(where, dtype).train()
+        if backend and dtype == torch.float32:
+            compile_blocks(model, backend=backend)
+        results.append(_gradients(model, where))
+    return _largest(results[1], results[0])
+
+
+def _gradients(model: CLIP, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    tokens = torch.zeros(16, 20, dtype=torch.int64)
+    lengths = [4 + row for row in range(16)]
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = torch.randint(1, START_OF_TEXT, (length,), generator=generator)
+        tokens[row, 0], tokens[row, length - 1] = START_OF_TEXT, END_OF_TEXT
+    patches = kept_patches(seed=0, rows=torch.arange(16), patches=16, keep=8)
+    images, tokens, patches = (one.to(device) for one in (images, tokens, patches))
+    loss = clip_loss(*model(images, tokens, patches=patches, lengths=lengths))
+    torch.autograd.backward(loss)
+    return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+def _largest(ours: list[Any], reference: list[Any]) -> float:
+    worst = 0.0
+    for a, b in zip(ours, reference, strict=True):
+        a, b = a.cpu().double(), b.cpu().double()
+        worst = max(worst, float((a - b).norm() / b.norm().clamp_min(1e-12)))
+    return worst
+
+
+def _nvjpeg(device: torch.device) -> float | None:
+    """How far apart the decoders are on a smooth picture; None where there is no nvJPEG."""
+    if device.type != "cuda":
+        return None
+    from torchvision.io import decode_jpeg, encode_jpeg
+
+    from data.device_decode import jpeg_decoder
+
+    try:
+        decode = jpeg_decoder()
+    except ConfigError:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(1, 3, 12, 16, generator=generator)
+    picture = F.interpolate(coarse, size=(240, 320), mode="bicubic").clamp(0, 1)[0].mul(255).to(torch.uint8)
+    data = encode_jpeg(picture, quality=90)
+    decoded = decode([data], mode="RGB", device=device)[0].cpu()
+    return float((decoded.float() - decode_jpeg(data).float()).abs().mean())
