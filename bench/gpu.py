@@ -135,7 +135,7 @@ def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
     """One model: clipkit and the others in turns, for some seconds."""
     shape, ends = ARCHITECTURES[name], bench.left() - seconds
     backend = "eager" if bench.small else "inductor"  # the latter compiles for longer than tests may take
-    model = create(name, seed=0).to(bench.device).train()
+    model = create(ARCHITECTURES[name], name=name, seed=0).to(bench.device).train()
     plain = PlainCLIP(shape).to(bench.device).train()
     plain.load_state_dict(model.state_dict())
     compile_blocks(model, backend=backend)

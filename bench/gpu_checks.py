@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipkit.architectures import ARCHITECTURES
 from clipkit.compile import compile_blocks
 from clipkit.errors import ConfigError
 from clipkit.loss import clip_loss, siglip_loss
@@ -83,7 +84,7 @@ def _loss(
 
 def _packed(device: torch.device, name: str, rows: int) -> float:
     """Features and their gradient at a weight, in bfloat16 on a GPU."""
-    model = create(name, seed=0).to(device).train()
+    model = create(ARCHITECTURES[name], name=name, seed=0).to(device).train()
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 78, (rows,), generator=generator)
     tokens = torch.randint(1, START_OF_TEXT, (rows, 77), generator=generator)
@@ -114,7 +115,7 @@ def _gradient(device: torch.device, backend: str) -> float:
     """Of a tiny model, whole batch, patch dropout and packing as in training."""
     results = []
     for where, dtype in ((torch.device("cpu"), torch.float64), (device, torch.float32)):
-        model = create(TINY, seed=0).to(where, dtype).train()
+        model = create(ARCHITECTURES[TINY], name=TINY, seed=0).to(where, dtype).train()
         if backend and dtype == torch.float32:
             compile_blocks(model, backend=backend)
         results.append(_gradients(model, where))

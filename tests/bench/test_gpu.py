@@ -1,4 +1,4 @@
-"""The bench of GPUs runs through on a CPU with a tiny model; and what it compares with is open_clip's formulation."""
+"""The bench of GPUs runs through on a CPU with a tiny model, and compares with what is open_clip's formulation."""
 
 import json
 import os
