@@ -40,8 +40,17 @@ class Rates:
         for name, value in (("image", self.image_scale), ("text", self.text_scale)):
             require(0 <= value < math.inf, f"optim.{name}_lr_scale", value, "at least 0, and finite")
 
+    @classmethod
+    def of(cls, config: OptimConfig) -> "Rates":
+        """As the configuration says."""
+        return cls(
+            layer_decay=config.layer_decay,
+            image_scale=config.image_lr_scale,
+            text_scale=config.text_lr_scale,
+        )
 
-def parameter_groups(model: CLIP, config: OptimConfig, rates: Rates = Rates()) -> list[dict[str, Any]]:
+
+def parameter_groups(model: CLIP, config: OptimConfig, rates: Rates | None = None) -> list[dict[str, Any]]:
     """The trainable parameters, grouped by weight decay and by ``lr_scale``, the factor of the schedule's rate.
 
     As published for CLIP, weights decay and gains, biases and the temperature do not. Everything of one dimension
@@ -50,7 +59,7 @@ def parameter_groups(model: CLIP, config: OptimConfig, rates: Rates = Rates()) -
     Raises:
         ConfigError: rates differ by depth, and the depths of a library's tower are not known.
     """
-    scales = _scales(model, rates)
+    scales = _scales(model, rates or Rates.of(config))
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -71,7 +80,7 @@ def _scales(model: CLIP, rates: Rates) -> dict[str, float]:
     return scales
 
 
-def adamw(model: CLIP, config: OptimConfig, rates: Rates = Rates()) -> torch.optim.Optimizer:
+def adamw(model: CLIP, config: OptimConfig, rates: Rates | None = None) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) over a model's trainable parameters."""
     groups = parameter_groups(model, config, rates)
     return torch.optim.AdamW(
@@ -79,21 +88,21 @@ def adamw(model: CLIP, config: OptimConfig, rates: Rates = Rates()) -> torch.opt
     )
 
 
-def _stable_adamw(model: CLIP, config: OptimConfig, rates: Rates) -> torch.optim.Optimizer:
+def _stable_adamw(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.Optimizer:
     from clipkit.stable_adamw import StableAdamW
 
     groups = parameter_groups(model, config, rates)
     return StableAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def _lamb(model: CLIP, config: OptimConfig, rates: Rates) -> torch.optim.Optimizer:
+def _lamb(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.Optimizer:
     from clipkit.lamb import Lamb
 
     groups = parameter_groups(model, config, rates)
     return Lamb(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def _muon(model: CLIP, config: OptimConfig, rates: Rates) -> torch.optim.Optimizer:
+def _muon(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.Optimizer:
     """Embeddings, projections and convolutions are AdamW's, as is all that is no matrix."""
     from clipkit.muon import MuonWithAdamW
 
@@ -113,7 +122,7 @@ def _muon(model: CLIP, config: OptimConfig, rates: Rates) -> torch.optim.Optimiz
 
 
 # further optimizers are further entries
-OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig, Rates], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig, Rates | None], torch.optim.Optimizer]] = {
     "adamw": adamw,
     "stable_adamw": _stable_adamw,
     "lamb": _lamb,
@@ -122,23 +131,20 @@ OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig, Rates], torch.optim.Optimizer
 
 
 def make_optimizer(
-    model: CLIP,
-    config: OptimConfig,
-    *,
-    name: str = "adamw",
-    rates: Rates = Rates(),
+    model: CLIP, config: OptimConfig, *, name: str = "", rates: Rates | None = None
 ) -> torch.optim.Optimizer:
     """An optimizer over a model's trainable parameters, each group with its ``lr_scale``.
 
     Args:
         model: a CLIP, on its device, and already spread over ranks if it is to be.
         config: rate, decay, betas and eps.
-        name: a key of ``OPTIMIZERS``.
-        rates: how parameters' learning rates differ.
+        name: a key of ``OPTIMIZERS``, instead of the configuration's.
+        rates: how parameters' learning rates differ, instead of as the configuration says.
 
     Raises:
         ConfigError: the name is unknown, or the optimizer cannot have this model.
     """
+    name = name or config.name
     if name not in OPTIMIZERS:
         raise ConfigError(f"optim.name = {name!r} is unknown: {nearest(name, OPTIMIZERS)}")
     return OPTIMIZERS[name](model, config, rates)
@@ -175,7 +181,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(
-    step: int, steps: int, config: OptimConfig, *, schedule: str = "cosine", cooldown: int = 0
+    step: int, steps: int, config: OptimConfig, *, schedule: str = "", cooldown: int | None = None
 ) -> float:
     """The rate of update ``step`` (0 ≤ step < steps), to be multiplied by each group's ``lr_scale``.
 
@@ -184,15 +190,17 @@ def learning_rate(
     Args:
         step: updates made before.
         steps: of the whole run.
-        config: the peak, the floor and the warm-up.
-        schedule: "cosine", half a cosine; "linear"; or "constant", which falls in a line over the last
-            ``cooldown`` steps only, so that a run can be made longer from before them (Hu et al. 2024,
-            https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
-        cooldown: of "constant"; not begun before the warm-up ends.
+        config: the peak, the floor, the warm-up, the schedule and its cooldown.
+        schedule: instead of the configuration's: "cosine", half a cosine; "linear"; or "constant", which falls in
+            a line over the last ``cooldown`` steps only, so that a run can be made longer from before them (Hu et
+            al. 2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
+        cooldown: instead of the configuration's, of "constant"; not begun before the warm-up ends.
 
     Raises:
         ConfigError: the schedule is unknown, or another one than "constant" is given a cooldown.
     """
+    schedule = schedule or config.schedule
+    cooldown = config.cooldown if cooldown is None else cooldown
     if schedule not in SCHEDULES:
         raise ConfigError(f"optim.schedule = {schedule!r} is unknown: {nearest(schedule, SCHEDULES)}")
     require(cooldown == 0 or schedule == "constant", "optim.cooldown", cooldown, "0, unless constant")

@@ -16,20 +16,29 @@ from clipkit.shards import local_part, sums_over_parts
 
 __all__ = ["StableAdamW"]
 
-_CHUNK = 2**26  # numbers of which intermediate values are held at a time
+# numbers that are worked on at a time: what a core keeps beside it, and elsewhere what intermediate values may take
+_CHUNK = {"cpu": 2**16}
+_LARGE_CHUNK = 2**26
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A part of a tensor, or all of what lies here of it, with what belongs to it; views of the same shape."""
+
+    owner: int  # place of the tensor among those of this update
+    step: int
+    parameter: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """Some tensors of one parameter group; all lists are in the same order, and of what lies here."""
+    """Pieces of tensors of one parameter group."""
 
     group: dict[str, Any]
-    whole: list[Tensor]
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    means: list[Tensor]
-    squares: list[Tensor]
-    steps: list[int]
+    pieces: list[_Piece]
 
 
 class StableAdamW(torch.optim.Optimizer):
@@ -61,41 +70,40 @@ class StableAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        chunks = [chunk for group in self.param_groups for chunk in self._chunks(group)]
-        sums = [value for chunk in chunks for value in _take_in(chunk)]
-        if chunks:
-            whole = sums_over_parts([one for chunk in chunks for one in chunk.whole], sums)
-            start = 0
-            for chunk in chunks:
-                _update(chunk, whole[start : start + len(chunk.whole)])
-                start += len(chunk.whole)
+        ready = [
+            (group, one) for group in self.param_groups for one in group["params"] if one.grad is not None
+        ]
+        if not ready:
+            return loss
+        chunks = list(
+            _chunks([(group, self._pieces(owner, one)) for owner, (group, one) in enumerate(ready)])
+        )
+        parts: list[list[Tensor]] = [[] for _ in ready]
+        for chunk in chunks:
+            for piece, part in zip(chunk.pieces, _take_in(chunk), strict=True):
+                parts[piece.owner].append(part)
+        here = [torch.stack(own).sum() for own in parts]
+        sums = sums_over_parts([one for _, one in ready], here)
+        means = [total / max(1, one.numel()) for total, (_, one) in zip(sums, ready, strict=True)]
+        for chunk in chunks:
+            _update(chunk, means)
         return loss
 
-    def _chunks(self, group: dict[str, Any]) -> Iterator[_Chunk]:
-        waiting: list[Tensor] = []
-        numbers = 0
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            waiting.append(parameter)
-            numbers += local_part(parameter).numel()
-            if numbers >= _CHUNK:
-                yield self._chunk(group, waiting)
-                waiting, numbers = [], 0
-        if waiting:
-            yield self._chunk(group, waiting)
-
-    def _chunk(self, group: dict[str, Any], parameters: list[Tensor]) -> _Chunk:
-        states = [self._state(parameter) for parameter in parameters]
-        return _Chunk(
-            group=group,
-            whole=parameters,
-            parameters=[local_part(one) for one in parameters],
-            gradients=[local_part(one.grad) for one in parameters if one.grad is not None],
-            means=[local_part(state["exp_avg"]) for state in states],
-            squares=[local_part(state["exp_avg_sq"]) for state in states],
-            steps=[int(state["step"]) for state in states],
-        )
+    def _pieces(self, owner: int, parameter: Tensor) -> list[_Piece]:
+        assert parameter.grad is not None
+        state = self._state(parameter)
+        tensors = [
+            local_part(one) for one in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        ]
+        split = [[one] for one in tensors]
+        if all(one.is_contiguous() for one in tensors):
+            size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
+            split = [list(one.view(-1).split(size)) for one in tensors]
+        step = int(state["step"])
+        return [
+            _Piece(owner=owner, step=step, parameter=own, gradient=gradient, mean=mean, square=square)
+            for own, gradient, mean, square in zip(*split, strict=True)
+        ]
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         """A parameter's state, its step counted up."""
@@ -112,34 +120,50 @@ class StableAdamW(torch.optim.Optimizer):
         return state
 
 
+def _chunks(tensors: list[tuple[dict[str, Any], list[_Piece]]]) -> Iterator[_Chunk]:
+    """Pieces together as far as they are of one group and not too many numbers."""
+    waiting, numbers, last = list[_Piece](), 0, tensors[0][0]
+    for group, pieces in tensors:
+        for piece in pieces:
+            size = piece.parameter.numel()
+            most = _CHUNK.get(piece.parameter.device.type, _LARGE_CHUNK)
+            if waiting and (group is not last or numbers + size > most):
+                yield _Chunk(group=last, pieces=waiting)
+                waiting, numbers = [], 0
+            waiting.append(piece)
+            numbers, last = numbers + size, group
+    yield _Chunk(group=last, pieces=waiting)
+
+
 def _take_in(chunk: _Chunk) -> list[Tensor]:
-    """Bring the moments up to date; returns for each tensor the sum of g² / max(v, eps²) over what lies here."""
+    """Bring the moments up to date; returns for each piece the sum of g² / max(v, eps²)."""
     beta1, beta2 = chunk.group["betas"]
-    first = [_debiased(beta1, step) for step in chunk.steps]
-    second = [_debiased(beta2, step) for step in chunk.steps]
-    torch._foreach_lerp_(chunk.means, chunk.gradients, [1 - beta for beta in first])
-    torch._foreach_mul_(chunk.squares, second)
-    torch._foreach_addcmul_(
-        chunk.squares, chunk.gradients, chunk.gradients, scalars=[1 - beta for beta in second]
-    )
-    scale = torch._foreach_sqrt(chunk.squares)
+    first = [_debiased(beta1, piece.step) for piece in chunk.pieces]
+    second = [_debiased(beta2, piece.step) for piece in chunk.pieces]
+    gradients = [piece.gradient for piece in chunk.pieces]
+    squares = [piece.square for piece in chunk.pieces]
+    torch._foreach_lerp_([piece.mean for piece in chunk.pieces], gradients, [1 - beta for beta in first])
+    torch._foreach_mul_(squares, second)
+    torch._foreach_addcmul_(squares, gradients, gradients, scalars=[1 - beta for beta in second])
+    scale = torch._foreach_sqrt(squares)
     torch._foreach_maximum_(scale, chunk.group["eps"])
-    ratios = torch._foreach_div(chunk.gradients, scale)
+    ratios = torch._foreach_div(gradients, scale)
     return [norm.square() for norm in torch._foreach_norm(ratios)]
 
 
-def _update(chunk: _Chunk, sums: list[Tensor]) -> None:
-    """Change the parameters; ``sums`` are those of the whole tensors."""
+def _update(chunk: _Chunk, means: list[Tensor]) -> None:
+    """Change the parameters; ``means`` are those of g² / max(v, eps²) over whole tensors, by owner."""
     lr, eps, weight_decay = (chunk.group[name] for name in ("lr", "eps", "weight_decay"))
-    steps = torch._foreach_sqrt(chunk.squares)
+    parameters = [piece.parameter for piece in chunk.pieces]
+    steps = torch._foreach_sqrt([piece.square for piece in chunk.pieces])
     torch._foreach_add_(steps, eps)
     torch._foreach_reciprocal_(steps)
-    torch._foreach_mul_(steps, chunk.means)
+    torch._foreach_mul_(steps, [piece.mean for piece in chunk.pieces])
     if weight_decay:
-        torch._foreach_add_(steps, chunk.parameters, alpha=weight_decay)
-    for step, parameter, whole, total in zip(steps, chunk.parameters, chunk.whole, sums, strict=True):
-        rate = lr / (total / whole.numel()).sqrt_().clamp_(min=1)  # on the device: nothing waits for it
-        parameter.addcmul_(step, rate.to(step.dtype), value=-1)
+        torch._foreach_add_(steps, parameters, alpha=weight_decay)
+    for piece, step in zip(chunk.pieces, steps, strict=True):
+        rate = lr / means[piece.owner].sqrt().clamp_(min=1)  # on the device: nothing waits for it
+        piece.parameter.addcmul_(step, rate, value=-1)
 
 
 def _debiased(beta: float, step: int) -> float:

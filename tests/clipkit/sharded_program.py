@@ -13,8 +13,11 @@ from clipkit.architectures import Architecture, TextTower, VisionTower
 from clipkit.averaging import AveragedWeights
 from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
+from clipkit.locking import Unfreezing
+from clipkit.loss import clip_loss
 from clipkit.model import CLIP, create
 from clipkit.optim import OPTIMIZERS, make_optimizer
+from clipkit.parallel import complete_gradients, shard
 
 SHAPE = Architecture(
     embed_dim=7,  # no multiple of the ranks
@@ -44,6 +47,10 @@ def main() -> None:
                 continue
             assert difference < 2e-6, (layout, name, difference)
             print(f"{layout} {name} the same")
+    for name in ("adamw", "stable_adamw", "lamb"):
+        difference = compare_trainings(name)
+        assert difference < 1e-9, (name, difference)
+        print(f"training with {name} the same")
     distributed.stop()
     sys.stdout.flush()
 
@@ -75,6 +82,33 @@ def compare(plain: CLIP, spread: CLIP, name: str) -> float:
         first = averages[0].tensors()
         pairs += [(first[name], p.detach().clone()) for name, p in spread.named_parameters()]
     return max(float((a - _whole(b)).abs().max().detach()) for a, b in pairs)
+
+
+def compare_trainings(name: str) -> float:
+    """The largest difference of a training under FSDP2 that unfreezes, and scores averaged weights in between."""
+    models = (create(SHAPE, seed=0).double(), create(SHAPE, seed=0).double())
+    shard(models[1], "full", bf16=False)
+    optimizers = [make_optimizer(model, CONFIG, name=name) for model in models]
+    averages = [AveragedWeights(model, 0.9) for model in models]
+    unfreezing = [Unfreezing(model, every=2) for model in models]
+    random, worst = torch.Generator().manual_seed(1), 0.0
+    for step in range(6):
+        images = torch.rand(4, 3, 16, 16, generator=random, dtype=torch.float64)
+        tokens = torch.randint(1, 31, (4, 8), generator=random)
+        scored = []
+        for model, optimizer, average, its in zip(models, optimizers, averages, unfreezing, strict=True):
+            its.lock_for_step(step)
+            optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(clip_loss(*model(images, tokens)))
+            if model is models[1]:
+                complete_gradients(model)
+            optimizer.step()
+            average.update(step + 1)
+            with average.applied(), torch.no_grad():
+                scored.append(torch.cat(model(images, tokens)[:2]))
+        worst = max(worst, float((scored[0] - scored[1]).abs().max()))
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return max(worst, *(float((a - _whole(b)).detach().abs().max()) for a, b in pairs))
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
@@ -105,6 +105,7 @@ def test_the_rate_rises_in_a_line_to_its_peak_and_falls_to_its_floor(
 # --- rates by depth and tower -------------------------------------------------------------------------------------
 
 
+@settings(max_examples=20, deadline=None)
 @given(
     layer_decay=st.floats(0.1, 1),
     image_scale=st.sampled_from([0.0, 0.1, 1.0]),
@@ -144,6 +145,23 @@ def test_a_tower_at_rate_zero_does_not_move(tiny: CLIP) -> None:
 def test_rates_out_of_range_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         Rates(**values)
+
+
+def test_the_configuration_says_it_all(tiny: CLIP) -> None:
+    config = OptimConfig(
+        name="stable_adamw", layer_decay=0.5, image_lr_scale=0.1, text_lr_scale=2.0,
+        schedule="constant", cooldown=5, warmup=0,
+    )  # fmt: skip
+    optimizer = make_optimizer(tiny, config)
+    assert type(optimizer).__name__ == "StableAdamW"
+    rates = Rates(layer_decay=0.5, image_scale=0.1, text_scale=2.0)
+    wanted = parameter_groups(tiny, config, rates)
+    assert [group["lr_scale"] for group in optimizer.param_groups] == [group["lr_scale"] for group in wanted]
+    assert {group["lr_scale"] for group in wanted} >= {0.1, 0.05, 2.0, 0.25}
+    for step in range(20):
+        rate = learning_rate(step, 20, config)
+        assert rate == learning_rate(step, 20, config, schedule="constant", cooldown=5)
+        assert (rate == config.lr) == (step <= 15)
 
 
 # --- optimizers by name -------------------------------------------------------------------------------------------

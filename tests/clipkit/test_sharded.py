@@ -1,4 +1,7 @@
-"""Weights that are spread over ranks take the same updates, and have the same averages, as whole ones."""
+"""Weights that are spread over ranks take the same updates, and have the same averages, as whole ones.
+
+So does a training under FSDP2 in which layers are unfrozen and averaged weights are scored.
+"""
 
 import os
 import subprocess
@@ -22,4 +25,5 @@ def test_updates_and_averages_of_spread_weights_are_those_of_whole_ones() -> Non
     for layout in ("full", "hybrid"):
         for name in ("adamw", "stable_adamw", "lamb"):
             assert done.stdout.count(f"{layout} {name} the same") == 2
+            assert done.stdout.count(f"training with {name} the same") == 2
         assert done.stdout.count(f"{layout} muon refused: optim.name = 'muon' needs whole matrices") == 2

@@ -110,10 +110,10 @@ def test_a_sudden_gradient_moves_weights_less_than_under_adamw() -> None:
     assert moved[torch.optim.AdamW] > 3 * moved[StableAdamW]
 
 
-def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_nothing_but_the_order_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for chunk in (2**26, 1, 8):
-        monkeypatch.setattr(stable_adamw, "_CHUNK", chunk)
+    for chunk in (2**26, 1, 5):
+        monkeypatch.setitem(stable_adamw._CHUNK, "cpu", chunk)
         parameters, random = weights(3), torch.Generator().manual_seed(4)
         optimizer = StableAdamW([{"params": parameters}], lr=0.1, betas=(0.9, 0.99), eps=1e-6)
         for _ in range(3):
@@ -121,4 +121,5 @@ def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.grad = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
             optimizer.step()
         results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-12, atol=1e-14)
