@@ -58,14 +58,17 @@ class AveragedWeights:
         """Put back what ``tensors`` gave.
 
         Args:
-            tensors: of the same kind as ``tensors`` gives: whole, or spread over ranks as the weights are.
+            tensors: whole ones, whether the weights are spread over ranks or not; others beside are left aside,
+                such as weights that are locked.
             origin: where they come from, for messages.
 
         Raises:
-            CheckpointError: they are of other parameters, shapes or dtypes.
+            CheckpointError: one is missing, or of another shape or dtype; nothing is changed then.
         """
-        if tensors.keys() != self._averages.keys():
-            raise CheckpointError(f"{origin}: the averaged weights are of other parameters than are trained")
+        from clipkit.parallel import put
+
+        if missing := [name for name in self._averages if name not in tensors]:
+            raise CheckpointError(f"{origin}: the averaged weights lack {missing[0]}, which is trained")
         for name, own in self._averages.items():
             given = tensors[name]
             if given.shape != own.shape or given.dtype != own.dtype:
@@ -74,7 +77,7 @@ class AveragedWeights:
                     f"instead of {tuple(own.shape)} {own.dtype}"
                 )
         for name, own in self._averages.items():
-            own.copy_(tensors[name])
+            put(own, tensors[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:

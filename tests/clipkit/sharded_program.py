@@ -91,6 +91,7 @@ def compare_trainings(name: str) -> float:
     optimizers = [make_optimizer(model, CONFIG, name=name) for model in models]
     averages = [AveragedWeights(model, 0.9) for model in models]
     unfreezing = [Unfreezing(model, every=2) for model in models]
+    averages[1].restore(averages[0].tensors(), origin="the other one")
     random, worst = torch.Generator().manual_seed(1), 0.0
     for step in range(6):
         images = torch.rand(4, 3, 16, 16, generator=random, dtype=torch.float64)
