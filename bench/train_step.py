@@ -70,7 +70,8 @@ def clipkit_step(model: clipkit.CLIP, pairs: Pairs) -> tuple[Callable[[], Tensor
 
     def gradients() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        return backward(model, pairs.images, pairs.tokens, loss=clipkit.clip_loss, parts=1, autocast=False)
+        inputs = {"images": pairs.images, "tokens": pairs.tokens}
+        return backward(model, inputs, loss=clipkit.clip_loss, parts=1, autocast=False).loss
 
     return gradients, optimizer
 

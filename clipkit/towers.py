@@ -119,9 +119,9 @@ class ResidualAttentionBlock(nn.Module):
         """One token of each row, computed plainly."""
         normed = self.ln_1(x)
         out = rows.read(x) + self.attn.read(normed, rows.read(normed), rows)  # (B, 1, D), or packed (B, D)
-        out = out + self.mlp(self.ln_2(out))
-        features: Tensor = out.flatten(0, -2)
-        return features
+        out = out.flatten(0, -2)  # before the sum: FSDP wants no view for an output
+        read: Tensor = out + self.mlp(self.ln_2(out))
+        return read
 
 
 class Transformer(nn.Module):

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import clipkit.model
 from clipkit.architectures import Architecture, OpenClipText, TimmVision
 from clipkit.compile import compile_blocks
 from clipkit.errors import ConfigError
 from clipkit.model import CLIP
+from clipkit.packing import Packed
 from clipkit.recompute import recompute_blocks
 from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
 
@@ -80,6 +83,26 @@ def test_ten_text_lengths_are_two_graphs_a_tower(tiny: CLIP) -> None:
         for size in (1, 2, 3):
             other.encode_image(pairs(5, 2)[0][:size])
     assert graphs() - before == 4  # evaluation, of many sizes, compiles nothing
+
+
+def by_mask(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
+    """Attention over packed texts that a CPU has and a compiler sees through, for that of CUDA."""
+    places = torch.arange(len(k))
+    text = torch.bucketize(places, packed.starts[1:], right=True)  # of each token
+    queries = packed.starts[1:] - 1 if ends_only else places
+    sees = (text[queries, None] == text) & (queries[:, None] >= places)
+    a, b, c = (one.transpose(0, 1)[None] for one in (q, k, v))
+    return F.scaled_dot_product_attention(a, b, c, attn_mask=sees)[0].transpose(0, 1)
+
+
+def test_packed_texts_are_compiled_once(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, before = copy.deepcopy(tiny), graphs()
+    compile_blocks(tiny, backend="eager")
+    monkeypatch.setattr(clipkit.model, "varlen_runs", lambda *_, **__: True)
+    monkeypatch.setattr(clipkit.model, "attention_varlen", by_mask)
+    for length in range(4, 10):
+        compared(plain, tiny, length, count=2 + length % 3)
+    assert graphs() - before == 4
 
 
 @pytest.mark.slow
