@@ -1,14 +1,17 @@
 """What does the loss alone cost, beside open_clip's: time, and memory beyond its inputs?
 
-    python -m bench.loss [--rows 4096 8192 16384 32768] [--dim 512] [--rounds 3]
+    python -m bench.loss [--loss clip siglip] [--rows 4096 8192 16384 32768] [--dim 512] [--rounds 3]
 
 Each measurement is one forward and backward pass in a process of its own, all on the same cores: float32 features
 of unit norm, one process, no accumulation. Memory is the greatest resident size minus what was resident before the
-pass; the gradients of the features, which both give, are in it. open_clip makes both halves of the logits and keeps
-them: six products of N × N × O. Ours makes one half, and makes it again in the backward pass: four, and no N × N
-matrix goes through main memory.
+pass; the gradients of the features, which both give, are in it.
 
-For more rows than fit, the slopes of the measured sizes are carried on: memory of ours by N, of open_clip's by N².
+open_clip's ClipLoss makes both halves of the logits and keeps them: six products of N × N × O. Ours makes one half,
+and makes it again in the backward pass: four. SigLipLoss takes three, and so does ours, which makes the gradients
+along with the value. No N × N matrix of ours goes through main memory.
+
+What more rows would take is on paper: ours by least squares of the measured sizes, time as N², memory as so many
+copies of the features and of a tile; open_clip's memory as N², from the largest size. It is marked as extrapolated.
 """
 
 import argparse
@@ -19,37 +22,48 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
-ON_PAPER = (131_072, 524_288, 1_048_576)
+ON_PAPER = (65_536, 131_072, 262_144, 524_288, 1_048_576)
+LOSSES = ("clip", "siglip")
+SIDES = ("clipkit", "open_clip")
+Row = dict[str, float]
 
 
-def one_pass(which: str, rows: int, dim: int) -> dict[str, float]:
+def loss_of(side: str, name: str) -> Callable[..., Tensor]:
+    """A loss of image features, text features, scale and, for siglip, bias."""
+    if side == "clipkit":
+        from clipkit.loss import clip_loss, siglip_loss
+
+        return clip_loss if name == "clip" else siglip_loss
+    from open_clip.loss import ClipLoss, SigLipLoss
+
+    found: Callable[..., Tensor] = ClipLoss() if name == "clip" else SigLipLoss()
+    return found
+
+
+def one_pass(side: str, name: str, rows: int, dim: int) -> Row:
     """Seconds and bytes of one pass; run in a fresh process."""
-    from clipkit.loss import clip_loss
-
-    if which == "open_clip":
-        from open_clip import ClipLoss
-
-        loss = ClipLoss()
-    else:
-        loss = clip_loss
+    loss = loss_of(side, name)
     generator = torch.Generator().manual_seed(0)
 
-    def features(count: int) -> list[torch.Tensor]:
+    def features(count: int) -> list[Tensor]:
         made = [F.normalize(torch.randn(count, dim, generator=generator), dim=-1) for _ in range(2)]
         return [one.requires_grad_() for one in made]
 
-    scale = torch.tensor(14.3, requires_grad=True)
-    torch.autograd.backward(loss(*features(256), scale))  # loads what the first pass loads
+    scalars = {"clip": [14.3], "siglip": [10.0, -10.0]}[name]
+    scale = [torch.tensor(value, requires_grad=True) for value in scalars]
+    torch.autograd.backward(loss(*features(256), *scale))  # loads what the first pass loads
     given = features(rows)
     before = _resident()
     began = time.perf_counter()
-    value = loss(*given, scale)
+    value = loss(*given, *scale)
     torch.autograd.backward(value)
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -60,69 +74,102 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def in_a_process(which: str, rows: int, dim: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.loss", "--one", which, "--rows", str(rows), "--dim", str(dim)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
+def in_a_process(side: str, name: str, rows: int, dim: int) -> Row:
+    """``one_pass`` in a process of its own."""
+    command = [sys.executable, "-m", "bench.loss", "--one", side, "--loss", name]
+    done = subprocess.run(
+        [*command, "--rows", str(rows), "--dim", str(dim)], capture_output=True, text=True, check=True
+    )
+    found: Row = json.loads(done.stdout)
     return found
 
 
-def compare(rows: int, dim: int, rounds: int) -> dict[str, float]:
+def compare(name: str, rows: int, dim: int, rounds: int) -> Row:
     """Medians of both, and of the rounds' ratios."""
-    ours, theirs = [], []
+    found: dict[str, list[Row]] = {side: [] for side in SIDES}
     for turn in range(rounds):
-        order = ("clipkit", "open_clip") if turn % 2 else ("open_clip", "clipkit")
-        found = {which: in_a_process(which, rows, dim) for which in order}
-        ours.append(found["clipkit"])
-        theirs.append(found["open_clip"])
+        for side in SIDES if turn % 2 else reversed(SIDES):
+            found[side].append(in_a_process(side, name, rows, dim))
+    ours, theirs = found["clipkit"], found["open_clip"]
     assert abs(ours[0]["loss"] - theirs[0]["loss"]) < 1e-4
     times = [a["seconds"] / b["seconds"] for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "rows": rows,
-        "clipkit seconds": statistics.median(one["seconds"] for one in ours),
-        "open_clip seconds": statistics.median(one["seconds"] for one in theirs),
-        "time ratio": statistics.median(times),
-        "least": min(times),
-        "greatest": max(times),
-        "clipkit bytes": statistics.median(one["bytes"] for one in ours),
-        "open_clip bytes": statistics.median(one["bytes"] for one in theirs),
-    }
+    row = {"rows": rows, "time ratio": statistics.median(times), "least": min(times), "greatest": max(times)}
+    for side in SIDES:
+        for what in ("seconds", "bytes"):
+            row[f"{side} {what}"] = statistics.median(one[what] for one in found[side])
+    row["memory ratio"] = row["clipkit bytes"] / max(1, row["open_clip bytes"])
+    return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one", choices=("clipkit", "open_clip"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(one_pass(options.one, options.rows[0], options.dim)))
-        return
-    table = []
-    for rows in options.rows:
-        table.append(found := compare(rows, options.dim, options.rounds))
-        print(
-            f"{rows:>8,} rows: time {found['time ratio']:.2f} ({found['least']:.2f} to {found['greatest']:.2f}) of "
-            f"open_clip's {found['open_clip seconds']:.2f} s; memory {found['clipkit bytes'] / 2**20:,.0f} MiB, "
-            f"open_clip {found['open_clip bytes'] / 2**20:,.0f} MiB"
-        )
+def carried_on(table: list[Row], dim: int) -> list[Row]:
+    """What the measured slopes say of more rows; nothing of it was measured.
+
+    Memory needs two sizes of more rows than a tile has, time one.
+    """
+    from clipkit.loss_tiles import tile_height
+
+    def parts(rows: float) -> list[float]:
+        return [4.0 * rows * dim, 4.0 * rows * tile_height(int(rows), int(rows))]  # bytes: features, a tile
+
+    def column(key: str) -> Tensor:
+        return torch.tensor([[row[key]] for row in table], dtype=torch.float64)
+
+    rows, seconds, used = column("rows"), column("clipkit seconds"), column("clipkit bytes")
+    by_square = float((rows**2 * seconds).sum() / (rows**4).sum())
+    copies = torch.tensor([parts(row["rows"]) for row in table], dtype=torch.float64)
+    slopes = torch.linalg.lstsq(copies, used, driver="gelsd").solution[:, 0].tolist()
+    if min(slopes) < 0:  # too few sizes to tell them apart: as if all were the features'
+        slopes = [float((copies[:, :1] * used).sum() / (copies[:, 0] ** 2).sum()), 0.0]
     last = table[-1]
-    paper = [
+    return [
         {
             "rows": rows,
-            "clipkit bytes": last["clipkit bytes"] * rows / last["rows"],
+            "clipkit seconds": by_square * rows**2,
+            "clipkit bytes": sum(slope * part for slope, part in zip(slopes, parts(rows), strict=True)),
             "open_clip bytes": last["open_clip bytes"] * (rows / last["rows"]) ** 2,
         }
         for rows in ON_PAPER
     ]
+
+
+def show(name: str, table: list[Row], paper: list[Row]) -> None:
+    """The table in Markdown."""
+    print(f"\n{name}\n\n| rows | seconds | of open_clip's | MiB | open_clip's MiB | |")
+    print("| ---: | ---: | ---: | ---: | ---: | --- |")
+    for row in table:
+        ratio = f"{row['time ratio']:.2f} ({row['least']:.2f} to {row['greatest']:.2f})"
+        print(f"| {row['rows']:,} | {row['clipkit seconds']:.3g} | {ratio} | {_memory(row)} | measured |")
     for row in paper:
-        ours, theirs = row["clipkit bytes"] / 2**30, row["open_clip bytes"] / 2**30
-        print(f"{row['rows']:>8,.0f} rows, carried on: {ours:,.1f} GiB, open_clip {theirs:,.0f} GiB")
+        print(f"| {row['rows']:,} | {row['clipkit seconds']:,.0f} | – | {_memory(row)} | extrapolated |")
+
+
+def _memory(row: Row) -> str:
+    return f"{row['clipkit bytes'] / 2**20:,.0f} | {row['open_clip bytes'] / 2**20:,.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--loss", choices=LOSSES, nargs="+", default=LOSSES)
+    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "loss.json", help="where the figures go as JSON"
+    )
+    parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one_pass(options.one, options.loss[0], options.rows[0], options.dim)))
+        return
+    losses = {}
+    for name in options.loss:
+        table = [compare(name, rows, options.dim, options.rounds) for rows in sorted(options.rows)]
+        paper = carried_on(table, options.dim)
+        show(name, table, paper)
+        losses[name] = {"measured": table, "extrapolated": paper}
     about = {"machine": platform.machine(), "threads": torch.get_num_threads(), "dim": options.dim}
-    RESULTS.mkdir(exist_ok=True)
-    content = {**about, "rounds": options.rounds, "measured": table, "carried on": paper}
-    (RESULTS / "loss.json").write_text(json.dumps(content, indent=2) + "\n")
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.write_text(json.dumps({**about, "rounds": options.rounds, **losses}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -83,12 +83,13 @@ class _Divergence(torch.autograd.Function):
         batch: GlobalBatch,
     ) -> Tensor:
         all_texts, all_teacher_texts = batch.gather(texts), batch.gather(teacher_texts)  # (N, O), (N, P)
-        scaled = teacher_images * teacher_scale
         by_row, teacher_by_row = images.new_empty(2, 2, len(images))
         of_rows = images.new_empty(len(images))  # how much higher the teacher's logits are, by its softmax
         columns, teacher_columns = ColumnSums(batch.size, images), ColumnSums(batch.size, images, means=1)
         for (tile, logits), (_, teacher_logits) in zip(
-            tiles(images * scale, all_texts), tiles(scaled, all_teacher_texts), strict=True
+            tiles(images, all_texts, scale),
+            tiles(teacher_images, all_teacher_texts, teacher_scale),
+            strict=True,
         ):
             by_row[:, tile], teacher_by_row[:, tile] = row_sums(logits), row_sums(teacher_logits)
             higher = teacher_logits - logits  # (R, N)
@@ -98,8 +99,9 @@ class _Divergence(torch.autograd.Function):
             teacher_columns.add(teacher_logits, higher)
         by_column, _ = columns.over_ranks()  # (2, N)
         teacher_by_column, (of_columns,) = teacher_columns.over_ranks()
-        ctx.save_for_backward(images, all_texts, scale, by_row, by_column)
-        ctx.teacher = (scaled, all_teacher_texts, teacher_by_row, teacher_by_column)
+        student = (images, all_texts, scale, by_row, by_column)
+        teacher = (teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column)
+        ctx.save_for_backward(*student, *teacher)
         ctx.batch = batch
         by_images = of_rows + _logarithms(by_row) - _logarithms(teacher_by_row)
         by_texts = of_columns + _logarithms(by_column) - _logarithms(teacher_by_column)
@@ -108,11 +110,14 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        images, all_texts, scale, by_row, by_column = ctx.saved_tensors
-        scaled, all_teacher_texts, teacher_by_row, teacher_by_column = ctx.teacher
+        student, teacher = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        images, all_texts, scale, by_row, by_column = student
+        teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column = teacher
         found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for (tile, logits), (_, teacher_logits) in zip(
-            tiles(images * scale, all_texts), tiles(scaled, all_teacher_texts), strict=True
+            tiles(images, all_texts, scale),
+            tiles(teacher_images, all_teacher_texts, teacher_scale),
+            strict=True,
         ):
             slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             slopes -= softmaxes(teacher_logits, teacher_by_row[:, tile], teacher_by_column)

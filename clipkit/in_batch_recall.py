@@ -38,7 +38,7 @@ def in_batch_recall(image_features: Tensor, text_features: Tensor) -> Tensor:
         batch = GlobalBatch(images)
         own, of_rows = images.new_empty(2, len(images))
         of_columns = images.new_full((batch.size,), -torch.inf)  # the greatest of the others
-        for tile, cosines in tiles(images, batch.gather(texts)):
+        for tile, cosines in tiles(images, batch.gather(texts), images.new_ones(())):
             diagonal = cosines.diagonal(batch.own.start + tile.start)
             own[tile] = diagonal
             diagonal.fill_(-torch.inf)

@@ -85,7 +85,7 @@ class _Contrastive(torch.autograd.Function):
         all_texts = batch.gather(texts)  # (N, O)
         by_row = images.new_empty(2, len(images))
         columns = ColumnSums(len(all_texts), images)
-        for tile, logits in tiles(images * scale, all_texts):
+        for tile, logits in tiles(images, all_texts, scale):
             pairs.see(logits, tile)
             pairs.leave_out(logits, tile, _NONE)
             by_row[:, tile] = row_sums(logits)
@@ -102,7 +102,7 @@ class _Contrastive(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         images, all_texts, scale, by_row, by_column = ctx.saved_tensors
         found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad)
-        for tile, logits in tiles(images * scale, all_texts):
+        for tile, logits in tiles(images, all_texts, scale):
             ctx.pairs.leave_out(logits, tile, _NONE)
             slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             ctx.pairs.subtract_targets(slopes, tile)

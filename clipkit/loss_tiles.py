@@ -71,8 +71,8 @@ def tile_height(rows: int, columns: int) -> int:
     return min(rows, max(_LEAST_ROWS, _TILE // max(1, columns)))
 
 
-def tiles(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the (B, O) rows and their products with all (N, O) columns.
+def tiles(rows: Tensor, columns: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the (B, O) rows and their products with all (N, O) columns, times a scale.
 
     The (R, N) products may be overwritten; they lie in memory that the next ones take over.
     """
@@ -80,7 +80,7 @@ def tiles(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
     memory = rows.new_empty(height, len(columns))
     for start in range(0, len(rows), max(1, height)):
         tile = slice(start, min(start + height, len(rows)))
-        yield tile, torch.mm(rows[tile], columns.T, out=memory[: tile.stop - start])
+        yield tile, torch.mm(rows[tile] * scale, columns.T, out=memory[: tile.stop - start])
 
 
 def row_sums(logits: Tensor) -> Tensor:
