@@ -177,6 +177,16 @@ def test_a_loss_may_be_wanted_without_gradients_or_those_twice(loss: str) -> Non
         torch.testing.assert_close(3 * a, b, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_feature_that_is_no_number_leaves_no_loss_that_is_one(loss: str, lost: float) -> None:
+    """So that a run that diverges is seen."""
+    batch = given_batch(7, dtype=torch.float32)
+    with torch.no_grad():
+        batch.texts[3, 5] = lost
+    assert not ours(loss, batch).isfinite()
+
+
 def test_a_scale_of_one_row_has_a_gradient_of_one_row() -> None:
     """As FSDP wants parameters."""
     image, text, scale = features(7)
