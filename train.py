@@ -13,7 +13,6 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 # A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
 # times as long. Read when torch loads, so it is set before.
@@ -26,7 +25,6 @@ if __name__ == "__main__":
 import torch
 
 from clipkit import distributed, not_finite
-from clipkit.accumulation import backward
 from clipkit.architectures import Architecture
 from clipkit.averaging import AveragedWeights
 from clipkit.checkpoint import latest_checkpoint, passed_over
@@ -35,16 +33,18 @@ from clipkit.compile import compile_blocks
 from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
 from clipkit.errors import ClipkitError, ConfigError, run_command
+from clipkit.estimate import Estimate, estimate
+from clipkit.flops import counted_flops
 from clipkit.in_batch_recall import in_batch_recall
 from clipkit.locking import Unfreezing, lock
 from clipkit.model import CLIP, MAX_LOGIT_SCALE
 from clipkit.not_finite import write_down
-from clipkit.objective import Teaching, batch_loss
-from clipkit.optim import Rates, learning_rate, make_optimizer
+from clipkit.objective import chance_level
+from clipkit.optim import learning_rate, make_optimizer
 from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard
-from clipkit.patch_dropout import kept_patches
 from clipkit.peak_rate import measured_peak
 from clipkit.process import StopRequest, loss_after
+from clipkit.profiling import Profile
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
 from clipkit.recompute import recompute_blocks
 from clipkit.resume import load_training
@@ -56,18 +56,18 @@ from clipkit.run_folder import (
     only_trainer_of,
     too_many_bad,
 )
-from clipkit.seeds import seed_of, seeds_of
 from clipkit.spikes import is_spike, next_usual
 from clipkit.step_metrics import StepMetrics
 from clipkit.stopwatch import Stopwatch
 from clipkit.teacher import Teacher
 from clipkit.training_model import first_model, flops_of_steps, patch_counts, scored_weights, shape_of
 from clipkit.training_state import LoopState
+from clipkit.training_step import TrainingStep
 from clipkit.urls import shown, without_secrets
-from data.batch import Batch
 from data.device_decode import require_nvjpeg
 from data.loader import Loader
 from data.order import Order
+from data.prefetch import DeviceBatches
 from data.shards import Shards
 from data.stages import Stage
 from data.stored_features import StoredFeatures
@@ -96,6 +96,7 @@ def main() -> int:
     if options.dry_run:
         if chief:
             print(without_secrets(to_toml(config)), end="")
+            print("\n".join(["", *estimate_of(config, shape, device, world).lines()]))
         distributed.stop()
         return 0
     check_split(config, world)
@@ -134,7 +135,7 @@ def main() -> int:
         model.to(device)
         if config.sharding != "none":
             shard(model, config.sharding, bf16=bf16)
-        optimizer = make_optimizer(model, config.optim, name=config.optim.name, rates=rates_of(config))
+        optimizer = make_optimizer(model, config.optim)
         averaged = AveragedWeights(model, config.optim.average) if config.optim.average else None
         unfreezing = (
             Unfreezing(model, every=config.lock.unfreeze_every) if config.lock.unfreeze_every else None
@@ -142,6 +143,16 @@ def main() -> int:
         teacher = None
         if config.distill.teacher:
             teacher = Teacher(config.distill.teacher, model, device=device, bf16=bf16)
+        compute = TrainingStep(
+            shape=shape,
+            loss=config.loss,
+            distill=config.distill,
+            teacher=teacher,
+            patch_dropout=config.model.patch_dropout,
+            seed=config.seed,
+            accumulate=config.accumulate,
+            bf16=bf16,
+        )
         loader = Loader(
             shards=shards,
             order=order,
@@ -161,7 +172,7 @@ def main() -> int:
         state = LoopState(step=0, data=shards.fingerprint())
         checkpoint, planned = latest_checkpoint(run), config.steps
         if checkpoint is not None:
-            found = load_training(checkpoint, model, optimizer, averaged)
+            found = load_training(checkpoint, model, optimizer, averaged, partly=unfreezing is not None)
             if found.data != state.data:
                 raise other_data(run, f"fingerprint {state.data}, it was {found.data}")
             check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
@@ -174,6 +185,10 @@ def main() -> int:
         if unfreezing is not None:
             unfreezing.lock_for_step(state.step)
         trained = replicated(model)
+        if options.replay:
+            batch = loader.on_device(loader.batch(state.step), state.step, device)
+            print("\n".join(not_finite.replayed(model, compute, batch, state.step, loader.names(batch.ids))))
+            return 0
 
         # 7. The loop.
         if chief:
@@ -201,7 +216,8 @@ def main() -> int:
         flops = flops_of_steps(model, config.model.patch_dropout, config.batch_size)
         dtype = torch.bfloat16 if bf16 else torch.float32
         peak = measured_peak(device, dtype) if flops is not None else None
-        batches = loader.batches(state.step, config.steps)
+        batches = DeviceBatches(loader, state.step, config.steps, device)
+        profiled = Profile(run, options.profile if chief else 0, device=device, say=progress.say)
         step, stopped = state.step, False
         began, saved_at = clock() - state.seconds, clock()
         try:
@@ -209,36 +225,20 @@ def main() -> int:
                 scorer.score_if_owed(step)  # a run that was stopped leaves the scores of its last step to us
             stop.save_first(True, loss_after(writer.saved_step))
             steps = StepMetrics(watch, device=device, ranks=world, peak=peak)
+            profiled.__enter__()
             while step < config.steps and not stopped:
                 # 7a. The next batch, already on its way.
                 watch.begin("data")
                 batch = next(batches)
-                watch.begin("transfer")
-                batch = loader.on_device(batch, step, device)
                 if unfreezing is not None and unfreezing.lock_for_step(step):
                     trained = replicated(model)
 
                 # 7b. The gradient of the global batch, clipped.
-                rate = learning_rate(
-                    step,
-                    config.steps,
-                    config.optim,
-                    schedule=config.optim.schedule,
-                    cooldown=config.optim.cooldown,
-                )
+                rate = learning_rate(step, config.steps, config.optim)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
                 optimizer.zero_grad(set_to_none=True)
-                taught = teaching(batch, teacher, config)
-                features = backward(
-                    trained,
-                    model_inputs(batch, step, config, shape),
-                    loss=batch_loss(config.loss, config.distill, batch.identities, taught),
-                    parts=config.accumulate,
-                    autocast=bf16,
-                    seeds=[] if shape.is_own else seeds_of(config.seed, step, rank, config.accumulate),
-                    watch=watch,
-                )
+                features = compute.gradients(trained, batch, step, watch)
                 complete_gradients(model)
                 norm_here = clip_gradients(model, config.optim.clip_norm)
                 loss, norm = torch.stack([features.loss.float(), norm_here.float()]).tolist()
@@ -285,6 +285,7 @@ def main() -> int:
                 )
                 watch.begin("other")
                 progress.advance(step)
+                profiled.step()
                 steps.step(
                     samples=config.batch_size, flops=flops and flops(batch.lengths, batch.images.shape[-1])
                 )
@@ -307,7 +308,7 @@ def main() -> int:
                         "epoch": (step - 1) // order.batches_per_epoch,
                         "samples": step * config.batch_size,
                         "loss": loss,
-                        "chance": math.log(config.batch_size),
+                        "chance": chance_level(config.loss, config.batch_size),
                         "image_to_text_R@1": recall[0].item(),
                         "text_to_image_R@1": recall[1].item(),
                         "scale": model.logit_scale.exp().item(),
@@ -317,6 +318,7 @@ def main() -> int:
                         "skipped": state.skipped,
                         "seconds": state.seconds,
                         **steps.read(),
+                        "transfer_time": batches.seconds().transfer,
                     }
                     progress.update(step, metrics)
                     if waited := steps.starved():
@@ -339,6 +341,8 @@ def main() -> int:
                 stop.save_first(False, "all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
+            profiled.__exit__(None, None, None)
+            batches.close()
             bad_lines.sum_up(state.bad_samples, at_once=True)
             progress.close()
             log.close()
@@ -372,7 +376,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="default: configs/quickstart.toml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings instead of the file's")
-    parser.add_argument("--dry-run", action="store_true", help="print the configuration and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the configuration and what the run would cost, and stop"
+    )
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="compute the next step, change nothing, and tell what is not finite",
+    )
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="record N steps with torch's profiler"
+    )
     options = parser.parse_intermixed_args()
     if options.config is not None and "=" in options.config:
         options.overrides.insert(0, options.config)
@@ -387,13 +401,6 @@ def check_split(config: Config, world: int) -> None:
             f"batch_size = {config.batch_size} cannot be split over {world} processes × "
             f"accumulate = {config.accumulate}"
         )
-
-
-def rates_of(config: Config) -> Rates:
-    optim = config.optim
-    return Rates(
-        layer_decay=optim.layer_decay, image_scale=optim.image_lr_scale, text_scale=optim.text_lr_scale
-    )
 
 
 def small_stage(config: Config, shape: Architecture) -> tuple[Stage, ...]:
@@ -415,28 +422,29 @@ def stored_features(config: Config) -> StoredFeatures | None:
     return StoredFeatures(Path(distill.features), Path(distill.text_features)) if distill.features else None
 
 
-def model_inputs(batch: Batch, step: int, config: Config, shape: Architecture) -> dict[str, Any]:
-    """What the model is called with; which patches are dropped follows from the seed, the step and the place."""
-    inputs = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
-    counts = patch_counts(shape, config.model.patch_dropout, batch.images.shape[-1])
-    if counts is not None:
-        patches, keep = counts
-        rows = batch.rows.to(batch.images.device)
-        inputs["patches"] = kept_patches(
-            seed=seed_of(config.seed, step), rows=rows, patches=patches, keep=keep
-        )
-    return inputs
-
-
-def teaching(batch: Batch, teacher: Teacher | None, config: Config) -> Teaching | None:
-    """What a teacher says of a batch, if there is one."""
-    if teacher is not None:
-        return teacher(batch.images, batch.tokens)
-    if batch.teacher is None:
-        return None
-    assert batch.teacher.texts is not None
-    scale = torch.tensor(config.distill.scale, device=batch.images.device)
-    return Teaching(images=batch.teacher.images, texts=batch.teacher.texts, scale=scale)
+def estimate_of(config: Config, shape: Architecture, device: torch.device, world: int) -> Estimate:
+    """What the run would cost, at the fastest that this machine's device multiplies matrices."""
+    with torch.device("meta"):
+        model = CLIP(shape, name=config.model.label)
+    lock(model, image=config.lock.image, text=config.lock.text)
+    bf16 = use_bf16(config, device)
+    counts = patch_counts(shape, config.model.patch_dropout, shape.vision.image_size)
+    return estimate(
+        model,
+        batch_size=config.batch_size,
+        steps=config.steps,
+        world=world,
+        parts=config.accumulate,
+        patches=counts[1] if counts else None,
+        bf16=bf16,
+        recompute=bool(config.recompute),
+        optimizer=config.optim.name,
+        average=bool(config.optim.average),
+        sharding=config.sharding,
+        shard_ranks=distributed.ranks_of_host(),
+        peak=measured_peak(device, torch.bfloat16 if bf16 else torch.float32),
+        counted=counted_flops(model),
+    )
 
 
 def use_bf16(config: Config, device: torch.device) -> bool:

@@ -78,7 +78,7 @@ def backward(
             first.append(bare(**piece))
     watch.begin("loss")
     whole = [torch.cat([one[i] for one in first]).requires_grad_() for i in (0, 1)]
-    numbers = [one.clone().requires_grad_() for one in first[0][2:]]  # exp(t), and the bias
+    numbers = [one.detach().clone().requires_grad_() for one in first[0][2:]]  # exp(t), and the bias
     value = loss(*whole, *numbers)
     torch.autograd.backward(value)
     watch.begin("backward")

@@ -12,8 +12,8 @@
         COMPLETE                                 size of each file
     RUN/.saved                                   there has been a checkpoint
 
-clipkit/checkpoint_writer.py writes them, and clipkit/resume.py reads what a training goes on with. No pickle is read
-or written. A run whose checkpoints are all lost or damaged is not begun anew: that would erase its history.
+clipkit/checkpoint_writer.py writes them, clipkit/resume.py reads what a training goes on with. No pickle is read or
+written. A run whose checkpoints are all lost or damaged is not begun anew: that would erase its history.
 """
 
 import json

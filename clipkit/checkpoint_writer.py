@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run while it trains on; what is in one, clipkit/checkpoint.py says.
 
 The state is copied at once (on a GPU: while the next step is computed), written aside by a thread, synced and
-renamed, and only then does LATEST move: whatever ends the process, the former checkpoint stays whole. A model on one
+renamed, and only then LATEST moves: whatever ends the process, the former checkpoint stays whole. A model on one
 rank or replicated is written by the chief; of a sharded one every rank writes its shards to the folder, which all
 share, and the chief joins them to the same files, so that it does not matter later how many ranks there were.
 """
@@ -160,6 +160,7 @@ class CheckpointWriter:
     def _begin_shards(self, files: Files, aside: Path, folder: Path) -> _Saving:
         self._group = self._group or background_group()
         names = list(files)
+        numbers = {key: one.cpu() for content in files.values() for key, one in content.items() if not one.ndim}
         response = async_save(
             {name: tensor for content in files.values() for name, tensor in content.items()},
             storage_writer=HuggingFaceStorageWriter(
@@ -182,7 +183,9 @@ class CheckpointWriter:
             uploaded.result()
             if rank() == 0:
                 for number, name in enumerate(names, 1):
-                    (aside / f"model-{number:05d}-of-{len(names):05d}.safetensors").rename(aside / name)
+                    joined = aside / f"model-{number:05d}-of-{len(names):05d}.safetensors"
+                    _write_numbers(joined, numbers)
+                    joined.rename(aside / name)
                 shutil.rmtree(aside / "sharded")
                 (aside / "model.safetensors.index.json").unlink(missing_ok=True)
                 self._commit(aside, folder)
@@ -283,6 +286,19 @@ def _weights(model: CLIP) -> dict[str, Tensor]:
         seen.add(value.untyped_storage().data_ptr())
         tensors[name] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
     return tensors
+
+
+def _write_numbers(path: Path, numbers: Mapping[str, Tensor]) -> None:
+    """Fill in a file's single numbers: what joins shards (torch 2.15) leaves room for them, and zeros."""
+    with path.open("r+b") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_length))
+        for name in numbers.keys() & header.keys():
+            start, end = header[name]["data_offsets"]
+            content = numbers[name].contiguous().view(1).view(torch.uint8).numpy().tobytes()
+            assert header[name]["shape"] == [] and end - start == len(content), name
+            file.seek(8 + header_length + start)
+            file.write(content)
 
 
 def _point_at(root: Path, name: str) -> None:

@@ -5,18 +5,24 @@ RUN/not_finite.jsonl          the samples of that batch, a line each; of rank 3:
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from clipkit.errors import DataError
+from clipkit.accumulation import Features
+from clipkit.distributed import world_size
+from clipkit.errors import ConfigError, DataError
+from clipkit.model import CLIP
+from clipkit.training_step import PairBatch, TrainingStep
 
-__all__ = ["first_not_finite", "line", "write_down"]
+__all__ = ["Finding", "find", "line", "replayed", "write_down"]
+
+_SHOWN_ROWS = 10
 
 
 def write_down(run: Path, names: Sequence[tuple[str, str]], *, step: int, rank: int) -> Path:
@@ -40,59 +46,94 @@ def line(run: Path, step: int, loss: float, norm: float) -> str:
     if math.isfinite(loss):
         what = f"the gradient of step {step + 1} is {norm}"
     return (
-        f"{what}; step {step} is saved, and {run}/not_finite*.jsonl lists the samples: the same command with --replay "
-        "computes the step again and tells where it begins; try a lower optim.lr, a longer optim.warmup or precision=fp32"
+        f"{what}; step {step} is saved, and {run}/not_finite*.jsonl lists the samples: the same command with "
+        "--replay, in one process, computes the step again and tells where it begins; for a new run try a lower "
+        "optim.lr, a longer optim.warmup, optim.skip_above or precision=fp32"
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a step that was computed again has shown.
+
+    Attributes:
+        where: the first number that is not finite, in words; "" where all are.
+        rows: of the batch whose features are not finite.
+        loss: of the batch.
+    """
+
+    where: str
+    rows: tuple[int, ...]
+    loss: float
+
+
+def replayed(
+    model: CLIP, compute: TrainingStep, batch: PairBatch, step: int, names: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Compute a step again, in its precision and in fp32, and tell what is not finite; no weight changes.
+
+    Args:
+        model: in one process, with the weights of that moment; its gradients are replaced.
+        compute: the step.
+        batch: the whole global batch, on the model's device.
+        step: updates made before.
+        names: shard and key of each row.
+
+    Raises:
+        ConfigError: there are several processes.
+    """
+    if world_size() > 1:
+        raise ConfigError(
+            "--replay computes the whole batch in one process: start it with python, not torchrun"
+        )
+    lines = []
+    for bf16 in dict.fromkeys((compute.bf16, False)):
+        found = find(model, partial(replace(compute, bf16=bf16).gradients, model, batch, step))
+        said = (
+            f"{found.where} is not finite" if found.where else f"all is finite, the loss is {found.loss:.4f}"
+        )
+        lines.append(f"step {step + 1} in {'bf16' if bf16 else 'fp32'}: {said}")
+        bad = [names[row] for row in found.rows[:_SHOWN_ROWS]]
+        lines += [f"  its features are not finite: {key} in {shard}" for shard, key in bad]
+    return lines
+
+
+def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
+    """Compute a step's loss and gradients again and find where the first number is that is not finite.
+
+    Args:
+        model: a CLIP in one process; its gradients are replaced.
+        compute: the step's backward pass.
+    """
+    for parameter in model.parameters():
+        parameter.grad = None
+    found = [f"the weight {name}" for name, one in model.named_parameters() if not bool(one.isfinite().all())]
+    with _looking_at_outputs(model, found):
+        features = compute()
+    if not bool(features.loss.isfinite()):
+        found.append("the loss")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            found.append(f"the gradient of {name}")
+    finite = features.images.isfinite().all(dim=1) & features.texts.isfinite().all(dim=1)  # (B,)
+    rows = tuple((~finite).nonzero().flatten().tolist())
+    return Finding(where=found[0] if found else "", rows=rows, loss=float(features.loss))
+
+
 @contextmanager
-def _named_outputs(model: nn.Module, found: list[str]) -> Iterator[None]:
-    handles: list[RemovableHandle] = []
+def _looking_at_outputs(model: nn.Module, found: list[str]) -> Iterator[None]:
+    """Name modules whose output is not finite, inner ones before those that hold them."""
 
     def looking_at(name: str) -> Callable[..., None]:
         def look(module: nn.Module, given: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not found and not bool(output.isfinite().all()):
-                found.append(name)
+            if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+                found.append(f"the output of {name or 'the model'}")
 
         return look
 
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_hook(looking_at(name or "the model")))
+    handles = [one.register_forward_hook(looking_at(name)) for name, one in model.named_modules()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def first_not_finite(
-    model: nn.Module, inputs: Mapping[str, Any], loss: Callable[..., Tensor], *, autocast: bool
-) -> str:
-    """Compute a batch's loss and gradients again and name where the first number is not finite; "" if all are.
-
-    Args:
-        model: a CLIP; its gradients are replaced.
-        inputs: its arguments, see ``clipkit.accumulation.backward``.
-        loss: of what it returns.
-        autocast: whether the towers run in bfloat16.
-    """
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            return f"the weight {name}"
-        parameter.grad = None
-    found: list[str] = []
-    with (
-        _named_outputs(model, found),
-        torch.autocast(inputs["images"].device.type, torch.bfloat16, enabled=autocast),
-    ):
-        outputs = model(**inputs)
-    if found:
-        return f"the output of {found[0]}"
-    value = loss(*outputs)
-    if not bool(value.isfinite()):
-        return "the loss"
-    torch.autograd.backward(value)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            return f"the gradient of {name}"
-    return ""

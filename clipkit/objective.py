@@ -1,5 +1,6 @@
 """The loss that a configuration asks for, of one batch: contrastive, and a teacher's part where there is one."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor
 from clipkit.config import DistillConfig, LossConfig
 from clipkit.loss import clip_loss, distillation_loss, siglip_loss
 
-__all__ = ["Teaching", "batch_loss"]
+__all__ = ["Teaching", "batch_loss", "chance_level"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,6 +22,14 @@ class Teaching:
     images: Tensor  # (B, T)
     texts: Tensor  # (B, T)
     scale: Tensor  # exp(t)
+
+
+def chance_level(loss: LossConfig, rows: int) -> float:
+    """The loss of a model that tells nothing apart, over a global batch of ``rows`` pairs without a teacher."""
+    softmax = math.log(rows)
+    if loss.name == "clip":
+        return softmax
+    return softmax + (rows - 1) * math.log(rows / (rows - 1))  # each pair is taken for one of a row's own by 1 in N
 
 
 def _clip_loss(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor, **same: Any) -> Tensor:

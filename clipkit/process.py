@@ -13,7 +13,9 @@ def loss_after(saved: int) -> str:
 
 
 class StopRequest:
-    """Ctrl-C, SIGTERM or the end of an ssh session (SIGHUP) asks to save and leave after the step.
+    """Ctrl-C, SIGTERM, the end of an ssh session (SIGHUP) or SIGUSR1 asks to save and leave after the step.
+
+    SIGUSR1 is what a cluster's scheduler is told to send before the job's time is up.
 
     A second Ctrl-C leaves at once; so does the first where there is nothing to save.
     """
@@ -22,7 +24,7 @@ class StopRequest:
         self.asked, self.saves = False, False
         self.otherwise = "before the first step; the same command begins again"  # said where nothing is saved
         self._owner = os.getpid()  # a loader process leaves signals to the trainer
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._ask)
 

@@ -20,7 +20,12 @@ __all__ = ["load_training"]
 
 
 def load_training(
-    folder: Path, model: CLIP, optimizer: torch.optim.Optimizer, averaged: AveragedWeights | None = None
+    folder: Path,
+    model: CLIP,
+    optimizer: torch.optim.Optimizer,
+    averaged: AveragedWeights | None = None,
+    *,
+    partly: bool = False,
 ) -> LoopState:
     """Put a checkpoint's weights and optimizer state into what a run has built; returns the loop's state.
 
@@ -29,6 +34,7 @@ def load_training(
         model: on its device, sharded or not, whatever the checkpoint was written by.
         optimizer: over the model's parameters.
         averaged: of the model, where the run averages weights.
+        partly: whether some parameters may have no optimizer state yet, as they are unfrozen one after the other.
 
     Raises:
         CheckpointError: a file is missing or damaged, or does not fit the model.
@@ -50,7 +56,9 @@ def load_training(
         raise CheckpointError(f"{folder}: the weights are averaged ones; set optim.average as it was")
     for name, own in model.state_dict().items():
         put(own, weights[name])
-    restore_optimizer(model, optimizer, _Stored(folder / "optimizer.safetensors"), origin=folder)
+    restore_optimizer(
+        model, optimizer, _Stored(folder / "optimizer.safetensors"), origin=folder, partly=partly
+    )
     return state
 
 
@@ -70,8 +78,9 @@ class _Stored(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file: Any
         try:
-            self._file: Any = safe_open(path, framework="pt")
+            self._file = safe_open(path, framework="pt")
             self._names = list(self._file.keys())  # no mapping: iterating gives nothing
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error

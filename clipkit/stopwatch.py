@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["PHASES", "Stopwatch"]
 
-PHASES = ("data", "transfer", "forward", "loss", "backward", "optimizer", "agreement", "other")
+PHASES = ("data", "forward", "loss", "backward", "optimizer", "agreement", "other")
 _Mark = float | torch.cuda.Event
 
 

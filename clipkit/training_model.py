@@ -57,8 +57,6 @@ def first_model(
             )
     else:
         first = create(shape, name=model.label, seed=seed)
-        if small.steps and small.image_size:
-            first.smooth_positions(small.image_size)
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(loss.name == "siglip")
     return first.train()

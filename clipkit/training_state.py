@@ -74,11 +74,21 @@ def optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def restore_optimizer(
-    model: CLIP, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], *, origin: Path
+    model: CLIP,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    *,
+    origin: Path,
+    partly: bool = False,
 ) -> None:
     """Give an optimizer the state that ``optimizer_tensors`` took; model and optimizer may be sharded.
 
-    A parameter that had no gradient yet, as it was locked so far, has no state.
+    Args:
+        model: whose parameters the optimizer has.
+        optimizer: one of ``clipkit.optim``.
+        tensors: what was taken.
+        origin: where they come from, for messages.
+        partly: whether some parameters may have no state, as they had no gradient yet.
 
     Raises:
         CheckpointError: it is for other parameters, incomplete, or of other shapes or dtypes.
@@ -90,7 +100,8 @@ def restore_optimizer(
         name, _, what = key.rpartition("/")
         stored.setdefault(name, []).append(what)
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    if not wanted.keys() <= stored.keys() or any(id(parameters.get(name)) not in held for name in stored):
+    missing = wanted.keys() - stored.keys()
+    if (missing and not partly) or any(id(parameters.get(name)) not in held for name in stored):
         raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
     for name, kinds in stored.items():
         _check(expected_state(optimizer, parameters[name]), kinds, tensors, name, origin)

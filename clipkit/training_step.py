@@ -1,0 +1,103 @@
+"""What one training step computes: a batch into the gradients of the loss that the settings ask for.
+
+Everything that a step draws at random follows from the seed, the step and the place in the global batch.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from clipkit.accumulation import Features, backward
+from clipkit.architectures import Architecture
+from clipkit.config import DistillConfig, LossConfig
+from clipkit.distributed import rank
+from clipkit.objective import Teaching, batch_loss
+from clipkit.patch_dropout import kept_patches
+from clipkit.seeds import seed_of, seeds_of
+from clipkit.stopwatch import Stopwatch
+from clipkit.teacher import Teacher
+from clipkit.training_model import patch_counts
+
+__all__ = ["PairBatch", "TrainingStep"]
+
+
+class PairBatch(Protocol):
+    """What is used of a batch, see data/batch.py."""
+
+    @property
+    def images(self) -> Tensor: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+    @property
+    def rows(self) -> Tensor: ...
+    @property
+    def identities(self) -> Tensor: ...
+    @property
+    def teacher(self) -> tuple[Tensor, Tensor | None] | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A step's gradients as a function of the model, the batch and the step's number.
+
+    Attributes:
+        shape: the model's architecture.
+        loss: what is minimized.
+        distill: how much of it is a teacher's.
+        teacher: which encodes along, if one does.
+        patch_dropout: share of the patches that is left out.
+        seed: of the run.
+        accumulate: pieces that this rank's share is computed in.
+        bf16: whether the towers run in bfloat16.
+    """
+
+    shape: Architecture
+    loss: LossConfig
+    distill: DistillConfig
+    teacher: Teacher | None
+    patch_dropout: float
+    seed: int
+    accumulate: int
+    bf16: bool
+
+    def gradients(
+        self, module: nn.Module, batch: PairBatch, step: int, watch: Stopwatch | None = None
+    ) -> Features:
+        """Leave the gradient of the global batch's loss in the module's parameters; ``step`` were made before."""
+        return backward(
+            module,
+            self._inputs(batch, step),
+            loss=batch_loss(self.loss, self.distill, batch.identities, self._teaching(batch)),
+            parts=self.accumulate,
+            autocast=self.bf16,
+            # clipkit's own towers draw nothing; others' dropout draws from torch's generator
+            seeds=() if self.shape.is_own else seeds_of(self.seed, step, rank(), self.accumulate),
+            watch=watch,
+        )
+
+    def _inputs(self, batch: PairBatch, step: int) -> dict[str, Any]:
+        inputs = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
+        counts = patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1])
+        if counts is not None:
+            inputs["patches"] = kept_patches(
+                seed=seed_of(self.seed, step),
+                rows=batch.rows.to(batch.images.device),
+                patches=counts[0],
+                keep=counts[1],
+            )
+        return inputs
+
+    def _teaching(self, batch: PairBatch) -> Teaching | None:
+        if self.teacher is not None:
+            return self.teacher(batch.images, batch.tokens)
+        if batch.teacher is None:
+            return None
+        images, texts = batch.teacher
+        assert texts is not None
+        return Teaching(
+            images=images, texts=texts, scale=torch.tensor(self.distill.scale, device=images.device)
+        )
