@@ -79,7 +79,7 @@ class _Sigmoid(torch.autograd.Function):
         all_texts = batch.gather(texts)  # (N, O)
         of_rows, of_bias = images.new_empty(len(images)), torch.zeros_like(bias)
         found = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
-        for tile, logits in tiles(images * scale, all_texts):
+        for tile, logits in tiles(images, all_texts, scale):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate(wrong, tile)
             pairs.leave_out(wrong, tile, _NONE)
