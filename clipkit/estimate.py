@@ -183,25 +183,6 @@ def estimate(
     shape = model.architecture
     tokens = tokens or shape.text.context_length
     rows = math.ceil(batch_size / world)
-    image_blocks, text_blocks = trained_blocks(model)
-    known = counted or {}
-    try:
-        image = known.get("image") or image_flops(shape, patches=patches, blocks=image_blocks)
-        text = known.get("text") or text_flops(shape, tokens, blocks=text_blocks)
-        of_rank = step_flops(
-            shape,
-            rows=rows,
-            lengths={tokens: rows},
-            global_rows=batch_size,
-            patches=patches,
-            image_blocks=image_blocks,
-            text_blocks=text_blocks,
-            counted=counted,
-        )
-        flops: tuple[Flops, Flops, int] | tuple[None, None, None] = (image, text, of_rank)
-    except ConfigError:
-        flops = (None, None, None)
-    hours = None if peak is None or flops[2] is None else steps * flops[2] / (peak * mfu) / 3600
     part = math.ceil(rows / parts)
     ways = {"none": 1, "full": world, "hybrid": shard_ranks or world}[sharding]
     memory = Memory(
@@ -211,21 +192,46 @@ def estimate(
         # of this step and the next as they are stored, and a part of them as the tower takes it
         pictures=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
     )
+    image, text, of_rank = _flops_of(model, rows, batch_size, tokens, patches, counted or {})
     return Estimate(
         parameters=_parameters(model),
         trained=sum(one.numel() for one in model.parameters() if one.requires_grad),
         tokens=tokens,
         batch_size=batch_size,
-        image_flops=flops[0],
-        text_flops=flops[1],
-        step_flops=None if flops[2] is None else flops[2] * world,
+        image_flops=image,
+        text_flops=text,
+        step_flops=None if of_rank is None else of_rank * world,
         memory=memory,
         steps=steps,
         world=world,
         mfu=mfu,
         peak=peak,
-        hours=hours,
+        hours=None if peak is None or of_rank is None else steps * of_rank / (peak * mfu) / 3600,
     )
+
+
+def _flops_of(
+    model: "CLIP", rows: int, all_rows: int, tokens: int, patches: int | None, counted: Mapping[str, Flops]
+) -> tuple[Flops, Flops, int] | tuple[None, None, None]:
+    """Of a picture, of a caption, and of one rank's step; None where a tower's are not known."""
+    shape = model.architecture
+    image_blocks, text_blocks = trained_blocks(model)
+    try:
+        image = counted.get("image") or image_flops(shape, patches=patches, blocks=image_blocks)
+        text = counted.get("text") or text_flops(shape, tokens, blocks=text_blocks)
+    except ConfigError:
+        return None, None, None
+    step = step_flops(
+        shape,
+        rows=rows,
+        lengths={tokens: rows},
+        global_rows=all_rows,
+        patches=patches,
+        image_blocks=image_blocks,
+        text_blocks=text_blocks,
+        counted=counted,
+    )
+    return image, text, step
 
 
 def _parameters(model: "CLIP") -> dict[str, int]:
