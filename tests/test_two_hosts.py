@@ -23,7 +23,7 @@ from data.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parent.parent
 STEPS, SAVED_EVERY, LOST_AFTER = 14, 5, 7
-SECONDS = 120  # after which something hangs
+SECONDS = 240  # after which something hangs
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 
