@@ -92,7 +92,7 @@ def main() -> int:
     # 2. The configuration, which never changes from here on.
     config = load_config(options.config, options.overrides)
     run = Path(config.out)
-    shape = shape_of(config.model, config.loss)
+    shape = shape_of(config.model, config.loss, config.small)
     if options.dry_run:
         if chief:
             print(without_secrets(to_toml(config)), end="")

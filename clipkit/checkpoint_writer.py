@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
-from clipkit.architectures import ARCHITECTURES
 from clipkit.averaging import AveragedWeights
 from clipkit.checkpoint import (
     COMPLETE,
@@ -42,6 +41,7 @@ from clipkit.config_file import to_toml
 from clipkit.distributed import background_group, barrier, rank
 from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
+from clipkit.model_folder import model_card, weights_of
 from clipkit.training_state import LoopState, optimizer_tensors
 
 __all__ = ["CheckpointWriter", "save_checkpoint"]
@@ -160,7 +160,9 @@ class CheckpointWriter:
     def _begin_shards(self, files: Files, aside: Path, folder: Path) -> _Saving:
         self._group = self._group or background_group()
         names = list(files)
-        numbers = {key: one.cpu() for content in files.values() for key, one in content.items() if not one.ndim}
+        numbers = {
+            key: one.cpu() for content in files.values() for key, one in content.items() if not one.ndim
+        }
         response = async_save(
             {name: tensor for content in files.values() for name, tensor in content.items()},
             storage_writer=HuggingFaceStorageWriter(
@@ -246,7 +248,7 @@ def save_checkpoint(
 
 def _files(model: CLIP, optimizer: torch.optim.Optimizer, averaged: AveragedWeights | None) -> Files:
     """What is written: with averaged weights, these are the model, and those in training stand beside."""
-    weights = _weights(model)
+    weights = weights_of(model)
     files = {"model.safetensors": weights, "optimizer.safetensors": optimizer_tensors(model, optimizer)}
     if averaged is not None:
         average = averaged.tensors()
@@ -256,36 +258,9 @@ def _files(model: CLIP, optimizer: torch.optim.Optimizer, averaged: AveragedWeig
 
 
 def _write_cards(folder: Path, model: CLIP, state: LoopState, config: Config) -> None:
-    (folder / "model.json").write_text(json.dumps(_model_card(model, folder), indent=2) + "\n")
+    (folder / "model.json").write_text(json.dumps(model_card(model, folder), indent=2) + "\n")
     (folder / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-
-
-def _model_card(model: CLIP, folder: Path) -> dict[str, Any]:
-    # a name of ours on another shape would mislead
-    name = model.name if ARCHITECTURES.get(model.name, model.architecture) == model.architecture else ""
-    return {
-        "format": FORMAT,
-        "name": name,
-        "architecture": model.architecture.to_dict(),
-        "preprocess": model.preprocess.to_dict(),
-        "tokenizer": model.tokenizer.store(folder),
-    }
-
-
-def _weights(model: CLIP) -> dict[str, Tensor]:
-    """The state dict; what lies in one memory under two names, as tied embeddings do, is written twice."""
-    seen: set[int] = set()
-    tensors: dict[str, Tensor] = {}
-    state: Mapping[str, Tensor] = model.state_dict()
-    for name, value in state.items():
-        if isinstance(value, DTensor):  # of clipkit's own towers, which tie nothing
-            tensors[name] = value
-            continue
-        shared = value.untyped_storage().data_ptr() in seen
-        seen.add(value.untyped_storage().data_ptr())
-        tensors[name] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
-    return tensors
 
 
 def _write_numbers(path: Path, numbers: Mapping[str, Tensor]) -> None:

@@ -83,9 +83,14 @@ def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
 
 def weights_of(model: CLIP) -> dict[str, Tensor]:
     """The state dict; what lies in one memory under two names, as tied embeddings do, is copied."""
+    from torch.distributed.tensor import DTensor
+
     seen: set[int] = set()
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
+        if isinstance(value, DTensor):  # spread over ranks: of clipkit's own towers, which tie nothing
+            tensors[name] = value
+            continue
         shared = value.untyped_storage().data_ptr() in seen
         seen.add(value.untyped_storage().data_ptr())
         tensors[name] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()

@@ -1,23 +1,19 @@
-"""Position embeddings for another image size or text length: of stored weights, and of a model that is trained.
+"""Position embeddings for another image size or text length: of stored weights, and while a model is trained.
 
 Training small first and at full size for the last steps is CLIPA's schedule (Li et al. 2023, arXiv 2305.07017);
 FixRes (Touvron et al. 2019, arXiv 1906.06423) is the older finish at a higher resolution.
 """
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from clipkit.errors import CheckpointError, ConfigError
+from clipkit.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from clipkit.model import CLIP
-
-__all__ = ["fit_moment", "fit_positions", "resize"]
+__all__ = ["fit_positions", "fitted_grid", "smooth_grid"]
 
 # a ViT's, a ResNet's pooling, a ViT of timm
 _IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
@@ -57,57 +53,34 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
     return fitted
 
 
-def fit_moment(name: str, moment: Tensor, wanted: torch.Size, *, least: float = -math.inf) -> Tensor:
-    """What an optimizer knows of one position embedding, resampled as ``resize`` does with the embedding itself.
+def fitted_grid(positions: Tensor, side: int) -> Tensor:
+    """Position embeddings of a class token and a square grid, for another grid; (1 + P, D) → (1 + side², D).
 
-    Args:
-        name: the parameter's.
-        moment: of the parameter's old shape, such as Adam's ``exp_avg`` or ``exp_avg_sq``.
-        wanted: its new shape.
-        least: 0 for averages of squares, which bicubic resampling could take below it.
+    Differentiable, so that a tower may be trained on smaller pictures than its own (as FlexiViT's, Beyer et al.
+    2023, https://arxiv.org/abs/2212.08013).
     """
-    fitted = fit_positions({name: moment}, {name: wanted})[name]
-    assert fitted.shape == wanted, (name, fitted.shape, wanted)
-    return fitted.clamp_min(least)
+    own = math.isqrt(len(positions) - 1)
+    weights = _grid_weights(own, side, positions.device).to(positions.dtype)
+    return torch.cat([positions[:1], weights @ positions[1:]])
 
 
 @torch.no_grad()
-def resize(model: "CLIP", *, image_size: int = 0, context_length: int = 0) -> dict[str, nn.Parameter]:
-    """Change the size of a live model's pictures, or the length of its texts; 0 leaves as it is.
+def smooth_grid(positions: Tensor, side: int) -> None:
+    """Have fresh position embeddings vary no faster than a grid of ``side`` tells; in place.
 
-    The model is changed in place: all its other parameters stay the same objects, so that what is known by them
-    (an optimizer's state, compiled blocks) need not be made again. Its architecture, preprocessing and tokenizer
-    follow. DDP and FSDP must be wrapped anew; parameters that are sharded must be made whole before.
-
-    Args:
-        model: of clipkit's own towers.
-        image_size: a multiple of the patch size.
-        context_length: in tokens. A shorter one keeps the first positions.
-
-    Returns:
-        The parameters that were replaced, as they were before, by their names.
-
-    Raises:
-        ConfigError: a tower takes no such size, or is not clipkit's own; the model is then as before.
+    What training on smaller pictures cannot reach would else stay noise, and appear at the full size.
     """
-    shape = model.architecture
-    if not shape.is_own:
-        raise ConfigError("only clipkit's own towers change their size while they are trained")
-    shape = shape.resized(image_size=image_size, context_length=context_length)
-    preprocess = replace(model.preprocess, image_size=shape.vision.image_size)
-    tokenizer = model.tokenizer.of_length(context_length) if context_length else model.tokenizer
-    with torch.device("meta"):
-        wanted = {name: one.shape for name, one in type(model)(shape).state_dict().items()}
-    own = {name: one for name, one in model.named_parameters() if one.shape != wanted[name]}
-    fitted = fit_positions({name: one.detach() for name, one in own.items()}, wanted)
-    for name, old in own.items():
-        where, _, last = name.rpartition(".")
-        assert fitted[name].shape == wanted[name], name
-        value = fitted[name].clone()  # a shorter text's is a part of the old one
-        setattr(model.get_submodule(where), last, nn.Parameter(value, requires_grad=old.requires_grad))
-    model.visual.image_size = shape.vision.image_size  # type: ignore[assignment]
-    model.architecture, model.preprocess, model.tokenizer = shape, preprocess, tokenizer
-    return own
+    own = math.isqrt(len(positions) - 1)
+    small = positions[1 : 1 + side**2].clone()  # as they were drawn
+    positions[1:] = _grid_weights(side, own, positions.device).to(positions.dtype) @ small
+
+
+@lru_cache(maxsize=16)
+def _grid_weights(side: int, new_side: int, device: torch.device) -> Tensor:
+    """(new_side², side²) of antialiased bicubic resizing: it is linear, and a product is the same on all devices."""
+    units = torch.eye(side**2).view(side**2, 1, side, side)
+    resized = F.interpolate(units, (new_side, new_side), mode="bicubic", antialias=True, align_corners=False)
+    return resized.flatten(1).T.contiguous().to(device)
 
 
 def _grid(old: Tensor, places: int) -> Tensor:

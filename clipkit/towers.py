@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipkit.packing import Packed, Padded
+from clipkit.resample import fitted_grid
 
 __all__ = [
     "Attention", "BagOfWordsTower", "Kernel", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer",
@@ -187,19 +188,24 @@ class VisionTransformer(nn.Module):
         """(B, 3, S, S) → features (B, O), not normalized.
 
         Args:
-            images: normalized float; or uint8, with ``colours``.
+            images: normalized float; or uint8, with ``colours``. Of another side than the tower's, which must be a
+                multiple of the patch size, position embeddings are resized to theirs.
             patches: (B, K) int64, ascending, the patches of each image that count, of P counted along rows; the
                 others cost nothing. None for all. See clipkit/patch_dropout.py.
             colours: mean and standard deviation, (3, 1, 1) each, by which images / 255 are normalized.
         """
-        assert images.shape[1:] == (3, self.image_size, self.image_size), tuple(images.shape)
+        side = images.shape[-1]
+        assert images.shape[1:] == (3, side, side) and side % self.patch_size == 0, tuple(images.shape)
         cut = self._cut(images, patches)  # (B, K, 3, p, p)
         if colours is not None:  # after the cut, where there may be fewer pixels, and in place: no copies
             mean, std = colours
             cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
         weight = self.conv1.weight.flatten(1)  # (D, 3pp)
         x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)
-        places = self.positional_embedding.to(x.dtype)  # (P + 1, D)
+        places: Tensor = self.positional_embedding
+        if side != self.image_size:
+            places = fitted_grid(places, side // self.patch_size)
+        places = places.to(x.dtype)  # (P + 1, D)
         first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
         x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
         read = self.ln_post(self.transformer(self.ln_pre(torch.cat([first, x], dim=1))))  # (B, D)
@@ -208,7 +214,8 @@ class VisionTransformer(nn.Module):
 
     def _cut(self, images: Tensor, patches: Tensor | None) -> Tensor:
         """(B, 3, S, S) → its patches (B, K, 3, p, p)."""
-        grid, side = self.image_size // self.patch_size, self.patch_size
+        side = self.patch_size
+        grid = images.shape[-1] // side
         # (B, 3, g, p, g, p) → (B, g, g, 3, p, p)
         tiles = images.unflatten(3, (grid, side)).unflatten(2, (grid, side)).permute(0, 2, 4, 1, 3, 5)
         if patches is None:

@@ -13,15 +13,17 @@ from clipkit.family import architecture
 from clipkit.flops import counted_flops, patches_of, step_flops, trained_blocks
 from clipkit.model import CLIP, create
 from clipkit.parallel import gathered
+from clipkit.resample import smooth_grid
+from clipkit.towers import VisionTransformer
 
 __all__ = ["first_model", "flops_of_steps", "patch_counts", "scored_weights", "shape_of"]
 
 
-def shape_of(model: ModelConfig, loss: LossConfig) -> Architecture:
+def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Architecture:
     """The architecture that settings name; with the bias that the sigmoid loss needs.
 
     Raises:
-        ConfigError: a name is unknown, or patches cannot be dropped of this image tower.
+        ConfigError: a name is unknown, or this image tower cannot drop patches or see smaller pictures.
     """
     shape = architecture(
         model.name,
@@ -34,7 +36,24 @@ def shape_of(model: ModelConfig, loss: LossConfig) -> Architecture:
         raise ConfigError(
             f"model.patch_dropout = {model.patch_dropout} is for clipkit's own image towers, not for {model.label}"
         )
+    if small.steps:
+        _check_small(small, shape, model.label)
     return replace(shape, logit_bias=True) if loss.name == "siglip" else shape
+
+
+def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
+    if small.image_size:
+        vision = shape.vision
+        fits = isinstance(vision, VisionTower) and small.image_size % vision.patch_size == 0
+        if not fits or small.image_size > vision.image_size:
+            raise ConfigError(
+                f"small.image_size = {small.image_size} does not fit {label}: a multiple of the patch size of one of "
+                "clipkit's own image towers, and no more than its image size"
+            )
+    if not 2 <= (small.context_length or 2) <= shape.text.context_length:
+        raise ConfigError(
+            f"small.context_length = {small.context_length} does not fit: 2 to {shape.text.context_length}"
+        )
 
 
 def first_model(
@@ -57,6 +76,8 @@ def first_model(
             )
     else:
         first = create(shape, name=model.label, seed=seed)
+        if small.steps and small.image_size and isinstance(first.visual, VisionTransformer):
+            smooth_grid(first.visual.positional_embedding, small.image_size // first.visual.patch_size)
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(loss.name == "siglip")
     return first.train()

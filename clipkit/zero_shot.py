@@ -119,10 +119,11 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards in the mode it had."""
-    was_training = model.training
+    """The model in evaluation mode, and afterwards each of its modules in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
