@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 # A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
@@ -41,7 +42,7 @@ from clipkit.model import CLIP, MAX_LOGIT_SCALE
 from clipkit.not_finite import write_down
 from clipkit.objective import chance_level
 from clipkit.optim import learning_rate, make_optimizer
-from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard
+from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.peak_rate import measured_peak
 from clipkit.process import StopRequest, loss_after
 from clipkit.profiling import Profile
@@ -127,14 +128,18 @@ def main() -> int:
 
         # 5. The model and all that is built around it, from the inside out; and the batches that it wants.
         model = first_model(config.model, config.loss, shape, seed=config.seed, small=config.small)
+        weights = model.state_dict()
+        if config.sharding != "none":
+            model = without_values(model)
         lock(model, image=config.lock.image, text=config.lock.text)
         if config.compile:
             compile_blocks(model)
         if config.recompute:
             recompute_blocks(model, every=config.recompute)
-        model.to(device)
         if config.sharding != "none":
-            shard(model, config.sharding, bf16=bf16)
+            shard(model, weights, config.sharding, device=device, bf16=bf16, reshard=config.reshard)
+        del weights
+        model.to(device)
         optimizer = make_optimizer(model, config.optim)
         averaged = AveragedWeights(model, config.optim.average) if config.optim.average else None
         unfreezing = (
@@ -208,7 +213,7 @@ def main() -> int:
             bf16=bf16,
             say=progress.say,
             record=log.write_scores,
-            as_scored=lambda: scored_weights(model, averaged),
+            as_scored=partial(scored_weights, model, averaged, reshard=config.reshard),
         )
         writer = CheckpointWriter(run, config, keep=config.checkpoint.keep, saved=state.step)
         bad_lines = BadSampleLines(progress, total=state.bad_samples, listed=f"{run}/bad_samples*.jsonl")

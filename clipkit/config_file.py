@@ -26,6 +26,7 @@ RESUMABLE = (
     "steps",
     "accumulate",
     "sharding",
+    "reshard",
     "recompute",
     "compile",
     "data.train",  # data may be moved; the manifest tells whether they are the same

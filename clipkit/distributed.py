@@ -80,7 +80,8 @@ def start() -> torch.device:
     if cuda and local_rank < gpus:
         torch.cuda.set_device(local_rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
+        store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
+        _store = PrefixStore(f"attempt {_attempt()}", store)
         _failures = Failures(_store, rank=rank, host=rank == 0 and not _store_is_torchruns())
         # tensors on the CPU go by gloo, so that agreeing on a flag never waits for a GPU's queue
         dist.init_process_group(
@@ -115,6 +116,16 @@ def together(command: Callable[[], int]) -> Callable[[], int]:
 def _store_is_torchruns() -> bool:
     """Whether the store that the ranks meet in outlives them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _attempt() -> str:
+    """Which start of the ranks this is, as far as one torchrun can say it.
+
+    Torchrun keeps its store when it starts the ranks again (torch 2.15): addresses and notes of the former ones are
+    still there. With several torchruns each counts for itself, and the numbers differ.
+    """
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone and _store_is_torchruns() else "0"
 
 
 def rank() -> int:

@@ -29,7 +29,9 @@ def chance_level(loss: LossConfig, rows: int) -> float:
     softmax = math.log(rows)
     if loss.name == "clip":
         return softmax
-    return softmax + (rows - 1) * math.log(rows / (rows - 1))  # each pair is taken for one of a row's own by 1 in N
+    return softmax + (rows - 1) * math.log(
+        rows / (rows - 1)
+    )  # each pair is taken for one of a row's own by 1 in N
 
 
 def _clip_loss(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor, **same: Any) -> Tensor:

@@ -4,7 +4,7 @@ Sharded parameters are DTensors (S): each rank holds some of the rows. The tempe
 numbers and stay whole (W); what the wrappers do for the others, is done for them here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -26,21 +26,44 @@ from clipkit.towers import ResidualAttentionBlock
 
 __all__ = [
     "SHARDINGS", "clip_gradients", "complete_gradients", "gathered", "local_gradients", "put", "replicated",
-    "shard", "single_numbers",
+    "shard", "single_numbers", "without_values",
 ]  # fmt: skip
 
 SHARDINGS = ("none", "full", "hybrid")
 
 
-def shard(model: CLIP, sharding: str, *, bf16: bool) -> None:
+def without_values(model: CLIP) -> CLIP:
+    """The same model on the meta device, in training mode, what is trained marked likewise."""
+    with torch.device("meta"):
+        empty = CLIP(
+            model.architecture, name=model.name, preprocess=model.preprocess, tokenizer=model.tokenizer
+        )
+    empty.origin = model.origin
+    for parameter, own in zip(empty.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(own.requires_grad)
+    return empty.train()
+
+
+def shard(
+    model: CLIP,
+    weights: Mapping[str, Tensor],
+    sharding: str,
+    *,
+    device: torch.device,
+    bf16: bool,
+    reshard: bool = True,
+) -> None:
     """Split a model's parameters over ranks (FSDP2, Zhao et al. 2023, https://arxiv.org/abs/2304.11277), in place.
 
-    Every block is gathered when it is computed, forward and again backward. Gradients are the mean over ranks.
+    Every block is gathered when it is computed. Gradients are the mean over ranks. No device ever holds the whole.
 
     Args:
-        model: on its device, the same weights on all ranks.
+        model: see ``without_values``; locked, compiled and recomputed as it is to be.
+        weights: what it is to hold, whole, by name; the same on all ranks.
         sharding: "full": over all ranks; "hybrid": over the ranks of a host, and the same on every host.
+        device: where the shards go.
         bf16: whether blocks are gathered in bfloat16; gradients are summed in float32.
+        reshard: whether blocks are let go after the forward pass and gathered again for the backward one.
 
     Raises:
         ConfigError: the towers are another library's, or there is one process, or hosts differ in size.
@@ -49,16 +72,19 @@ def shard(model: CLIP, sharding: str, *, bf16: bool) -> None:
         raise ConfigError(f"sharding = {sharding!r} splits clipkit's own towers; {model.name} has others")
     if world_size() == 1:
         raise ConfigError(f"sharding = {sharding!r} needs several processes: start with torchrun")
-    mesh = _mesh(sharding, next(model.parameters()).device.type)
+    mesh = _mesh(sharding, device.type)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
     )
     for block in [module for module in model.modules() if isinstance(module, ResidualAttentionBlock)]:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-        register_fsdp_forward_method(block, "read")
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=set(single_numbers(model)))
     for method in ("encode_image", "encode_text"):
         register_fsdp_forward_method(model, method)
+    model.to_empty(device=device)
+    model.reset_constants()
+    for name, own in model.state_dict().items():
+        put(own, weights[name])
 
 
 def _mesh(sharding: str, device: str) -> DeviceMesh:
@@ -100,7 +126,7 @@ def local_gradients(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def gathered(model: CLIP) -> Iterator[None]:
+def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
     """The whole model on every rank, for ranks that do not call it the same number of times; not for training."""
     if not isinstance(model, FSDPModule):
         yield
@@ -113,7 +139,7 @@ def gathered(model: CLIP) -> Iterator[None]:
         yield
     finally:
         for module in split:
-            module.set_reshard_after_forward(not isinstance(module, CLIP), recurse=False)
+            module.set_reshard_after_forward(reshard and not isinstance(module, CLIP), recurse=False)
             module.reshard()
 
 

@@ -61,7 +61,8 @@ def fitted_grid(positions: Tensor, side: int) -> Tensor:
     """
     own = math.isqrt(len(positions) - 1)
     weights = _grid_weights(own, side, positions.device).to(positions.dtype)
-    return torch.cat([positions[:1], weights @ positions[1:]])
+    with torch.autocast(positions.device.type, enabled=False):
+        return torch.cat([positions[:1], weights @ positions[1:]])
 
 
 @torch.no_grad()
@@ -77,10 +78,12 @@ def smooth_grid(positions: Tensor, side: int) -> None:
 
 @lru_cache(maxsize=16)
 def _grid_weights(side: int, new_side: int, device: torch.device) -> Tensor:
-    """(new_side², side²) of antialiased bicubic resizing: it is linear, and a product is the same on all devices."""
-    units = torch.eye(side**2).view(side**2, 1, side, side)
-    resized = F.interpolate(units, (new_side, new_side), mode="bicubic", antialias=True, align_corners=False)
-    return resized.flatten(1).T.contiguous().to(device)
+    """(new_side², side²) of antialiased bicubic resizing; a product with it is the same on all devices."""
+    size = (new_side, new_side)
+    with torch.inference_mode(False):  # it is kept, and training cannot use what was made in that mode
+        units = torch.eye(side**2).view(side**2, 1, side, side)
+        resized = F.interpolate(units, size, mode="bicubic", antialias=True, align_corners=False)
+        return resized.flatten(1).T.contiguous().to(device)
 
 
 def _grid(old: Tensor, places: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The model that a training begins with, and what its steps count for."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from clipkit.api import load
@@ -47,8 +47,8 @@ def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
         fits = isinstance(vision, VisionTower) and small.image_size % vision.patch_size == 0
         if not fits or small.image_size > vision.image_size:
             raise ConfigError(
-                f"small.image_size = {small.image_size} does not fit {label}: a multiple of the patch size of one of "
-                "clipkit's own image towers, and no more than its image size"
+                f"small.image_size = {small.image_size} does not fit {label}: a multiple of the patch size of one "
+                "of clipkit's own image towers, and no more than its image size"
             )
     if not 2 <= (small.context_length or 2) <= shape.text.context_length:
         raise ConfigError(
@@ -124,11 +124,7 @@ def flops_of_steps(
 
 
 @contextmanager
-def scored_weights(model: CLIP, averaged: AveragedWeights | None) -> Iterator[None]:
-    """The model as it is scored: averaged where it is averaged, and whole on every rank."""
-    if averaged is None:
-        with gathered(model):
-            yield
-        return
-    with averaged.applied(), gathered(model):
+def scored_weights(model: CLIP, averaged: AveragedWeights | None, *, reshard: bool = True) -> Iterator[None]:
+    """The model as it is scored: averaged where it is averaged, and whole on every rank; see ``gathered``."""
+    with nullcontext() if averaged is None else averaged.applied(), gathered(model, reshard=reshard):
         yield

@@ -19,7 +19,7 @@ from clipkit.architectures import Architecture, TextTower, VisionTower
 from clipkit.locking import lock
 from clipkit.loss import clip_loss, siglip_loss
 from clipkit.model import CLIP
-from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard
+from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.patch_dropout import kept_patches
 
 BATCH, END, PATCHES, KEPT = 23, 99, 16, 7  # no number of ranks or parts divides the batch
@@ -95,7 +95,8 @@ def compute(way: Way) -> dict[str, Tensor]:
     if way.locked:
         lock(model, image="all", text=2)
     if way.sharded:
-        shard(model, "full", bf16=False)
+        whole, model = model, without_values(model).to(way.dtype)
+        shard(model, whole.state_dict(), "full", device=torch.device("cpu"), bf16=False)
     trained: nn.Module = replicated(model)
     given, identities = inputs(way)
     losses: dict[str, Callable[..., Tensor]] = {

@@ -17,7 +17,7 @@ from clipkit.locking import Unfreezing
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP, create
 from clipkit.optim import OPTIMIZERS, make_optimizer
-from clipkit.parallel import complete_gradients, shard
+from clipkit.parallel import complete_gradients, shard, without_values
 
 SHAPE = Architecture(
     embed_dim=7,  # no multiple of the ranks
@@ -86,8 +86,9 @@ def compare(plain: CLIP, spread: CLIP, name: str) -> float:
 
 def compare_trainings(name: str) -> float:
     """The largest difference of a training under FSDP2 that unfreezes, and scores averaged weights in between."""
-    models = (create(SHAPE, seed=0).double(), create(SHAPE, seed=0).double())
-    shard(models[1], "full", bf16=False)
+    whole = create(SHAPE, seed=0).double()
+    models = (whole, without_values(whole).double())
+    shard(models[1], whole.state_dict(), "full", device=torch.device("cpu"), bf16=False)
     optimizers = [make_optimizer(model, CONFIG, name=name) for model in models]
     averages = [AveragedWeights(model, 0.9) for model in models]
     unfreezing = [Unfreezing(model, every=2) for model in models]

@@ -40,6 +40,19 @@ def test_smooth_positions_hold_no_more_than_the_small_grid_tells() -> None:
     )  # the fastest change there is, and a slow one
 
 
+def test_a_size_first_seen_in_a_score_can_be_trained_and_stays_float32(tiny: CLIP) -> None:
+    images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
+    with torch.inference_mode():
+        scored = tiny.encode_image(images)
+    trained = tiny.encode_image(images)
+    assert torch.equal(scored, trained)
+    trained.sum().backward()
+    positions = torch.randn(17, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        fitted = fitted_grid(positions, 3)
+    assert torch.equal(fitted, fitted_grid(positions, 3)) and fitted.dtype == torch.float32
+
+
 def test_a_tower_sees_smaller_and_larger_pictures(tiny: CLIP) -> None:
     patch = tiny.visual.patch_size
     assert isinstance(patch, int)
