@@ -6,12 +6,14 @@ Each run is a process of its own, with its own arguments, environment and output
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,11 +49,33 @@ class Forked:
             out, error = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "error"))
             return subprocess.CompletedProcess([program, *arguments], int(status.read_text()), out, error)
 
+    def ranks(self, program: str, *arguments: str, world: int, timeout: float = 300) -> list[Ended]:
+        """Run a program as so many ranks, which meet as torchrun has them do; every one must succeed."""
+        meeting = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        meeting["MASTER_PORT"] = str(_free_port())
+
+        def run(rank: int) -> Ended:
+            environment = {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+            return self.run(program, arguments, environment, timeout=timeout)
+
+        with ThreadPoolExecutor(world) as pool:
+            ended = list(pool.map(run, range(world)))
+        failed = [one.stderr[-6000:] for one in ended if one.returncode]
+        assert not failed, "\n".join(failed)
+        return ended
+
     def close(self) -> None:
         """Fork no more."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(timeout=60)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _serve() -> None:

@@ -5,8 +5,6 @@ A launch that names only half of what it needs is refused.
 
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,33 +14,27 @@ from safetensors.torch import load_file
 from clipkit import distributed
 from clipkit.distributed import check_launch, rank_and_world
 from clipkit.errors import ConfigError
+from tests.forked import Forked
 
-HERE = Path(__file__).parent
-
-
-def _run(program: str, *arguments: str, world: int) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [*(launch if world > 1 else [sys.executable]), str(HERE / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-12000:]
+GRADIENTS = "tests/clipkit/gradient_program.py"
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def one_process(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> dict[str, torch.Tensor]:
     out = tmp_path_factory.mktemp("one") / "gradients.safetensors"
-    _run("gradient_program.py", str(out), world=1)
+    forked.ranks(GRADIENTS, str(out), world=1)
     return load_file(out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_gradients_are_those_of_one_process_in_one_piece(
-    one_process: dict[str, torch.Tensor], tmp_path: Path, world: int
+    one_process: dict[str, torch.Tensor], tmp_path: Path, forked: Forked, world: int
 ) -> None:
     """Any number of ranks and parts, whole or sharded, each loss, patch dropout, locking, packed captions."""
     out = tmp_path / "many.safetensors"
     if world > 1:
-        _run("gradient_program.py", str(out), world=world)
+        forked.ranks(GRADIENTS, str(out), world=world)
     many = load_file(out) if world > 1 else one_process
     assert world == 1 or any(" sharded " in name for name in many)
     worst = {"float64": 0.0, "float32": 0.0}
@@ -59,8 +51,8 @@ def test_gradients_are_those_of_one_process_in_one_piece(
 
 
 @pytest.mark.slow
-def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path) -> None:
-    _run("bytes_program.py", str(tmp_path), world=2)
+def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path, forked: Forked) -> None:
+    forked.ranks("tests/clipkit/bytes_program.py", str(tmp_path), world=2)
     contents = (b"x", bytes(range(256)) * 5000 + b"end", b"\0" * 7)
     expected = [hashlib.sha256(content).hexdigest() for content in contents]
     assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [expected] * 2

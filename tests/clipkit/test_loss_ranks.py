@@ -1,8 +1,5 @@
 """Every loss on real gloo ranks with equal and unequal numbers of rows: value and gradients of one process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,31 +11,25 @@ from torch import Tensor
 import clipkit.loss_tiles
 from tests.clipkit.loss_program import SPREADS, found
 from tests.clipkit.plain_losses import LOSSES, error, given, gradients, plain
+from tests.forked import Forked
 
-HERE = Path(__file__).parent
 NAMES = ("value", "images", "texts", "scale", "bias")
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def launched(out: Path, world: int) -> list[dict[str, Tensor]]:
+def launched(forked: Forked, out: Path, world: int) -> list[dict[str, Tensor]]:
     """What each of so many processes found."""
     if world == 1:
         with patch.multiple(clipkit.loss_tiles, _TILE=40, _LEAST_ROWS=2):
             return [found()]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    done = subprocess.run(
-        [*launch, str(HERE / "loss_program.py"), str(out)],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-12000:]
+    forked.ranks("tests/clipkit/loss_program.py", str(out), world=world)
     return [load_file(out / f"{rank}.safetensors") for rank in range(world)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", SPREADS)
-def test_values_and_gradients_are_those_of_one_process(world: int, tmp_path: Path) -> None:
-    ranks = launched(tmp_path, world)
+def test_values_and_gradients_are_those_of_one_process(world: int, tmp_path: Path, forked: Forked) -> None:
+    ranks = launched(forked, tmp_path, world)
     for spread in SPREADS[world]:
         for dtype, bound in BOUNDS.items():
             for loss in LOSSES:
