@@ -71,6 +71,7 @@ from data.order import Order
 from data.prefetch import DeviceBatches
 from data.shards import Shards
 from data.stages import Stage
+from data.starvation import Starvation
 from data.stored_features import StoredFeatures
 from data.training_data import augmentation_of, open_training_data, other_data
 from eval import check_tasks, open_datasets
@@ -222,6 +223,7 @@ def main() -> int:
         dtype = torch.bfloat16 if bf16 else torch.float32
         peak = measured_peak(device, dtype) if flops is not None else None
         batches = DeviceBatches(loader, state.step, config.steps, device)
+        starvation = Starvation(config.data.workers, ", ".join(map(shown, config.data.sources)))
         profiled = Profile(run, options.profile if chief else 0, device=device, say=progress.say)
         step, stopped = state.step, False
         began, saved_at = clock() - state.seconds, clock()
@@ -235,6 +237,7 @@ def main() -> int:
                 # 7a. The next batch, already on its way.
                 watch.begin("data")
                 batch = next(batches)
+                starvation.count(batch)
                 if unfreezing is not None and unfreezing.lock_for_step(step):
                     trained = replicated(model)
 
@@ -327,7 +330,7 @@ def main() -> int:
                     }
                     progress.update(step, metrics)
                     if waited := steps.starved():
-                        progress.say(f"the device waited for data {waited:.0%} of the time")
+                        progress.say(f"data were waited for {waited:.0%} of the time; {starvation.cause()}")
                     bad_lines.sum_up(state.bad_samples)
                     log.write(step, metrics)
 

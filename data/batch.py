@@ -42,6 +42,8 @@ class Batch:
         bad: the samples that were replaced.
         undecoded: JPEGs that ``Loader.on_device`` is to decode; None where there are none.
         teacher: stored features of the same samples, where the loader was given any.
+        reading: seconds that its samples' bytes took.
+        making: seconds that all of it took.
     """
 
     images: Tensor
@@ -53,6 +55,8 @@ class Batch:
     bad: tuple[BadSample, ...] = ()
     undecoded: Undecoded | None = None
     teacher: TeacherFeatures | None = None
+    reading: float = 0.0
+    making: float = 0.0
 
     @property
     def rows(self) -> Tensor:

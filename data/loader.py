@@ -3,6 +3,7 @@
 What a batch holds is in ``data/batch.py``.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,7 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the batch after ``step`` others."""
+        began = time.perf_counter()
         stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world=self.world)
         part = _Part(images=empty_batch(len(draw.ids), stage.image_size if stage else self.image_size))
@@ -121,6 +123,8 @@ class Loader:
             bad=tuple(part.bad),
             undecoded=Undecoded.of(part.later) if part.later else None,
             teacher=None if self.teacher is None else self.teacher.read(part.taught),
+            reading=part.reading,
+            making=time.perf_counter() - began,
         )
 
     def names(self, ids: Tensor | Sequence[int]) -> list[tuple[str, str]]:
@@ -165,7 +169,9 @@ class Loader:
 
     def _put(self, number: int, epoch: int, row: int, part: "_Part") -> None:
         """Put a sample into a row; its picture may be left for later. Nothing of a bad one is left behind."""
+        began = time.perf_counter()
         sample = self.shards.read(number)
+        part.reading += time.perf_counter() - began
         caption = self._caption(sample, epoch)
         taught = self.teacher.find(sample.shard, sample.key) if self.teacher is not None else None
         random = random_of(self.order.seed, _CROP, epoch, number)
@@ -208,6 +214,7 @@ class _Part:
     taught: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     later: list[JpegOfRow] = field(default_factory=list)
+    reading: float = 0.0  # seconds
 
 
 @contextmanager

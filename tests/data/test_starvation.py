@@ -1,0 +1,40 @@
+"""What a training that waits for its batches is told."""
+
+import pytest
+import torch
+
+from data.batch import Batch
+from data.starvation import Starvation
+
+
+def batch(reading: float, making: float) -> Batch:
+    return Batch(
+        images=torch.zeros(1, 3, 8, 8, dtype=torch.uint8),
+        tokens=torch.zeros(1, 3, dtype=torch.int64),
+        lengths=(3,),
+        ids=torch.zeros(1, dtype=torch.int64),
+        identities=torch.zeros(1, 2, dtype=torch.int64),
+        reading=reading,
+        making=making,
+    )
+
+
+@pytest.mark.parametrize(
+    ("reading", "making", "said"),
+    [
+        (8.0, 10.0, "reading from s3://bucket/a.tar is 80% of making a batch"),
+        (1.0, 10.0, "decoding and cropping pictures is 90% of making a batch: raise data.workers = 0"),
+        (0.0, 0.0, "raise data.workers = 0"),
+    ],
+)
+def test_the_cause_is_what_takes_longest(reading: float, making: float, said: str) -> None:
+    starvation = Starvation(0, "s3://bucket/a.tar")
+    for _ in range(3):
+        starvation.count(batch(reading / 3, making / 3))
+    assert said in starvation.cause()
+
+
+def test_where_all_cores_decode_more_processes_are_no_advice() -> None:
+    starvation = Starvation(10_000, "pairs")
+    starvation.count(batch(0.1, 1.0))
+    assert "cores are in use" in starvation.cause()
