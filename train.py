@@ -70,10 +70,9 @@ from data.loader import Loader
 from data.order import Order
 from data.prefetch import DeviceBatches
 from data.shards import Shards
-from data.stages import Stage
+from data.stages import small_stages
 from data.starvation import Starvation
-from data.stored_features import StoredFeatures
-from data.training_data import augmentation_of, open_training_data, other_data
+from data.training_data import augmentation_of, open_training_data, other_data, teacher_features
 from eval import check_tasks, open_datasets
 from eval.encode import Ranks
 from eval.report import build_report
@@ -170,8 +169,12 @@ def main() -> int:
             workers=config.data.workers,
             pin=device.type == "cuda",
             decode_later=config.data.nvjpeg,
-            stages=small_stage(config, shape),
-            teacher=stored_features(config),
+            stages=small_stages(
+                config.small,
+                image_size=shape.vision.image_size,
+                context_length=shape.text.context_length,
+            ),
+            teacher=teacher_features(config.distill, shards, chief=chief),
         )
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
@@ -232,7 +235,7 @@ def main() -> int:
                 scorer.score_if_owed(step)  # a run that was stopped leaves the scores of its last step to us
             stop.save_first(True, loss_after(writer.saved_step))
             steps = StepMetrics(watch, device=device, ranks=world, peak=peak)
-            profiled.__enter__()
+            profiled.start()
             while step < config.steps and not stopped:
                 # 7a. The next batch, already on its way.
                 watch.begin("data")
@@ -298,6 +301,7 @@ def main() -> int:
                     samples=config.batch_size, flops=flops and flops(batch.lengths, batch.images.shape[-1])
                 )
                 writer.finish_if_done()
+                stop.otherwise = loss_after(writer.saved_step)
 
                 # 7e. What is due after this step.
                 stopped = asked_to_stop > 0 or too_many_bad(
@@ -342,14 +346,15 @@ def main() -> int:
                     if last or stopped:
                         writer.finish()
                     saved_at = clock()
-                    stop.otherwise = loss_after(writer.saved_step)
+                if due_score or due_save:
+                    steps.leave_out()
 
             # 8. The end: the last scores, and the page that shows it all.
             if not stopped:
                 stop.save_first(False, "all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
-            profiled.__exit__(None, None, None)
+            profiled.close()
             batches.close()
             bad_lines.sum_up(state.bad_samples, at_once=True)
             progress.close()
@@ -409,25 +414,6 @@ def check_split(config: Config, world: int) -> None:
             f"batch_size = {config.batch_size} cannot be split over {world} processes × "
             f"accumulate = {config.accumulate}"
         )
-
-
-def small_stage(config: Config, shape: Architecture) -> tuple[Stage, ...]:
-    """The sizes of the first steps, where they are smaller."""
-    small = config.small
-    if not small.steps:
-        return ()
-    return (
-        Stage(
-            until_step=small.steps,
-            image_size=small.image_size or shape.vision.image_size,
-            context_length=small.context_length or shape.text.context_length,
-        ),
-    )
-
-
-def stored_features(config: Config) -> StoredFeatures | None:
-    distill = config.distill
-    return StoredFeatures(Path(distill.features), Path(distill.text_features)) if distill.features else None
 
 
 def estimate_of(config: Config, shape: Architecture, device: torch.device, world: int) -> Estimate:

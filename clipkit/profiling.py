@@ -6,7 +6,6 @@ RUN/profile/trace.json.gz     each operation on a time line, for https://ui.perf
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ class Profile:
         self._folder, self._say = run / "profile", say
         self._by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
         self._profile: Any = None
+        self._written = False
         if steps:
             cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
             self._profile = profile(
@@ -40,16 +40,18 @@ class Profile:
                 record_shapes=True,
             )
 
-    def __enter__(self) -> "Profile":
+    def start(self) -> None:
+        """The first step is about to begin."""
         if self._profile is not None:
-            self._profile.__enter__()
-        return self
+            self._profile.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """No step follows; what was recorded so far is written."""
         if self._profile is not None:
-            self._profile.__exit__(kind, error, trace)
+            self._profile.stop()
+            self._profile = None
+            if not self._written:
+                self._say(f"nothing is profiled: the run ends before step {_BEFORE + 1} of this start")
 
     def step(self) -> None:
         """One more step is made."""
@@ -57,6 +59,7 @@ class Profile:
             self._profile.step()
 
     def _write(self, recorded: Any) -> None:
+        self._written = True
         self._folder.mkdir(exist_ok=True)
         table = recorded.key_averages(group_by_input_shape=True).table(
             sort_by=self._by, row_limit=_ROWS, max_name_column_width=40, max_shapes_column_width=60

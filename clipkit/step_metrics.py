@@ -66,6 +66,10 @@ class StepMetrics:
         self._steps, self._samples, self._flops = 0, 0, 0
         return figures
 
+    def leave_out(self) -> None:
+        """What was done since the last step is no part of one."""
+        self._watch.read()
+
     def starved(self) -> float:
         """The share of the time that was spent waiting for data, once it is worth a word; 0 otherwise."""
         if self._warned or self._elapsed < _STARVED_SECONDS:

@@ -8,9 +8,10 @@ measured here.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clipkit.config import SmallConfig
 from clipkit.errors import ConfigError
 
-__all__ = ["Stage", "check_stages", "stage_at"]
+__all__ = ["Stage", "check_stages", "small_stages", "stage_at"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,19 @@ class Stage:
     until_step: int
     image_size: int
     context_length: int
+
+
+def small_stages(small: SmallConfig, *, image_size: int, context_length: int) -> tuple[Stage, ...]:
+    """The stage that settings name, if any; the sizes that it leaves open are the model's own."""
+    if not small.steps:
+        return ()
+    return (
+        Stage(
+            until_step=small.steps,
+            image_size=small.image_size or image_size,
+            context_length=small.context_length or context_length,
+        ),
+    )
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage | None:

@@ -30,7 +30,7 @@ class Starvation:
         """What takes longest, and what helps."""
         if self._reading > _MOSTLY * self._making:
             return (
-                f"reading from {self._sources} is {self._reading / self._making:.0%} of making a batch: bring the data "
+                f"reading from {self._sources} is {self._reading / self._making:.0%} of making a batch: bring them "
                 "nearer, give data.cache_gb room for all of them, or raise data.workers"
             )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -39,6 +39,6 @@ class Starvation:
             more = f"all {cores} cores are in use; store smaller pictures"
         made = 1 - self._reading / self._making if self._making else 1.0
         return (
-            f"decoding and cropping pictures is {made:.0%} of making a batch: {more}, or set data.scaled_decode or, "
-            "with a GPU, data.nvjpeg"
+            f"decoding and cropping pictures is {made:.0%} of making a batch: {more}, or set "
+            "data.scaled_decode, or with a GPU data.nvjpeg"
         )

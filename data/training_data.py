@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from clipkit.config import DataConfig
+from clipkit.config import DataConfig, DistillConfig
 from clipkit.count_progress import CountProgress
 from clipkit.errors import CheckpointError
 from clipkit.run_folder import hint_of_moved_data, manifest_file
@@ -15,8 +15,9 @@ from data.remote.shard_cache import ShardCache
 from data.selection import Filter, Selection
 from data.shards import Shards
 from data.sources import find_shards
+from data.stored_features import StoredFeatures
 
-__all__ = ["augmentation_of", "open_training_data", "other_data"]
+__all__ = ["augmentation_of", "open_training_data", "other_data", "teacher_features"]
 
 
 def open_training_data(
@@ -68,6 +69,20 @@ def _counted(
         manifest = manifest.with_counts_of(earlier)
     manifest.save(manifest_file(run))
     return manifest
+
+
+def teacher_features(settings: DistillConfig, shards: Shards, *, chief: bool) -> StoredFeatures | None:
+    """A teacher's stored features, if settings name any; the chief sees that all samples have some.
+
+    Raises:
+        DataError: some have none, or the files are no such features.
+    """
+    if not settings.features:
+        return None
+    features = StoredFeatures(Path(settings.features), Path(settings.text_features))
+    if chief:
+        features.check(shards)
+    return features
 
 
 def augmentation_of(settings: DataConfig) -> Augmentation:

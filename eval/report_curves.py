@@ -1,7 +1,7 @@
 """Which curves the report shows, and how they are prepared for drawing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eval.report_charts import Chart, Line, Point, downsample, draw, figure, number, smooth
 from eval.report_scores import is_share, metric_name
@@ -9,6 +9,7 @@ from eval.run_folder import Result, RunFolder
 
 __all__ = ["curves"]
 
+_IN_BATCH = {"image_to_text_R@1": "picture → text", "text_to_image_R@1": "text → picture"}
 _CAP = 100.0  # the published bound of exp(t)
 _SETS = 16  # charts of datasets; the table has them all
 _LINES = 2
@@ -18,7 +19,7 @@ _MANY = 2 * _SMOOTHED  # fewer points are drawn as they are
 
 def curves(run: RunFolder) -> str:
     """The charts of a run; "" if it recorded nothing."""
-    charts = [_loss(run), *_accuracy(run), _temperature(run), _learning_rate(run)]
+    charts = [_loss(run), *_accuracy(run), _in_batch(run), _temperature(run), _learning_rate(run)]
     speed = run.metrics.get("samples_per_second", ())
     charts.append(_noisy("Speed", speed, summary=_typical(speed, " samples/s"), floor=0))
     whole = dict(run.metrics.get("batch_time", ()))
@@ -32,6 +33,12 @@ def curves(run: RunFolder) -> str:
             "Time waiting for data", waiting, summary=_typical(waiting, "%"), unit="%", floor=0, ceiling=10
         )
     )
+    useful = _percent(run.metrics.get("mfu", ()))
+    charts.append(
+        _noisy(
+            "Use of the device (MFU)", useful, summary=_typical(useful, "%"), unit="%", floor=0, ceiling=100
+        )
+    )
     drawn = "".join(draw(chart) for chart in charts)
     return f'<div class="charts">{drawn}</div>' if drawn else ""
 
@@ -40,14 +47,35 @@ def _loss(run: RunFolder) -> Chart:
     chance = run.metrics.get("chance", ())
     levels = []
     if chance:
-        batch = round(math.exp(min(chance[-1][1], 40.0)))
-        name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
+        name = f"chance {number(chance[-1][1])}"
+        if not _is_sigmoid(run):
+            batch = round(math.exp(min(chance[-1][1], 40.0)))
+            name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
         levels.append(Line(name=name, points=_thinned(chance), reference=True))
     last = run.last("loss")
     summary = None if last is None else number(last)
     points = run.metrics.get("loss", ())
     note = "line: mean of nearby steps; band: least to greatest" if len(points) >= _MANY else ""
     return _noisy("Loss", points, summary=summary, note=note, levels=levels, wide=True)
+
+
+def _is_sigmoid(run: RunFolder) -> bool:
+    loss = run.config.get("loss")
+    return isinstance(loss, Mapping) and loss.get("name") == "siglip"
+
+
+def _in_batch(run: RunFolder) -> Chart:
+    lines = [
+        Line(name=name, points=_thinned(_percent(run.metrics.get(key, ()))), tone=tone)
+        for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1)
+        if run.metrics.get(key)
+    ]
+    note = "pictures nearest to their own text of the batch, and texts to their picture"
+    return Chart(title="Told apart in the batch", note=note, lines=lines, unit="%", floor=0)
+
+
+def _percent(points: Sequence[Point]) -> list[Point]:
+    return [(step, 100 * share) for step, share in points]
 
 
 def _temperature(run: RunFolder) -> Chart:
