@@ -1,0 +1,191 @@
+"""The configurations: each loads, says truly what it costs, and fits the GPUs that it is launched on.
+
+What a file says of itself stands in its first comment, as ``# name: value``. Memory is that of
+``clipkit.estimate`` with as many ranks as the file has GPUs; there is no GPU here to try it on.
+"""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipkit.config import Config
+from clipkit.config_file import load_config
+from clipkit.estimate import Estimate, estimate
+from clipkit.locking import lock
+from clipkit.model import CLIP
+from clipkit.training_model import patch_counts, shape_of
+from tests.forked import Forked
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+WITHOUT_LAUNCH = ("icons", "quickstart")  # their data are made on the spot, and a CPU will do
+DESCRIBED = [path for path in CONFIGS if path.stem not in WITHOUT_LAUNCH]
+FIELDS = ("data", "launch", "GPUs", "samples seen", "expected", "GPU-hours")
+GPUS_OF_NODE = 8  # as configs/launch/slurm.sh asks for
+FITS = 72 * 2**30  # of 80 GB: CUDA, NCCL and what the allocator cannot use take some
+SLURM = "configs/launch/slurm.sh"
+
+
+def name_of(path: Path) -> str:
+    return path.stem
+
+
+def header(path: Path) -> dict[str, list[str]]:
+    """What the file's first comment states, by name; lines that go on are joined."""
+    found: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if match := re.match(r"# ([A-Za-z][A-Za-z -]*): (.+)", line):
+            values = found.setdefault(match[1], [])
+            values.append(match[2])
+        elif values and line.startswith("#   "):
+            values[-1] = values[-1].removesuffix("\\").rstrip() + " " + line[4:]
+        else:
+            values = None
+    return found
+
+
+def gpus_of(path: Path) -> int:
+    (text,) = header(path)["GPUs"]
+    match = re.match(r"\d+", text)
+    assert match is not None, text
+    return int(match[0])
+
+
+def cost(config: Config, world: int) -> Estimate:
+    """As ``train.py --dry-run`` estimates it, on so many GPUs."""
+    shape = shape_of(config.model, config.loss, config.small)
+    with torch.device("meta"):
+        model = CLIP(shape, name=config.model.label)
+    lock(model, image=config.lock.image, text=config.lock.text)
+    counts = patch_counts(shape, config.model.patch_dropout, shape.vision.image_size)
+    return estimate(
+        model,
+        batch_size=config.batch_size,
+        steps=config.steps,
+        world=world,
+        parts=config.accumulate,
+        patches=counts[1] if counts else None,
+        bf16=config.precision != "fp32",
+        recompute=bool(config.recompute),
+        optimizer=config.optim.name,
+        average=bool(config.optim.average),
+        sharding=config.sharding,
+        shard_ranks=min(world, GPUS_OF_NODE),
+    )
+
+
+def options(words: list[str]) -> dict[str, str]:
+    """``--name value`` and ``--name=value`` of a command."""
+    found: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            found[name] = value if equals else following
+    return found
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
+def test_loads_and_names_a_model_that_there_is(path: Path) -> None:
+    config = load_config(path)
+    shape_of(config.model, config.loss, config.small)  # also that pictures and captions may be so small
+    assert config.small.steps < config.steps
+    assert config.optim.warmup < config.steps
+    assert config.out == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
+def test_says_all_there_is_to_say(path: Path) -> None:
+    stated = header(path)
+    assert set(FIELDS) <= set(stated), f"{path.name} lacks {set(FIELDS) - set(stated)}"
+    (expected,) = stated["expected"]
+    if "%" in expected:  # a score that someone else had, and says where
+        assert "published" in expected, expected
+        assert "not measured here" in expected or "not known for this run" in expected, expected
+    else:
+        assert expected.startswith("not known"), expected
+
+
+@pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
+def test_samples_seen_are_steps_times_the_batch(path: Path) -> None:
+    config = load_config(path)
+    (text,) = header(path)["samples seen"]
+    match = re.match(r"([\d_]+) = ([\d_]+) steps × ([\d_]+)", text)
+    assert match is not None, text
+    seen, steps, batch = map(int, match.groups())
+    assert (steps, batch) == (config.steps, config.batch_size)
+    assert seen == steps * batch
+
+
+@pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
+def test_launch_lines_start_it_on_as_many_gpus_as_it_says(path: Path) -> None:
+    kinds = set()
+    for line in header(path)["launch"]:
+        words = shlex.split(line)
+        given = options(words)
+        kinds.add(words[0])
+        if words[0] == "sbatch":
+            assert words[-1] == SLURM and (ROOT / SLURM).is_file()
+            exported = dict(one.split("=", 1) for one in given["--export"].split(",")[1:])
+            assert exported["CONFIG"] == f"configs/{path.name}"
+            assert given["--job-name"] == path.stem  # which names the run folder
+            overrides = [f"data.train={exported['DATA']}", *exported.get("SETTINGS", "").split()]
+            gpus = int(given["--nodes"]) * int(given.get("--gpus-per-node", GPUS_OF_NODE))
+        else:
+            assert words[0] in ("torchrun", "python"), line
+            at = words.index("train.py")
+            assert words[at + 1] == f"configs/{path.name}"
+            overrides = words[at + 2 :]
+            gpus = int(given.get("--nnodes", 1)) * int(given.get("--nproc-per-node", 1))
+        assert gpus == gpus_of(path), line
+        load_config(path, overrides)
+    assert kinds >= {"sbatch"} and len(kinds) == 2, f"{path.name}: one line for SLURM, one without"
+
+
+def test_slurm_script_asks_for_as_many_gpus_of_a_node() -> None:
+    text = (ROOT / SLURM).read_text(encoding="utf-8")
+    assert re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", text, re.MULTILINE) == [str(GPUS_OF_NODE)]
+
+
+@pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
+def test_fits_80_gb(path: Path) -> None:
+    memory = cost(load_config(path), gpus_of(path)).memory
+    assert memory.activations is not None
+    assert memory.total <= FITS, f"{path.name} takes {memory.total / 2**30:.1f} GiB of each GPU"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
+def test_dry_run_tells_what_it_costs(path: Path, forked: Forked) -> None:
+    done = forked.run("train.py", [str(path), "--dry-run"], {}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    settings, _, costs = done.stdout.partition("\nparameters ")
+    assert tomllib.loads(settings)["steps"] == load_config(path).steps
+    whole = sum(cost(load_config(path), 1).parameters.values())
+    assert f"{whole / 1e6:,.1f} M in all" in costs
+    assert re.search(r"memory per GPU +[\d.]+ GiB weights", costs)
+
+
+def rows() -> Iterator[list[str]]:
+    """Cells of the table in configs/README.md, its head left out."""
+    for line in (ROOT / "configs" / "README.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ["):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_table_lists_all_of_them() -> None:
+    table = {cells[0]: cells for cells in rows()}
+    assert sorted(table) == sorted(f"[`{path.name}`]({path.name})" for path in CONFIGS)
+    for path in CONFIGS:
+        cells, config = table[f"[`{path.name}`]({path.name})"], load_config(path)
+        assert cells[2] == f"{config.steps * config.batch_size:,}", path.name
+        if path in DESCRIBED:
+            assert cells[3] == str(gpus_of(path)), path.name
+            scores, (expected,) = re.findall(r"[\d.]+%", cells[4]), header(path)["expected"]
+            assert all(score in expected for score in scores), f"{path.name}: {scores}"
