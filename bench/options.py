@@ -1,0 +1,66 @@
+"""What does each training option change on the quickstart: its scores on unseen handwriting and fonts, and its time?
+
+    python -m bench.options [OPTION …] [--out FOLDER]
+
+Trains ``configs/quickstart.toml`` once as it is and once with each option, one after the other, and reads the scores of
+the last step. A run that was stopped goes on. Scores are of one seed: from seed to seed they differ by about four
+points (README), so only what differs by more is an effect. Seconds depend on what else the machine does.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path(__file__).parent / "results" / "options.json"
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "as it is": (),
+    "siglip": ("loss.name=siglip",),
+    "same=positives": ("loss.same=positives",),
+    "same=ignored": ("loss.same=ignored",),
+    "patch_dropout=0.25": ("model.patch_dropout=0.25",),
+    "patch_dropout=0.5": ("model.patch_dropout=0.5",),
+    "small 8 px for 900 steps": ("small.steps=900", "small.image_size=8"),
+    "stable_adamw": ("optim.name=stable_adamw",),
+    "lamb, lr 1e-2": ("optim.name=lamb", "optim.lr=1e-2"),
+    "muon": ("optim.name=muon",),
+    "average=0.99": ("optim.average=0.99",),
+    "constant, cooldown 240": ("optim.schedule=constant", "optim.cooldown=240"),
+}
+SCORES = {"digits": "zero-shot", "glyphs": "zero-shot"}
+
+
+def trained(out: Path, settings: tuple[str, ...]) -> dict[str, float]:
+    """Train to the end; the scores of the last step as (value, low, high), and the seconds of all steps."""
+    command = [sys.executable, str(ROOT / "train.py"), f"out={out}", "eval.every_steps=0", *settings]
+    subprocess.run(command, cwd=ROOT, check=True)
+    found: dict[str, float] = {}
+    for line in (out / "results.jsonl").read_text().splitlines():
+        score = json.loads(line)
+        if score["metric"] == "acc1" and SCORES.get(score["dataset"]) == score["task"]:
+            found |= {f"{score['dataset']}_{key}": score[key] for key in ("value", "low", "high")}
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    return {**found, "seconds": last["seconds"], "steps": last["step"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], help="default: all")
+    parser.add_argument("--out", type=Path, default=Path("runs/options"))
+    given = parser.parse_args()
+    for name in given.options or OPTIONS:
+        results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+        folder = given.out / "".join(c if c.isalnum() else "_" for c in name)
+        results[name] = {"settings": OPTIONS[name], **trained(folder, OPTIONS[name])}
+        RESULT.write_text(json.dumps(results, indent=2) + "\n")
+        one = results[name]
+        print(
+            f"{name}: digits {one['digits_value']:.1%}, fonts {one['glyphs_value']:.1%}, {one['seconds']:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
