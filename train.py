@@ -129,14 +129,15 @@ def main() -> int:
         # 5. The model and all that is built around it, from the inside out; and the batches that it wants.
         model = first_model(config.model, config.loss, shape, seed=config.seed, small=config.small)
         weights = model.state_dict()
-        if config.sharding != "none":
+        sharded = config.sharding != "none" and not options.replay  # which is of one process
+        if sharded:
             model = without_values(model)
         lock(model, image=config.lock.image, text=config.lock.text)
         if config.compile:
             compile_blocks(model)
         if config.recompute:
             recompute_blocks(model, every=config.recompute)
-        if config.sharding != "none":
+        if sharded:
             shard(model, weights, config.sharding, device=device, bf16=bf16, reshard=config.reshard)
         del weights
         model.to(device)
@@ -401,6 +402,8 @@ def parse_arguments() -> argparse.Namespace:
         "--profile", type=int, default=0, metavar="N", help="record N steps with torch's profiler"
     )
     options = parser.parse_intermixed_args()
+    if options.profile < 0:
+        parser.error(f"--profile {options.profile}: a number of steps is wanted")
     if options.config is not None and "=" in options.config:
         options.overrides.insert(0, options.config)
         options.config = None

@@ -160,8 +160,11 @@ class CheckpointWriter:
     def _begin_shards(self, files: Files, aside: Path, folder: Path) -> _Saving:
         self._group = self._group or background_group()
         names = list(files)
-        numbers = {
-            key: one.cpu() for content in files.values() for key, one in content.items() if not one.ndim
+        numbers = {  # copies: they are written when the training has gone on
+            key: one.to("cpu", copy=True)
+            for content in files.values()
+            for key, one in content.items()
+            if not one.ndim
         }
         response = async_save(
             {name: tensor for content in files.values() for name, tensor in content.items()},

@@ -56,6 +56,7 @@ def load_training(
         raise CheckpointError(f"{folder}: the weights are averaged ones; set optim.average as it was")
     for name, own in model.state_dict().items():
         put(own, weights[name])
+    partly = partly or not state.step  # before the first update an optimizer has no state
     restore_optimizer(
         model, optimizer, _Stored(folder / "optimizer.safetensors"), origin=folder, partly=partly
     )
