@@ -33,7 +33,7 @@ from clipkit.checkpoint_writer import CheckpointWriter
 from clipkit.compile import compile_blocks
 from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
-from clipkit.errors import ClipkitError, ConfigError, run_command
+from clipkit.errors import ClipkitError, ConfigError, nearest, run_command
 from clipkit.estimate import Estimate, estimate
 from clipkit.flops import counted_flops
 from clipkit.in_batch_recall import in_batch_recall
@@ -43,7 +43,7 @@ from clipkit.not_finite import write_down
 from clipkit.objective import chance_level
 from clipkit.optim import learning_rate, make_optimizer
 from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.peak_rate import measured_peak
+from clipkit.peak_rate import PUBLISHED_BF16, measured_peak, published_peak
 from clipkit.process import StopRequest, loss_after
 from clipkit.profiling import Profile
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
@@ -95,9 +95,9 @@ def main() -> int:
     run = Path(config.out)
     shape = shape_of(config.model, config.loss, config.small)
     if options.dry_run:
+        costs = estimate_of(options, config, shape, device)
         if chief:
-            print(without_secrets(to_toml(config)), end="")
-            print("\n".join(["", *estimate_of(config, shape, device, world).lines()]))
+            print(without_secrets(to_toml(config)), *costs.lines(), sep="\n")
         distributed.stop()
         return 0
     check_split(config, world)
@@ -401,7 +401,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile", type=int, default=0, metavar="N", help="record N steps with torch's profiler"
     )
+    costs = parser.add_argument_group("with --dry-run", "default: the processes and the device that are here")
+    costs.add_argument("--gpu", metavar="NAME", help="on which GPUs, such as H100")
+    costs.add_argument("--gpus", type=int, default=0, metavar="N", help="how many in all")
+    costs.add_argument("--gpus-per-host", type=int, default=0, metavar="N", help="for sharding=hybrid")
+    costs.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached; 0.4")
     options = parser.parse_intermixed_args()
+    if not options.dry_run and (options.gpu or options.gpus or options.gpus_per_host):
+        parser.error("--gpu, --gpus and --gpus-per-host go with --dry-run")
     if options.profile < 0:
         parser.error(f"--profile {options.profile}: a number of steps is wanted")
     if options.config is not None and "=" in options.config:
@@ -419,18 +426,28 @@ def check_split(config: Config, world: int) -> None:
         )
 
 
-def estimate_of(config: Config, shape: Architecture, device: torch.device, world: int) -> Estimate:
-    """What the run would cost, at the fastest that this machine's device multiplies matrices."""
+def estimate_of(
+    options: argparse.Namespace, config: Config, shape: Architecture, device: torch.device
+) -> Estimate:
+    """What the run would cost on the GPUs that are named, or on this machine's device."""
+    if not 0 < options.mfu <= 1:
+        raise ConfigError(f"--mfu {options.mfu} does not fit: above 0, at most 1")
+    bf16 = use_bf16(config, device)
+    if options.gpu:
+        peak, bf16 = published_peak(options.gpu), config.precision != "fp32"
+        if peak is None:
+            raise ConfigError(f"--gpu {options.gpu} is unknown: {nearest(options.gpu, PUBLISHED_BF16)}")
+    else:
+        peak = measured_peak(device, torch.bfloat16 if bf16 else torch.float32)
     with torch.device("meta"):
         model = CLIP(shape, name=config.model.label)
     lock(model, image=config.lock.image, text=config.lock.text)
-    bf16 = use_bf16(config, device)
     counts = patch_counts(shape, config.model.patch_dropout, shape.vision.image_size)
     return estimate(
         model,
         batch_size=config.batch_size,
         steps=config.steps,
-        world=world,
+        world=options.gpus or distributed.world_size(),
         parts=config.accumulate,
         patches=counts[1] if counts else None,
         bf16=bf16,
@@ -438,8 +455,9 @@ def estimate_of(config: Config, shape: Architecture, device: torch.device, world
         optimizer=config.optim.name,
         average=bool(config.optim.average),
         sharding=config.sharding,
-        shard_ranks=distributed.ranks_of_host(),
-        peak=measured_peak(device, torch.bfloat16 if bf16 else torch.float32),
+        shard_ranks=options.gpus_per_host or distributed.ranks_of_host(),
+        mfu=options.mfu,
+        peak=peak,
         counted=counted_flops(model),
     )
 
