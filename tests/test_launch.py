@@ -76,7 +76,7 @@ class Job:
         return int((self.out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_before_its_time_limit_a_slurm_job_saves_is_queued_again_and_goes_on(
     pairs: Path, tmp_path: Path
 ) -> None:

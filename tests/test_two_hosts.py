@@ -152,7 +152,7 @@ def end_of(run: "subprocess.Popen[bytes]", log: Path) -> None:
     assert run.wait(timeout=SECONDS) == 0, log.read_text()[-4000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_host_is_lost_and_the_run_goes_on_to_the_same_weights(
     hosts: Hosts, pairs: Path, tmp_path: Path
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_host_is_lost_and_the_run_goes_on_to_the_same_weights(
     assert losses(lossy) == losses(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_brings_a_killed_rank_back_to_the_same_numbers(pairs: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

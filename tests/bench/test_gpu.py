@@ -26,7 +26,7 @@ ABSENT = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_parts_run_with_torch_torchvision_and_timm_alone(tmp_path: Path) -> None:
     out = tmp_path / "results" / "gpu.json"
     program = (

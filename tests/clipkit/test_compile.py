@@ -109,7 +109,7 @@ def test_packed_texts_are_compiled_once(tiny: CLIP, monkeypatch: pytest.MonkeyPa
     assert graphs() - before == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler, which torch.compile needs")
 def test_compiled_code_computes_the_same(tiny: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text tower's, whose shapes are not fixed; the compiler takes as long for each tower."""
