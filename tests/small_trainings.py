@@ -1,0 +1,161 @@
+"""Real trainings, tiny ones, for the tests of the training engine: forked processes, one or several ranks.
+
+Ranks that are forked meet as torchrun has them meet, through the environment, and cost no import of torch.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from data.writer import DatasetWriter, Record
+from tests.forked import Ended, Forked
+
+__all__ = [
+    "BATCH", "SAMPLES", "Trainings", "checkpoint", "digests", "error_of", "go_back", "latest_step", "metrics",
+    "pairs", "process_of", "trainings", "wait_until", "write_pairs",
+]  # fmt: skip
+
+SAMPLES, BATCH = 48, 4
+SETTINGS = (
+    "model.name=ViT-Ti-4-16", "data.workers=0", "optim.warmup=2", "eval.data=[]", "log.tensorboard=false",
+    "log.every_steps=1", f"batch_size={BATCH}", "checkpoint.keep=0",
+)  # fmt: skip
+SECONDS = 120  # after which something hangs
+
+
+class Trainings:
+    """Starts ``train.py`` on pairs of noise."""
+
+    def __init__(self, forked: Forked, pairs: Path, pool: ThreadPoolExecutor) -> None:
+        self.pairs = pairs
+        self.runs: set[Path] = set()
+        self._forked, self._pool = forked, pool
+
+    def settings(self, out: Path, more: Sequence[str]) -> list[str]:
+        """All arguments of a run."""
+        given = {one.partition("=")[0]: one for one in (f"data.train={self.pairs}", *SETTINGS, *more)}
+        return [*given.values(), f"out={out}"]
+
+    def run(self, out: Path, *more: str, status: int = 0) -> str:
+        """Train in one process to the end that is expected; what was said on stderr."""
+        ended = self.start(out, *more).result()
+        assert ended.returncode == status, ended.stderr[-3000:]
+        return ended.stderr
+
+    def start(self, out: Path, *more: str, **environment: str) -> "Future[Ended]":
+        """Train in one process in the background."""
+        settings = self.settings(out, more)
+        self.runs.add(out)
+        return self._pool.submit(self._forked.run, "train.py", settings, environment, timeout=SECONDS)
+
+    def run_ranks(self, world: int, out: Path, *more: str, status: int = 0) -> list[str]:
+        """Train by several ranks; what each has said on stderr."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+        }
+        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+        started = [self.start(out, *more, **meeting, **place) for place in places]
+        ended = [one.result() for one in started]
+        said = [one.stderr for one in ended]
+        assert [one.returncode for one in ended] == [status] * world, "\n".join(one[-2000:] for one in said)
+        return said
+
+
+def write_pairs(folder: Path, samples: int = SAMPLES) -> Path:
+    """Pictures of noise with captions, every fourth of which is that of the picture before."""
+    noise = np.random.default_rng(0)
+    with DatasetWriter(folder, samples_per_shard=20) as writer:
+        for i in range(samples):
+            pixels = np.ascontiguousarray(noise.integers(0, 256, (20, 24, 3), dtype=np.uint8))
+            caption = f"noise {i - (i % 4 == 3)}"
+            image = simplejpeg.encode_jpeg(pixels)
+            writer.write("train", Record(key=f"{i:04d}", image=image, extension="jpg", caption=caption))
+        writer.finish({"name": folder.name})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty-eight pairs in three shards."""
+    return write_pairs(tmp_path_factory.mktemp("data") / "pairs")
+
+
+@pytest.fixture(scope="module")
+def trainings(forked: Forked, pairs: Path) -> Iterator[Trainings]:
+    """Trains on the pairs."""
+    with ThreadPoolExecutor(8) as pool:
+        made = Trainings(forked, pairs, pool)
+        yield made
+    for out in made.runs:  # a checkpoint takes a hundred megabytes
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The recorded lines of a run."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(out: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return out / "checkpoints" / f"step_{step:08d}"
+
+
+def latest_step(out: Path) -> int:
+    """The step that LATEST names."""
+    return int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
+
+
+def digests(out: Path, step: int) -> dict[str, str]:
+    """Of the tensors that a checkpoint holds, file by file."""
+    files = sorted(checkpoint(out, step).glob("*.safetensors"))
+    assert files
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def go_back(out: Path, step: int) -> None:
+    """As if the run had been lost after the checkpoint of ``step``."""
+    for folder in (out / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    (out / "checkpoints" / "LATEST").write_text(f"step_{step:08d}\n")
+
+
+def wait_until(holds: Callable[[], bool], running: "Future[Ended]") -> None:
+    """Look as often as can be, while a training runs."""
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert not running.done(), running.result().stderr[-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def process_of(out: Path) -> int:
+    """The process that trains in a folder."""
+    pid = int((out / ".lock").read_text().split()[1])
+    os.kill(pid, 0)
+    return pid
+
+
+def error_of(said: str) -> str:
+    """The one line that a mistake is answered with."""
+    assert "Traceback" not in said, said
+    errors = [line for line in said.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and errors == said.splitlines()[-1:], said
+    return errors[0]

@@ -1,0 +1,272 @@
+"""The training engine as a whole: everything on at once, stopped and gone on with; spikes, numbers that are none, a
+full disk; what is recorded. Each case is a real ``train.py``, in one process.
+
+Several ranks: test_train_sharded.py. Teachers: test_train_taught.py.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import signal
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import clipkit
+from clipkit.config import LossConfig
+from clipkit.model_folder import save_model
+from clipkit.objective import chance_level
+from tests.small_trainings import (
+    BATCH,
+    SAMPLES,
+    Trainings,
+    checkpoint,
+    digests,
+    error_of,
+    go_back,
+    latest_step,
+    metrics,
+    pairs,
+    process_of,
+    trainings,
+    wait_until,
+)
+
+__all__ = ["pairs", "trainings"]  # fixtures
+
+pytestmark = pytest.mark.slow
+
+STEPS, SAVED_EVERY = 6, 2
+EVERYTHING = (
+    f"steps={STEPS}", f"checkpoint.every_steps={SAVED_EVERY}", "batch_size=8", "accumulate=3",
+    "loss.name=siglip", "loss.same=positives", "model.patch_dropout=0.5", "recompute=1",
+    "optim.name=stable_adamw", "optim.average=0.9", "optim.layer_decay=0.8", "optim.skip_above=3",
+    "lock.unfreeze_every=2", "small.steps=3", "small.image_size=8", "small.context_length=8",
+)  # fmt: skip
+TENSORS = {"model.safetensors", "trained.safetensors", "optimizer.safetensors"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A run with everything on that was never stopped, and what it came to."""
+
+    out: Path
+    end: dict[str, str]
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def whole(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    trainings.run(out, *EVERYTHING)
+    return Whole(out=out, end=digests(out, STEPS), losses=losses(out))
+
+
+def losses(out: Path) -> list[float]:
+    lines = metrics(out)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Of every file, but for the lock, which names the last process."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_everything_at_once_resumes_bit_for_bit(trainings: Trainings, whole: Whole) -> None:
+    assert whole.end.keys() == TENSORS
+    go_back(whole.out, STEPS - SAVED_EVERY)
+    said = trainings.run(whole.out, *EVERYTHING)
+    assert f"resuming {whole.out} at step {STEPS - SAVED_EVERY}" in said
+    assert digests(whole.out, STEPS) == whole.end
+    assert losses(whole.out) == whole.losses
+
+
+def test_killed_while_a_checkpoint_is_written(trainings: Trainings, whole: Whole, tmp_path: Path) -> None:
+    out = next(filter(None, (killed_while_saving(trainings, tmp_path / name) for name in "abc")))
+    assert not checkpoint(out, 2 * SAVED_EVERY).exists() and latest_step(out) == SAVED_EVERY
+    clipkit.load(out)
+
+    # the small pictures end, and a layer is unfrozen, after the step that it resumes at
+    said = trainings.run(out, *EVERYTHING)
+    assert f"resuming {out} at step {SAVED_EVERY}" in said
+    assert digests(out, STEPS) == whole.end
+    assert losses(out) == whole.losses
+    assert not list((out / "checkpoints").glob(".*"))
+
+
+def killed_while_saving(trainings: Trainings, out: Path) -> Path | None:
+    """A run that was killed while its second checkpoint was half written; None where that came too late."""
+    half = out / "checkpoints" / f".step_{2 * SAVED_EVERY:08d}.partial"
+    running = trainings.start(out, *EVERYTHING)
+    wait_until(half.is_dir, running)
+    os.kill(process_of(out), signal.SIGKILL)
+    assert running.result().returncode == -signal.SIGKILL
+    return out if half.is_dir() else None
+
+
+def test_where_the_disk_is_full_the_last_checkpoint_stays_and_the_run_goes_on(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    out, settings = tmp_path / "full", ("steps=9", "checkpoint.every_steps=3", "checkpoint.keep=1")
+    running = trainings.start(out, *settings)
+    wait_until(lambda: checkpoint(out, 3).exists(), running)
+    # no file may be larger, which is refused as a full disk refuses it
+    resource.prlimit(process_of(out), resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    ended = running.result()
+    assert ended.returncode == 1
+    saved = latest_step(out)
+    assert saved in (3, 6)
+    assert error_of(ended.stderr).startswith(f"error: the checkpoint of step {saved + 3} was not written: ")
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"LATEST", checkpoint(out, saved).name}
+    clipkit.load(out)
+
+    assert f"resuming {out} at step {saved}" in trainings.run(out, *settings)
+    assert latest_step(out) == len(losses(out)) == 9
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_can_be_replayed(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    settings = ("steps=6", "optim.lr=1e30", "optim.warmup=0", "optim.clip_norm=0")
+    error = error_of(trainings.run(out, *settings, status=1))
+    assert error.startswith("error: the loss of step 2 is nan; step 1 is saved, and ")
+    assert latest_step(out) == 1
+    listed = [json.loads(line) for line in (out / "not_finite.jsonl").read_text().splitlines()]
+    assert len({one["key"] for one in listed}) == BATCH
+    assert {one["step"] for one in listed} == {2}
+
+    before = hashes(out)
+    running = trainings.start(out, *settings, "--replay")
+    assert running.result().returncode == 0
+    first, *rows = running.result().stdout.splitlines()
+    assert first.startswith("step 2 in fp32: the output of ") and first.endswith(" is not finite")
+    assert [row.split()[-3] for row in rows] == [one["key"] for one in listed]
+    assert hashes(out) == before
+
+
+def test_a_first_loss_that_is_no_number_is_replayed_too(trainings: Trainings, tmp_path: Path) -> None:
+    weights, out = tmp_path / "weights", tmp_path / "run"
+    model = clipkit.create("ViT-Ti-4-16", seed=0)
+    with torch.no_grad():
+        model.state_dict()["visual.conv1.weight"].fill_(3e38)
+    save_model(model, weights)
+    settings = ("steps=2", f"model.weights={weights}")
+    error = error_of(trainings.run(out, *settings, status=1))
+    assert error.startswith("error: the loss of step 1 is nan; step 0 is saved, and ")
+    replay = trainings.start(out, *settings, "--replay").result()
+    assert replay.returncode == 0, replay.stderr
+    assert replay.stdout.startswith("step 1 in fp32: the output of visual.")
+
+
+def test_spikes_are_counted_and_skipped_and_judged_alike_after_a_stop(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    # of gradients of one size, as the rate is too small to change anything, about half are above the mean
+    settings = (
+        "steps=27", "checkpoint.every_steps=23", "optim.skip_above=1.01", "optim.lr=1e-7",
+        "optim.clip_norm=0",
+    )  # fmt: skip
+    trainings.run(out, *settings)
+    lines, end, losses_before = metrics(out), digests(out, 27), losses(out)
+    counts = [line["skipped"] for line in lines]
+    assert counts[19] == 0 and 0 < counts[22] < counts[-1] < 7
+    for before, after in pairwise(lines):
+        if after["skipped"] > before["skipped"]:
+            assert after["grad_norm"] > 1.01 * min(line["grad_norm"] for line in lines)
+    stored = json.loads((checkpoint(out, 23) / "state.json").read_text())
+    assert stored["skipped"] == counts[22] and stored["usual_norm"] > 0
+
+    go_back(out, 23)
+    trainings.run(out, *settings)
+    assert digests(out, 27) == end
+    assert [line["skipped"] for line in metrics(out)] == counts and losses(out) == losses_before
+
+
+@pytest.fixture(scope="module")
+def plain(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain run that was profiled."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    said = trainings.run(out, "steps=6", "--profile", "2")
+    assert f"profiled: {out}/profile/table.txt" in said
+    return out
+
+
+def test_a_profile_is_a_table_and_a_trace(plain: Path) -> None:
+    table = (plain / "profile" / "table.txt").read_text()
+    assert "Self CPU time total" in table and "aten::" in table
+    assert (plain / "profile" / "trace.json.gz").stat().st_size > 1000
+
+
+def test_what_every_step_records(trainings: Trainings, plain: Path, whole: Whole) -> None:
+    for out, batch, loss in ((plain, BATCH, LossConfig()), (whole.out, 8, LossConfig(name="siglip"))):
+        for line in metrics(out):
+            assert line["chance"] == pytest.approx(chance_level(loss, batch))
+            assert 0 < line["loss"] < 100 and line["scale"] > 1 and line["grad_norm"] > 0
+            times = {name: value for name, value in line.items() if name.endswith("_time")}
+            whole_time = times.pop("batch_time")
+            assert 0 <= times.pop("transfer_time") <= times["data_time"] + 1e-3
+            assert all(value >= 0 for value in times.values())
+            assert sum(times.values()) == pytest.approx(whole_time, rel=0.01)
+            for phase in ("data", "forward", "loss", "backward", "optimizer"):
+                assert times[f"{phase}_time"] > 0, phase  # that of data too, as there are no workers
+            assert line["samples_per_second"] == pytest.approx(batch / whole_time)
+            assert line["samples_per_second_per_gpu"] == line["samples_per_second"]
+            assert 0 < line["memory_gib"] < 64 and 0 < line["mfu"] < 1.2
+            assert 0 <= line["image_to_text_R@1"] <= 1 and 0 <= line["text_to_image_R@1"] <= 1
+            assert line["samples"] == batch * line["step"]
+            assert line["epoch"] == (line["step"] - 1) // (SAMPLES // batch)
+
+
+def test_a_dry_run_tells_the_cost_and_makes_nothing(trainings: Trainings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = trainings.start(out, *EVERYTHING, "--dry-run").result()
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert not out.exists()
+    _, blank, table = ended.stdout.rpartition("\n\n")
+    assert blank and [line.partition("  ")[0] for line in table.splitlines() if line[0] != " "] == [
+        "parameters", "FLOPs", "memory per GPU", "time"
+    ]  # fmt: skip
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_sigusr1_saves_within_a_step_as_sigterm_does(trainings: Trainings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    running = trainings.start(out, "steps=1000")
+    wait_until(lambda: (out / "metrics.jsonl").is_file() and len(metrics(out)) > 2, running)
+    os.kill(process_of(out), signal.SIGUSR1)
+    asked_at = len(metrics(out))
+    ended = running.result()
+    assert ended.returncode == 0, ended.stderr
+    assert latest_step(out) == len(metrics(out)) <= asked_at + 2
+    assert f"stopped and saved at step {latest_step(out)} of 1000" in ended.stderr.splitlines()[-1]
+
+
+def test_a_locked_image_tower_keeps_its_bits(trainings: Trainings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trainings.run(out, "steps=3", "lock.image=all")
+    before = clipkit.create("ViT-Ti-4-16", seed=0).state_dict()
+    after = load_file(checkpoint(out, 3) / "model.safetensors")
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if name.startswith("visual.")}
+
+
+def test_what_cannot_be_is_one_line(trainings: Trainings, tmp_path: Path) -> None:
+    for settings, error in (
+        (
+            ("lock.image=all", "lock.text=all"),
+            "lock.image = 'all' and lock.text = 'all' leave nothing to train",
+        ),
+        (("sharding=full",), "sharding = 'full' needs several processes: start with torchrun"),
+    ):
+        said = trainings.run(tmp_path / "run", "steps=2", *settings, status=1)
+        assert error in error_of(said)
