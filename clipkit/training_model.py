@@ -69,7 +69,8 @@ def first_model(
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
         if shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
-        if first.architecture != shape:
+        # a bias that they have stays; softmax does not see it
+        if replace(first.architecture, logit_bias=shape.logit_bias) != shape:
             raise ConfigError(
                 f"model.weights = {model.weights!r} are of {first.name or 'another architecture'}, "
                 f"not of {model.label}: set model.name"

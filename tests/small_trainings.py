@@ -57,7 +57,14 @@ class Trainings:
         """Train in one process in the background."""
         settings = self.settings(out, more)
         self.runs.add(out)
+        environment["CLIPKIT_CACHE"] = str(self.pairs.parent / "cache")
         return self._pool.submit(self._forked.run, "train.py", settings, environment, timeout=SECONDS)
+
+    def clipkit(self, *arguments: str) -> None:
+        """One of clipkit's commands."""
+        environment = {"CLIPKIT_CACHE": str(self.pairs.parent / "cache")}
+        ended = self._forked.run("clipkit/__main__.py", arguments, environment, timeout=SECONDS)
+        assert ended.returncode == 0, ended.stderr[-3000:]
 
     def run_ranks(self, world: int, out: Path, *more: str, status: int = 0) -> list[str]:
         """Train by several ranks; what each has said on stderr."""

@@ -1,0 +1,118 @@
+"""A training that learns from another model, which encodes along or has left its features.
+
+Each case is a real ``train.py``.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import clipkit
+from clipkit.family import architecture, from_open_clip
+from clipkit.model_folder import save_model
+from tests.small_trainings import (
+    Trainings,
+    checkpoint,
+    digests,
+    error_of,
+    go_back,
+    metrics,
+    pairs,
+    trainings,
+    write_pairs,
+)
+from tests.test_family import configuration, tokenizer
+
+__all__ = ["pairs", "tokenizer", "trainings"]  # fixtures
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def teacher(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended."""
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    trainings.run(out, "steps=2", "seed=7")
+    return out
+
+
+def losses(out: Path) -> list[float]:
+    found = [line["loss"] for line in metrics(out)]
+    assert all(map(math.isfinite, found))
+    return found
+
+
+def test_a_finished_run_teaches(trainings: Trainings, teacher: Path, tmp_path: Path) -> None:
+    out, settings = tmp_path / "run", ("steps=4", "checkpoint.every_steps=2", f"distill.teacher={teacher}")
+    trainings.run(out, *settings, "accumulate=2")
+    taught, end = losses(out), digests(out, 4)
+    trainings.run(tmp_path / "alone", "steps=1")
+    assert taught[0] != pytest.approx(losses(tmp_path / "alone")[0], rel=1e-3)
+    assert not any("teacher" in name for name in load_file(checkpoint(out, 4) / "model.safetensors"))
+
+    go_back(out, 2)
+    trainings.run(out, *settings, "accumulate=2")
+    assert losses(out) == taught and digests(out, 4) == end
+
+
+def test_a_teacher_of_itself_has_nothing_to_teach(
+    trainings: Trainings, teacher: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    trainings.run(
+        out, "steps=2", f"model.weights={teacher}", f"distill.teacher={teacher}", "distill.weight=1"
+    )
+    assert losses(out) == pytest.approx([0, 0], abs=1e-5)
+
+
+def test_a_teacher_of_larger_pictures_and_shorter_texts(trainings: Trainings, tmp_path: Path) -> None:
+    larger, out = tmp_path / "larger", tmp_path / "run"
+    shape = architecture("ViT-Ti-4-16", image_size=24, context_length=6)
+    save_model(clipkit.create(shape, seed=3), larger)
+    settings = (
+        "loss.name=siglip",
+        "distill.weight=1",
+        "model.patch_dropout=0.5",
+    )  # the bias has no part in it
+    trainings.run(out, "steps=2", f"distill.teacher={larger}", *settings)
+    assert losses(out)[0] > 0
+
+
+def test_a_teacher_that_splits_texts_otherwise_is_one_line(
+    trainings: Trainings, tokenizer: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    save_model(clipkit.create(from_open_clip(configuration("SigLIP", tokenizer)), seed=0), other)
+    error = error_of(trainings.run(tmp_path / "run", f"distill.teacher={other}", status=1))
+    assert error.startswith(
+        f"error: distill.teacher = '{other}' splits texts in another way than ViT-Ti-4-16"
+    )
+
+
+def test_stored_features_teach(trainings: Trainings, teacher: Path, tmp_path: Path) -> None:
+    images, texts, out = tmp_path / "images", tmp_path / "texts", tmp_path / "run"
+    for folder, kind in ((images, ()), (texts, ("--text",))):
+        trainings.clipkit(
+            "encode", str(trainings.pairs), *kind, "--model", str(teacher), "--out", str(folder), "--quiet"
+        )
+    settings = ("steps=3", f"distill.features={images}", f"distill.text_features={texts}")
+    trainings.run(out, *settings, "distill.scale=20")
+    assert len(losses(out)) == 3
+
+    more = write_pairs(tmp_path / "more", samples=60)
+    error = error_of(trainings.run(tmp_path / "lacking", *settings, f"data.train={more}", status=1))
+    assert "of 60 samples have no features in" in error and "clipkit encode" in error
+    error = error_of(trainings.run(tmp_path / "half", f"distill.features={images}", status=1))
+    assert error.startswith("error: distill.text_features = ''")
+
+
+def test_a_model_with_a_bias_is_trained_on_by_softmax(trainings: Trainings, tmp_path: Path) -> None:
+    """Its bias stays, and has no part in the loss."""
+    first, second = tmp_path / "sigmoid", tmp_path / "softmax"
+    trainings.run(first, "steps=2", "loss.name=siglip")
+    trainings.run(second, "steps=2", f"model.weights={first}")
+    before, after = (load_file(checkpoint(out, 2) / "model.safetensors") for out in (first, second))
+    assert before["logit_bias"] == after["logit_bias"]
+    assert before["logit_scale"] != after["logit_scale"]
