@@ -278,8 +278,9 @@ def main() -> int:
                 watch.begin("optimizer")
                 writer.wait_until_copied()
                 updates = step - state.skipped
-                spike = is_spike(norm, state.usual_norm, factor=config.optim.skip_above, updates=updates)
-                usual = state.usual_norm if spike else next_usual(state.usual_norm, norm, updates=updates)
+                factor = config.optim.skip_above
+                spike = is_spike(norm, state.usual_norm, factor=factor, updates=updates)
+                usual = next_usual(state.usual_norm, norm, factor=factor, updates=updates)
                 if not spike:
                     optimizer.step()
                     with torch.no_grad():
