@@ -8,6 +8,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from clipkit.estimate import Estimate, estimate
 from clipkit.locking import lock
 from clipkit.model import CLIP
 from clipkit.training_model import patch_counts, shape_of
-from tests.forked import Forked
+from tests.forked import Ended, Forked
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -161,9 +162,20 @@ def test_fits_80_gb(path: Path) -> None:
     assert memory.total <= FITS, f"{path.name} takes {memory.total / 2**30:.1f} GiB of each GPU"
 
 
+@pytest.fixture(scope="module")
+def dry_runs(forked: Forked) -> dict[Path, Ended]:
+    """Of all configurations, two at a time."""
+
+    def dry_run(path: Path) -> Ended:
+        return forked.run("train.py", [str(path), "--dry-run"], {})
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(CONFIGS, pool.map(dry_run, CONFIGS), strict=True))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
-def test_dry_run_tells_what_it_costs(path: Path, forked: Forked) -> None:
-    done = forked.run("train.py", [str(path), "--dry-run"], {}, timeout=60)
+def test_dry_run_tells_what_it_costs(path: Path, dry_runs: dict[Path, Ended]) -> None:
+    done = dry_runs[path]
     assert done.returncode == 0, done.stderr
     settings, _, costs = done.stdout.partition("\nparameters ")
     assert tomllib.loads(settings)["steps"] == load_config(path).steps
