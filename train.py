@@ -232,8 +232,9 @@ def main() -> int:
         step, stopped = state.step, False
         began, saved_at = clock() - state.seconds, clock()
         try:
-            if is_due(step, config.eval.every_steps):
-                scorer.score_if_owed(step)  # a run that was stopped leaves the scores of its last step to us
+            # a run that was stopped leaves the scores of its last step to us; weights from elsewhere have some at once
+            if is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
+                scorer.score_if_owed(step)
             stop.save_first(True, loss_after(writer.saved_step))
             steps = StepMetrics(watch, device=device, ranks=world, peak=peak)
             profiled.start()
@@ -440,6 +441,19 @@ def estimate_of(
             raise ConfigError(f"--gpu {options.gpu} is unknown: {nearest(options.gpu, PUBLISHED_BF16)}")
     else:
         peak = measured_peak(device, torch.bfloat16 if bf16 else torch.float32)
+    small = config.small.steps
+    sizes = shape.resized(image_size=config.small.image_size, context_length=config.small.context_length)
+    first = phase_costs(config, sizes, small, options, bf16=bf16, peak=peak) if small else None
+    whole = phase_costs(config, shape, config.steps - small, options, bf16=bf16, peak=peak)
+    if first is None or first.hours is None or whole.hours is None:
+        return whole
+    return replace(whole, steps=config.steps, hours=first.hours + whole.hours)
+
+
+def phase_costs(
+    config: Config, shape: Architecture, steps: int, options: argparse.Namespace, *, bf16: bool, peak: float
+) -> Estimate:
+    """What steps at one size of pictures and captions cost."""
     with torch.device("meta"):
         model = CLIP(shape, name=config.model.label)
     lock(model, image=config.lock.image, text=config.lock.text)
@@ -447,12 +461,12 @@ def estimate_of(
     return estimate(
         model,
         batch_size=config.batch_size,
-        steps=config.steps,
+        steps=steps,
         world=options.gpus or distributed.world_size(),
         parts=config.accumulate,
         patches=counts[1] if counts else None,
         bf16=bf16,
-        recompute=bool(config.recompute),
+        recompute=config.recompute,
         optimizer=config.optim.name,
         average=bool(config.optim.average),
         sharding=config.sharding,

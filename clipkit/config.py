@@ -297,9 +297,7 @@ class Config:
     precision: str = "auto"  # fp32, bf16, or auto: bf16 where a GPU has it
     sharding: str = "none"  # of a model too large for one GPU: full, over all; hybrid, over those of a host
     reshard: bool = True  # let shards of others go after the forward pass; false: faster, for more memory
-    recompute: int = (
-        0  # of so many blocks the activations of one are kept, the others' made again; 0: all are kept
-    )
+    recompute: int = 0  # every so-manieth block is computed again in the backward pass, not kept; 0: none
     compile: bool = False  # blocks through torch.compile: faster steps after a minute or more at the start
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

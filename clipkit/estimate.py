@@ -143,7 +143,7 @@ def estimate(
     tokens: int = 0,
     patches: int | None = None,
     bf16: bool = True,
-    recompute: bool = False,
+    recompute: int = 0,
     optimizer: str = "adamw",
     average: bool = False,
     sharding: str = "none",
@@ -163,7 +163,7 @@ def estimate(
         tokens: mean length of a caption, packed; 0 is the whole context length.
         patches: of a picture that patch dropout keeps; None is all.
         bf16: whether the towers compute in bfloat16.
-        recompute: whether blocks keep their input alone and are computed again in the backward pass.
+        recompute: every so-manieth block keeps its input alone and is computed again in the backward pass; 0: none.
         optimizer: "adamw", "stable_adamw", "lamb" or "muon".
         average: whether a moving average of the weights is kept.
         sharding: "none", "full" (weights, gradients and states spread over all ranks), or "hybrid" (over
@@ -282,7 +282,7 @@ def _largest_block(model: "nn.Module") -> tuple[int, int]:
 
 
 def _activations(
-    model: "CLIP", rows: int, tokens: int, patches: int | None, *, bf16: bool, recompute: bool
+    model: "CLIP", rows: int, tokens: int, patches: int | None, *, bf16: bool, recompute: int
 ) -> int | None:
     """Of one part of a rank's rows; None where a trained tower is another library's."""
     shape = model.architecture
@@ -305,7 +305,7 @@ def activation_bytes(
     *,
     blocks: int | None = None,
     bf16: bool,
-    recompute: bool = False,
+    recompute: int = 0,
 ) -> int:
     """What autograd keeps of one sample in one tower, its features left out.
 
@@ -314,7 +314,7 @@ def activation_bytes(
         length: tokens of a caption, or patches and one.
         blocks: how many of the last blocks are trained; None is the whole tower.
         bf16: whether products are in bfloat16; the residual stream stays in float32, as autocast has it on CUDA.
-        recompute: whether a block keeps its input alone; the one that is computed again is whole for a while.
+        recompute: every so-manieth block keeps its input alone; one that is computed again is whole for a while.
     """
     computed = _HALF if bf16 else _FLOAT
     if isinstance(tower, BagOfWords):
@@ -329,7 +329,8 @@ def activation_bytes(
     count = tower.layers if blocks is None else blocks
     kept = (count - 1) * body + last
     if recompute:
-        kept = count * length * width * _FLOAT + max(body if count > 1 else 0, last)
+        inputs = count * length * width * _FLOAT + max(body if count > 1 else 0, last)
+        kept = inputs // recompute + kept * (recompute - 1) // recompute
     if blocks is not None:
         return kept
     if isinstance(tower, TextTower):

@@ -70,7 +70,9 @@ class CLIP(nn.Module):
         self.transformer = Transformer(
             text.width, text.layers, text.heads, mlp_ratio=text.mlp_ratio, quick_gelu=quick_gelu
         )
-        self.token_embedding = nn.Embedding(text.vocab_size, text.width)
+        # given values, or it would draw its own, which loads a compiler and is overwritten
+        values = torch.empty(text.vocab_size, text.width)
+        self.token_embedding = nn.Embedding(text.vocab_size, text.width, _weight=values)
         self.positional_embedding = nn.Parameter(torch.empty(text.context_length, text.width))
         self.ln_final = nn.LayerNorm(text.width)
         self.text_projection = nn.Parameter(torch.empty(text.width, self.architecture.embed_dim))
