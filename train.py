@@ -232,7 +232,7 @@ def main() -> int:
         step, stopped = state.step, False
         began, saved_at = clock() - state.seconds, clock()
         try:
-            # a run that was stopped leaves the scores of its last step to us; weights from elsewhere have some at once
+            # a run that was stopped leaves its last step's scores to us; weights from elsewhere have some at once
             if is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)
             stop.save_first(True, loss_after(writer.saved_step))
