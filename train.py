@@ -101,6 +101,8 @@ def main() -> int:
         distributed.stop()
         return 0
     check_split(config, world)
+    if options.replay and latest_checkpoint(run) is None:
+        raise ConfigError(f"--replay needs a run that was saved: there is no checkpoint in {run}")
     if config.data.nvjpeg:
         require_nvjpeg(device)
     bf16 = use_bf16(config, device)
@@ -188,7 +190,7 @@ def main() -> int:
             check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
             state, planned = found, load_config(checkpoint / "config.toml").steps
         # What a run that was killed had written after its last checkpoint will be written again.
-        if chief:
+        if chief and not options.replay:
             drop_bad_samples_after(run, state.step)
             drop_lines_after(run / "results.jsonl", state.step)
         distributed.barrier()  # no rank writes anew before that is done

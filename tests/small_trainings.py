@@ -22,8 +22,8 @@ from data.writer import DatasetWriter, Record
 from tests.forked import Ended, Forked
 
 __all__ = [
-    "BATCH", "SAMPLES", "Trainings", "checkpoint", "digests", "error_of", "go_back", "latest_step", "metrics",
-    "pairs", "process_of", "trainings", "wait_until", "write_pairs",
+    "BATCH", "SAMPLES", "Trainings", "checkpoint", "digests", "ends", "error_of", "go_back", "latest_step",
+    "metrics", "pairs", "process_of", "trainings", "wait_until", "write_pairs",
 ]  # fmt: skip
 
 SAMPLES, BATCH = 48, 4
@@ -66,23 +66,29 @@ class Trainings:
         ended = self._forked.run("clipkit/__main__.py", arguments, environment, timeout=SECONDS)
         assert ended.returncode == 0, ended.stderr[-3000:]
 
-    def run_ranks(self, world: int, out: Path, *more: str, status: int = 0) -> list[str]:
-        """Train by several ranks; what each has said on stderr."""
+    def start_ranks(self, world: int, out: Path, *more: str) -> "list[Future[Ended]]":
+        """Train by several ranks in the background."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         meeting = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
-        }
+        }  # fmt: skip
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-        started = [self.start(out, *more, **meeting, **place) for place in places]
-        ended = [one.result() for one in started]
-        said = [one.stderr for one in ended]
-        assert [one.returncode for one in ended] == [status] * world, "\n".join(one[-2000:] for one in said)
-        return said
+        return [self.start(out, *more, **meeting, **place) for place in places]
+
+    def run_ranks(self, world: int, out: Path, *more: str, status: int = 0) -> list[str]:
+        """Train by several ranks; what each has said on stderr."""
+        return ends(self.start_ranks(world, out, *more), status)
+
+
+def ends(started: "Sequence[Future[Ended]]", status: int = 0) -> list[str]:
+    """What ranks have said when all have ended, and as expected."""
+    ended = [one.result() for one in started]
+    said = [one.stderr for one in ended]
+    assert [one.returncode for one in ended] == [status] * len(ended), "\n".join(one[-2000:] for one in said)
+    return said
 
 
 def write_pairs(folder: Path, samples: int = SAMPLES) -> Path:

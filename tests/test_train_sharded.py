@@ -5,7 +5,9 @@ Each case is a real ``train.py``; the gradients of every number of ranks are tes
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +22,14 @@ from data.writer import DatasetWriter, Record
 from tests.small_trainings import (
     Trainings,
     checkpoint,
+    ends,
     go_back,
     latest_step,
     metrics,
     pairs,
+    process_of,
     trainings,
+    wait_until,
 )
 
 __all__ = ["pairs", "trainings"]  # fixtures
@@ -132,6 +137,24 @@ def numbers(out: Path, name: str) -> list[float]:
     lines = metrics(out)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return [line[name] for line in lines]
+
+
+def test_all_ranks_leave_when_one_is_asked_to(trainings: Trainings, tmp_path: Path) -> None:
+    """And what they have saved, of a model split within the host, goes on in one process."""
+    out, settings = tmp_path / "run", ("steps=1000", "loss.name=siglip")
+    running = trainings.start_ranks(2, out, *settings, "sharding=hybrid")
+    wait_until(lambda: (out / "metrics.jsonl").is_file() and len(metrics(out)) > 2, running[0])
+    os.kill(process_of(out), signal.SIGUSR1)
+    asked_at = len(metrics(out))
+    said = ends(running)
+    assert latest_step(out) == len(metrics(out)) <= asked_at + 2
+    assert f"stopped and saved at step {latest_step(out)} of 1000" in said[0].splitlines()[-1]
+    assert said[1] == ""
+
+    alone = trainings.start(out, *settings)
+    wait_until(lambda: len(metrics(out)) > latest_step(out), alone)
+    os.kill(process_of(out), signal.SIGTERM)
+    assert f"resuming {out} at step" in ends([alone])[0]
 
 
 def test_a_loss_that_is_no_number_is_told_once_by_two_ranks(trainings: Trainings, tmp_path: Path) -> None:
