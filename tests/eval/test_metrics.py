@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eval import metrics
 from eval.metrics import (
     chance_of_recall,
     class_ranks,
     match_ranks,
     mean_per_class_interval,
     mean_per_class_recall,
+    ranks,
     wilson_interval,
 )
 
@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
 
 
 def unit_rows(rows: int, columns: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,214 @@
+"""From features to ranks, scores and predictions: all that multiplies pictures with classes or captions.
+
+Similarities are taken in float32 whatever autocast or TF32 setting is in force, and in blocks of rows, so that
+memory stays bounded for any number of pictures. A similarity that is not a number never helps the model.
+
+Features may be a memory-mapped array in half precision (``torch.from_numpy`` of a ``numpy.memmap``): a block at a
+time becomes float32, on the device where the products are taken.
+
+Letters in shape comments: N pictures, C classes, D embedding dimension, Q queries, M candidates, P pairs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TopClasses", "class_ranks", "class_scores", "match_ranks", "top_classes"]
+
+_BLOCK = 1 << 22  # similarities held at a time: 16 MiB in float32, and a few arrays of that size beside it
+
+
+@contextmanager
+def _full_float32(device: torch.device) -> Iterator[None]:
+    """Matrix products in IEEE float32: neither autocast nor TF32 nor bfloat16 passes."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False), torch.inference_mode():
+            yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value
+
+
+def _similarity_blocks(
+    image_features: Tensor, classifier: Tensor, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of pictures with their (rows, C) float32 similarities; to be used within ``_full_float32``."""
+    rows = max(1, _BLOCK // classifier.shape[1])
+    classifier = classifier.to(device, torch.float32)
+    for start in range(0, len(image_features), rows):
+        block = slice(start, start + rows)
+        yield block, image_features[block].to(device, torch.float32) @ classifier
+
+
+def class_ranks(
+    image_features: Tensor, classifier: Tensor, labels: Tensor, *, device: torch.device | None = None
+) -> Tensor:
+    """How many classes come before the right one, by picture; rank 0 is a correct prediction.
+
+    Among classes of equal similarity the one of lower index comes first, as in ``argmax``. (A class name that a
+    dataset lists twice on purpose, as ImageNet does, therefore counts as it does elsewhere.)
+
+    Args:
+        image_features: (N, D).
+        classifier: (D, C), a column a class.
+        labels: (N,) int64 in 0 … C-1.
+        device: where to take the products; where the features are if not given.
+
+    Returns:
+        (N,) int64 in 0 … C, on the CPU.
+    """
+    device = device or image_features.device
+    ranks = torch.empty(len(image_features), dtype=torch.int64)
+    index = torch.arange(classifier.shape[1], device=device)  # (C,)
+    with _full_float32(device):
+        for block, similarity in _similarity_blocks(image_features, classifier, device):
+            label = labels[block, None].to(device)  # (rows, 1)
+            own = similarity.gather(1, label)  # (rows, 1)
+            ahead = ~(similarity <= own) | ((similarity == own) & (index < label))
+            ranks[block] = ahead.sum(dim=1).cpu()
+    return ranks
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopClasses:
+    """What a model says of each picture, best first.
+
+    Attributes:
+        classes: (N, k) int64 in 0 … C-1; -1 for a class whose similarity is not a number, which stands first.
+        probabilities: (N, k) float32 in 0 … 1 over all C classes, as the model's temperature gives them; not
+            numbers in rows that hold a -1.
+    """
+
+    classes: Tensor
+    probabilities: Tensor
+
+
+def top_classes(
+    image_features: Tensor,
+    classifier: Tensor,
+    *,
+    k: int = 1,
+    logit_scale: float = 100.0,
+    device: torch.device | None = None,
+) -> TopClasses:
+    """The k likeliest classes of each picture, in the order of ``class_ranks``, with their probabilities.
+
+    Args:
+        image_features: (N, D), unit norm.
+        classifier: (D, C), unit columns.
+        k: at least 1; all classes where there are fewer.
+        logit_scale: exp(t) of the model, that its similarities are multiplied with before the softmax.
+        device: where to take the products; where the features are if not given.
+
+    Returns:
+        On the CPU.
+    """
+    device = device or image_features.device
+    n, k = len(image_features), min(k, classifier.shape[1])
+    classes = torch.empty(n, k, dtype=torch.int64)
+    probabilities = torch.empty(n, k)
+    with _full_float32(device):
+        for block, similarity in _similarity_blocks(image_features, classifier, device):
+            best, index = _first(similarity, k)
+            total = torch.logsumexp(similarity * logit_scale, dim=1, keepdim=True)  # (rows, 1)
+            probabilities[block] = (best * logit_scale - total).exp().cpu()
+            classes[block] = torch.where(best.isnan(), -1, index).cpu()
+    return TopClasses(classes=classes, probabilities=probabilities)
+
+
+def _first(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k greatest of each row and their places, the lower place first among equals, what is no number first."""
+    best, index = similarity.topk(min(k + 1, similarity.shape[1]), dim=1)  # takes equals in any order
+    tied = (best[:, 1:] == best[:, :-1]).any(dim=1)
+    best, index = best[:, :k], index[:, :k]
+    if bool(tied.any()):
+        value, place = similarity[tied].sort(dim=1, descending=True, stable=True)
+        best[tied], index[tied] = value[:, :k], place[:, :k]
+    return best, index
+
+
+def class_scores(
+    image_features: Tensor,
+    classifier: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Every picture's score for every class, for the metrics that rank pictures (mean AP, ROC AUC).
+
+    These datasets are small (VOC 2007: 4,952 × 20); the result is held whole, the rest in blocks.
+
+    Args:
+        image_features: (N, D), unit norm.
+        classifier: (D, C), unit columns.
+        softmax_scale: None for plain similarities, which order pictures as logits do. A number (exp(t) of the
+            model) for logarithms of the softmax over classes of the similarities times that: a picture then ranks
+            high for a class only where no other class fits it better. They order pictures as probabilities do,
+            and do not run out of digits where those round to 0 or 1.
+        device: where to take the products; where the features are if not given.
+
+    Returns:
+        (N, C) float32 on the CPU.
+    """
+    device = device or image_features.device
+    scores = torch.empty(len(image_features), classifier.shape[1])
+    with _full_float32(device):
+        for block, similarity in _similarity_blocks(image_features, classifier, device):
+            if softmax_scale is not None:
+                similarity = torch.log_softmax(similarity * softmax_scale, dim=1)
+            scores[block] = similarity.cpu()
+    return scores
+
+
+def match_ranks(
+    queries: Tensor,
+    candidates: Tensor,
+    pairs: Tensor,
+    candidate_counts: Tensor | None = None,
+    *,
+    device: torch.device | None = None,
+) -> Tensor:
+    """How many wrong candidates are at least as similar to a query as its best right one.
+
+    A tie between a right and a wrong candidate is counted as wrong. A query is found within the first k exactly
+    if its rank is below k.
+
+    Args:
+        queries: (Q, D).
+        candidates: (M, D).
+        pairs: (P, 2) int64, (query, right candidate), each once and sorted by query; no query is without.
+        candidate_counts: (M,) int64, how often each candidate stands in the list; once if not given.
+        device: where to take the products; where the queries are if not given.
+
+    Returns:
+        (Q,) int64, on the CPU.
+    """
+    device = device or queries.device
+    ranks = torch.empty(len(queries), dtype=torch.int64)
+    rows = max(1, _BLOCK // max(1, len(candidates)))
+    query_of_pair = pairs[:, 0].contiguous()
+    transposed = candidates.to(device, torch.float32).T
+    counts = None if candidate_counts is None else candidate_counts.to(device)
+    with _full_float32(device):
+        for start in range(0, len(queries), rows):
+            stop = min(start + rows, len(queries))
+            similarity = queries[start:stop].to(device, torch.float32) @ transposed  # (rows, M)
+            first, last = torch.searchsorted(query_of_pair, torch.tensor([start, stop])).tolist()
+            row, column = (pairs[first:last] - torch.tensor([start, 0])).to(device).unbind(1)
+            own = similarity[row, column]  # of this block's pairs
+            best = own.new_full((stop - start,), -torch.inf).scatter_reduce(0, row, own, "amax")
+            # counts the right ones that reach the best too, which are then taken off again
+            ahead = ~(similarity < best[:, None])
+            before = ahead.sum(dim=1) if counts is None else torch.where(ahead, counts, 0).sum(dim=1)
+            off = (~(own < best[row])).long() if counts is None else (~(own < best[row])) * counts[column]
+            before = before.index_add(0, row, off, alpha=-1)
+            ranks[start:stop] = before.cpu()
+    return ranks

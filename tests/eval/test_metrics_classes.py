@@ -1,0 +1,258 @@
+"""Metrics of single-label classification against scikit-learn and plain loops."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clipkit.errors import DataError
+from eval import metrics
+from eval.metrics import intervals, ranks
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(intervals, "_RESAMPLES", 50)
+    monkeypatch.setattr(intervals, "_DRAWN", 400)
+
+
+def some_features(seed: int, n: int, classes: int, *, ties: bool) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(n, 4, generator=generator)
+    classifier = torch.randn(4, classes, generator=generator)
+    if ties:
+        features, classifier = features.sign(), classifier.sign()
+    return features, classifier, torch.randint(classes, (n,), generator=generator)
+
+
+@given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 30), k=st.integers(1, 7), ties=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_top_classes_are_those_of_a_stable_sort_and_agree_with_ranks(
+    seed: int, n: int, classes: int, k: int, ties: bool
+) -> None:
+    features, classifier, labels = some_features(seed, n, classes, ties=ties)
+    top = metrics.top_classes(features, classifier, k=k, logit_scale=3.0)
+    logits = (features @ classifier).numpy()
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    assert np.array_equal(top.classes.numpy(), order)
+    probabilities = torch.softmax(3.0 * torch.from_numpy(logits).double(), 1).numpy()
+    assert top.probabilities.numpy() == pytest.approx(np.take_along_axis(probabilities, order, 1), abs=1e-5)
+    place = metrics.class_ranks(features, classifier, labels)
+    assert torch.equal((top.classes == labels[:, None]).any(dim=1), place < k)
+
+
+def test_what_is_not_a_number_is_no_prediction() -> None:
+    features, classifier = torch.eye(3), torch.eye(3)
+    classifier[:, 1] = torch.nan
+    labels = torch.tensor([0, 1, 2])
+    top = metrics.top_classes(features, classifier, k=2)
+    assert top.classes.tolist() == [[-1, 0], [-1, 0], [-1, 2]]
+    assert top.probabilities.isnan().all()
+    place = metrics.class_ranks(features, classifier, labels)
+    assert torch.equal((top.classes == labels[:, None]).any(dim=1), place < 2)
+    assert metrics.confusion(top.classes[:, 0], labels).predicted.tolist() == [-1, -1, -1]
+    assert metrics.f1_macro(top.classes[:, 0], labels).value == 0
+
+
+@given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 12), ties=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_accuracies_and_f1_are_scikit_learns(seed: int, n: int, classes: int, ties: bool) -> None:
+    from sklearn.metrics import confusion_matrix, f1_score, recall_score
+
+    features, classifier, labels = some_features(seed, n, classes, ties=ties)
+    place = metrics.class_ranks(features, classifier, labels)
+    predicted = metrics.top_classes(features, classifier).classes[:, 0]
+    assert metrics.top_k_accuracy(place).value == pytest.approx((predicted == labels).double().mean().item())
+    both = metrics.mean_of_top1_and_top5(place)
+    halves = metrics.top_k_accuracy(place, 1).value / 2 + metrics.top_k_accuracy(place, 5).value / 2
+    assert both.value == pytest.approx(halves) and both.low <= both.value <= both.high and both.n == n
+
+    present = labels.unique()
+    f1 = metrics.f1_macro(predicted, labels)
+    oracle = f1_score(labels, predicted, average="macro", labels=present)
+    assert f1.value == pytest.approx(oracle)
+    assert 0 <= f1.low <= f1.value <= f1.high <= 1
+
+    by_class = metrics.per_class_accuracy(predicted == labels, labels, classes)
+    recalls = recall_score(labels, predicted, average=None, labels=present, zero_division=0)
+    assert by_class.accuracy[present.numpy()] == pytest.approx(recalls)
+    absent = np.setdiff1d(np.arange(classes), present.numpy())
+    assert np.isnan(by_class.accuracy[absent]).all() and (by_class.total[absent] == 0).all()
+    assert by_class.right.sum() == (predicted == labels).sum() and by_class.total.sum() == n
+    assert (by_class.low[absent] == 0).all() and (by_class.high[absent] == 1).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it remarks on a single class
+        matrix = confusion_matrix(labels, predicted, labels=np.arange(classes))
+    assert np.array_equal(metrics.confusion(predicted, labels).matrix(classes), matrix)
+
+
+def test_f1_of_scikit_learn_counts_classes_without_pictures() -> None:
+    from sklearn.metrics import f1_score
+
+    labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 2])
+    assert f1_score(labels, predicted, average="macro") == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert metrics.f1_macro(predicted, labels).value == pytest.approx((1 + 2 / 3) / 2)
+
+
+@given(seed=SEEDS, n=st.integers(1, 60))
+@settings(max_examples=30, deadline=None)
+def test_statistics_of_every_item_once_are_the_metrics_and_of_drawn_ones_those_of_copies(
+    seed: int, n: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    labels, predicted = torch.randint(5, (2, n), generator=generator)
+    drawn = np.bincount(torch.randint(n, (n,), generator=generator).numpy(), minlength=n)[None]
+    copies = torch.from_numpy(np.repeat(np.arange(n), drawn[0]))
+    correct = labels == predicted
+    recall = metrics.mean_per_class_statistic(correct, labels)
+    assert recall(np.ones((1, n), np.int64))[0] == pytest.approx(
+        metrics.mean_per_class_recall(correct, labels)
+    )
+    assert recall(drawn)[0] == pytest.approx(metrics.mean_per_class_recall(correct[copies], labels[copies]))
+    f1 = metrics.f1_macro_statistic(predicted, labels)
+    assert f1(drawn)[0] == pytest.approx(metrics.f1_macro(predicted[copies], labels[copies]).value)
+
+
+@given(seed=SEEDS, n=st.integers(1, 60), ignored=st.sets(st.integers(0, 3)))
+@settings(max_examples=40, deadline=None)
+def test_worst_group_is_that_of_a_loop(seed: int, n: int, ignored: set[int]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randint(5, (n,), generator=generator) * 2
+    correct = torch.rand(n, generator=generator) < 0.6
+    shares = {
+        group: (sum(correct[groups == group].tolist()), int((groups == group).sum()))
+        for group in sorted(set(groups.tolist()) - ignored)
+    }
+    if not shares:
+        with pytest.raises(DataError, match="worst group"):
+            metrics.worst_group_accuracy(correct, groups, ignore=ignored)
+        return
+    by_group = metrics.group_accuracy(correct, groups, ignore=ignored)
+    assert by_group.group.tolist() == list(shares)
+    assert list(zip(by_group.right.tolist(), by_group.total.tolist(), strict=True)) == list(shares.values())
+    worst = metrics.worst_group_accuracy(correct, groups, ignore=ignored)
+    assert worst.value == min(right / total for right, total in shares.values())
+    assert worst.low <= worst.value <= worst.high
+
+
+def test_a_tiny_region_decides_unless_it_is_left_out() -> None:
+    groups = torch.tensor([0] * 700 + [1] * 900 + [5] * 4)
+    correct = torch.ones(1604, dtype=torch.bool)
+    correct[:350] = False
+    correct[-4:] = False
+    assert metrics.worst_group_accuracy(correct, groups).value == 0  # as DataComp has it
+    named = metrics.worst_group_accuracy(correct, groups, ignore={5})  # as WILDS has it
+    assert named.value == 0.5 and named.n == 700
+
+
+def test_interval_of_the_worst_group_holds_the_truth() -> None:
+    random = np.random.default_rng(0)
+    groups = torch.arange(20).repeat_interleave(25)
+    held = 0
+    for _ in range(100):
+        estimate = metrics.worst_group_accuracy(torch.from_numpy(random.random(500) < 0.5), groups)
+        held += estimate.low <= 0.5 <= estimate.high
+    assert held >= 93  # the plain interval of the group that did worst holds it in about 10
+
+
+@given(seed=SEEDS, n=st.integers(1, 50))
+@settings(max_examples=30, deadline=None)
+def test_superclasses_are_counted_as_if_they_were_the_classes(seed: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(9, (n,), generator=generator)
+    predicted = torch.randint(-1, 9, (n,), generator=generator)
+    family = torch.randint(4, (9,), generator=generator)
+    of_families = metrics.superclass_confusion(metrics.confusion(predicted, labels), family)
+    expected = metrics.confusion(torch.where(predicted < 0, -1, family[predicted]), family[labels])
+    for one in (of_families, expected):
+        assert one.count.sum() == n and (np.diff(one.count) <= 0).all()
+    cells = [zip(c.label, c.predicted, c.count, strict=True) for c in (of_families, expected)]
+    assert sorted(cells[0]) == sorted(cells[1])
+    mistakes = of_families.mistakes(3)
+    assert len(mistakes) <= 3 and all(one != other for one, other, _ in mistakes)
+
+
+def test_confusion_of_thousands_of_classes_is_as_large_as_its_pictures() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels, predicted = torch.randint(2**20, (2, 500), generator=generator)
+    found = metrics.confusion(predicted, labels)
+    assert len(found.count) <= 500
+    with pytest.raises(AssertionError, match="classes"):
+        found.matrix(2**20)
+
+
+@given(
+    confidence=st.lists(
+        st.sampled_from([0.0, 0.05, 0.2, 0.21, 0.5, 0.7, 1.0, math.nan]), min_size=1, max_size=40
+    ),
+    seed=SEEDS,
+    bins=st.integers(1, 12),
+    equal_mass=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_calibration_error_is_that_of_a_loop(
+    confidence: list[float], seed: int, bins: int, equal_mass: bool
+) -> None:
+    n = len(confidence)
+    correct = torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.5
+    sure = [1.0 if math.isnan(one) else one for one in confidence]
+    right = [bool(one) and not math.isnan(own) for one, own in zip(correct.tolist(), confidence, strict=True)]
+    members: dict[int, list[int]] = {}
+    edges = [one / bins for one in range(1, bins)]
+    for i, own in enumerate(sure):
+        place = sorted(sure).index(own) * bins // n if equal_mass else sum(own > edge for edge in edges)
+        members.setdefault(place, []).append(i)
+    expected = sum(abs(sum(sure[i] - right[i] for i in own)) for own in members.values()) / n
+    values = torch.tensor(confidence, dtype=torch.float64)
+    found = metrics.expected_calibration_error(values, correct, bins=bins, equal_mass=equal_mass)
+    assert found.value == pytest.approx(expected, abs=1e-12)
+    assert found.low <= found.value <= found.high
+    drawn = metrics.calibration_bins(values, correct, bins=bins, equal_mass=equal_mass)
+    assert drawn.count.tolist() == [len(members[place]) for place in sorted(members)]
+    weighted = (drawn.count * np.abs(drawn.confidence - drawn.accuracy)).sum() / n
+    assert weighted == pytest.approx(expected, abs=1e-12)
+    assert (drawn.low <= drawn.confidence + 1e-12).all() and (drawn.confidence <= drawn.high + 1e-12).all()
+
+
+def test_calibration_bins_are_scikit_learns() -> None:
+    from sklearn.calibration import calibration_curve
+
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(500, generator=generator, dtype=torch.float64)
+    correct = torch.rand(500, generator=generator) < confidence
+    for equal_mass, strategy in ((False, "uniform"), (True, "quantile")):
+        found = metrics.calibration_bins(confidence, correct, bins=10, equal_mass=equal_mass)
+        accuracy, mean = calibration_curve(correct, confidence, n_bins=10, strategy=strategy)
+        assert found.accuracy == pytest.approx(accuracy) and found.confidence == pytest.approx(mean)
+
+
+def test_intervals_have_width_where_the_model_is_always_right() -> None:
+    labels = torch.arange(3).repeat_interleave(5)
+    for one in (
+        metrics.f1_macro(labels, labels),
+        metrics.top_k_accuracy(torch.zeros(15)),
+        metrics.mean_of_top1_and_top5(torch.zeros(15)),
+        metrics.worst_group_accuracy(labels == labels, labels),
+    ):
+        assert one.value == one.high == 1 and one.low < 0.9
+
+
+def test_the_same_predictions_give_the_same_interval_whatever_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels, predicted = torch.randint(4, (2, 60), generator=generator)
+    first = metrics.f1_macro(predicted, labels)
+    assert metrics.f1_macro(predicted, labels) == first
+    monkeypatch.setattr(intervals, "_DRAWN", 1 << 20)
+    assert metrics.f1_macro(predicted, labels) == first
+    monkeypatch.setattr(intervals, "_MOST_DRAWN", 1)  # as of a large set: no fewer than these are drawn
+    assert metrics.f1_macro(predicted, labels) == first
