@@ -2,64 +2,32 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipkit.config import OptimConfig, require
+from clipkit.config import OptimConfig
 from clipkit.depth import places, tower_of
-from clipkit.errors import ConfigError, nearest
 from clipkit.model import CLIP
 from clipkit.shards import is_sharded
 
 __all__ = [
-    "OPTIMIZERS", "SCHEDULES", "Rates", "adamw", "expected_state", "learning_rate", "make_optimizer",
-    "parameter_groups",
+    "OPTIMIZERS", "SCHEDULES", "adamw", "expected_state", "learning_rate", "make_optimizer", "parameter_groups",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """How parameters' learning rates differ.
-
-    Attributes:
-        layer_decay: the factor from each depth of a tower to the one below it, see clipkit/depth.py (Bao et al.
-            2021, https://arxiv.org/abs/2106.08254); 1 for none. Effect not measured here.
-        image_scale: factor of the image tower.
-        text_scale: factor of the text tower.
-    """
-
-    layer_decay: float = 1.0
-    image_scale: float = 1.0
-    text_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, "above 0, at most 1")
-        for name, value in (("image", self.image_scale), ("text", self.text_scale)):
-            require(0 <= value < math.inf, f"optim.{name}_lr_scale", value, "at least 0, and finite")
-
-    @classmethod
-    def of(cls, config: OptimConfig) -> "Rates":
-        """As the configuration says."""
-        return cls(
-            layer_decay=config.layer_decay,
-            image_scale=config.image_lr_scale,
-            text_scale=config.text_lr_scale,
-        )
-
-
-def parameter_groups(model: CLIP, config: OptimConfig, rates: Rates | None = None) -> list[dict[str, Any]]:
+def parameter_groups(model: CLIP, config: OptimConfig) -> list[dict[str, Any]]:
     """The trainable parameters, grouped by weight decay and by ``lr_scale``, the factor of the schedule's rate.
 
     As published for CLIP, weights decay and gains, biases and the temperature do not. Everything of one dimension
-    is a gain, a bias, the class embedding or the temperature. ``params`` is in the model's order.
+    is a gain, a bias, the class embedding or the temperature. ``params`` is in the model's order. Lower rates for
+    lower layers (``layer_decay``) are BEiT's (Bao et al. 2021, https://arxiv.org/abs/2106.08254).
 
     Raises:
         ConfigError: rates differ by depth, and the depths of a library's tower are not known.
     """
-    scales = _scales(model, rates or Rates.of(config))
+    scales = _scales(model, config)
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -71,38 +39,39 @@ def parameter_groups(model: CLIP, config: OptimConfig, rates: Rates | None = Non
     return list(groups.values())
 
 
-def _scales(model: CLIP, rates: Rates) -> dict[str, float]:
-    of_tower = {"image": rates.image_scale, "text": rates.text_scale, "": 1.0}
+def _scales(model: CLIP, config: OptimConfig) -> dict[str, float]:
+    """Factors of the rate by parameter: of its tower, and of its depth there, see clipkit/depth.py."""
+    of_tower = {"image": config.image_lr_scale, "text": config.text_lr_scale, "": 1.0}
     scales = {name: of_tower[tower_of(name)] for name, _ in model.named_parameters()}
-    if rates.layer_decay < 1:  # else depths need not be known
+    if config.layer_decay < 1:  # else depths need not be known
         for name, place in places(model).items():
-            scales[name] *= rates.layer_decay**place.above
+            scales[name] *= config.layer_decay**place.above
     return scales
 
 
-def adamw(model: CLIP, config: OptimConfig, rates: Rates | None = None) -> torch.optim.Optimizer:
+def adamw(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) over a model's trainable parameters."""
-    groups = parameter_groups(model, config, rates)
+    groups = parameter_groups(model, config)
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
     )
 
 
-def _stable_adamw(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.Optimizer:
+def _stable_adamw(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     from clipkit.stable_adamw import StableAdamW
 
-    groups = parameter_groups(model, config, rates)
+    groups = parameter_groups(model, config)
     return StableAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def _lamb(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.Optimizer:
+def _lamb(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     from clipkit.lamb import Lamb
 
-    groups = parameter_groups(model, config, rates)
+    groups = parameter_groups(model, config)
     return Lamb(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def _muon(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.Optimizer:
+def _muon(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     """Embeddings, projections and convolutions are AdamW's, as is all that is no matrix."""
     from clipkit.muon import MuonWithAdamW
 
@@ -113,7 +82,7 @@ def _muon(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.
         if 0 < place.depth < place.top and parameters[name].ndim == 2
     }
     groups = []
-    for group in parameter_groups(model, config, rates):
+    for group in parameter_groups(model, config):
         for matrices in (True, False):
             chosen = [one for one in group["params"] if (id(one) in blocks) == matrices]
             if chosen:
@@ -122,7 +91,7 @@ def _muon(model: CLIP, config: OptimConfig, rates: Rates | None) -> torch.optim.
 
 
 # further optimizers are further entries
-OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig, Rates | None], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig], torch.optim.Optimizer]] = {
     "adamw": adamw,
     "stable_adamw": _stable_adamw,
     "lamb": _lamb,
@@ -130,24 +99,17 @@ OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig, Rates | None], torch.optim.Op
 }
 
 
-def make_optimizer(
-    model: CLIP, config: OptimConfig, *, name: str = "", rates: Rates | None = None
-) -> torch.optim.Optimizer:
+def make_optimizer(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     """An optimizer over a model's trainable parameters, each group with its ``lr_scale``.
 
     Args:
         model: a CLIP, on its device, and already spread over ranks if it is to be.
-        config: rate, decay, betas and eps.
-        name: a key of ``OPTIMIZERS``, instead of the configuration's.
-        rates: how parameters' learning rates differ, instead of as the configuration says.
+        config: which one, its rate, decay, betas and eps, and how rates differ by tower and depth.
 
     Raises:
-        ConfigError: the name is unknown, or the optimizer cannot have this model.
+        ConfigError: the optimizer cannot have this model, or rates differ by depth and the depths are not known.
     """
-    name = name or config.name
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"optim.name = {name!r} is unknown: {nearest(name, OPTIMIZERS)}")
-    return OPTIMIZERS[name](model, config, rates)
+    return OPTIMIZERS[config.name](model, config)
 
 
 def expected_state(
@@ -180,34 +142,22 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate(
-    step: int, steps: int, config: OptimConfig, *, schedule: str = "", cooldown: int | None = None
-) -> float:
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The rate of update ``step`` (0 ≤ step < steps), to be multiplied by each group's ``lr_scale``.
 
-    A linear warm-up, then the schedule from ``lr`` down to ``min_lr``.
+    A linear warm-up, then the schedule from ``lr`` down to ``min_lr``. A constant rate falls in a line over the
+    last ``cooldown`` steps only, but not before the warm-up ends, so that a run can be made longer from before them
+    (Hu et al. 2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
 
     Args:
         step: updates made before.
         steps: of the whole run.
         config: the peak, the floor, the warm-up, the schedule and its cooldown.
-        schedule: instead of the configuration's: "cosine", half a cosine; "linear"; or "constant", which falls in
-            a line over the last ``cooldown`` steps only, so that a run can be made longer from before them (Hu et
-            al. 2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
-        cooldown: instead of the configuration's, of "constant"; not begun before the warm-up ends.
-
-    Raises:
-        ConfigError: the schedule is unknown, or another one than "constant" is given a cooldown.
     """
-    schedule = schedule or config.schedule
-    cooldown = config.cooldown if cooldown is None else cooldown
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"optim.schedule = {schedule!r} is unknown: {nearest(schedule, SCHEDULES)}")
-    require(cooldown == 0 or schedule == "constant", "optim.cooldown", cooldown, "0, unless constant")
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    begin, shape = config.warmup, SCHEDULES[schedule]
-    if cooldown and step >= (begin := max(config.warmup, steps - cooldown)):
+    begin, shape = config.warmup, SCHEDULES[config.schedule]
+    if config.cooldown and step >= (begin := max(config.warmup, steps - config.cooldown)):
         shape = _linear
     progress = (step - begin) / max(1, steps - begin)
     return config.min_lr + (config.lr - config.min_lr) * shape(progress)

@@ -2,6 +2,7 @@
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def _spread(model: CLIP, mesh: DeviceMesh, placements: list[Placement]) -> CLIP:
 def compare(plain: CLIP, spread: CLIP, name: str) -> float:
     """The largest difference after some updates with the same gradients, of weights and of their averages."""
     models, random = (plain, spread), torch.Generator().manual_seed(1)
-    optimizers = [make_optimizer(model, CONFIG, name=name) for model in models]
+    optimizers = [make_optimizer(model, replace(CONFIG, name=name)) for model in models]
     averages = [AveragedWeights(model, 0.9) for model in models]
     for step, scale in enumerate(SCALES, start=1):
         gradients = [scale * torch.randn(p.shape, generator=random) for p in plain.parameters()]
@@ -89,7 +90,7 @@ def compare_trainings(name: str) -> float:
     whole = create(SHAPE, seed=0).double()
     models = (whole, without_values(whole).double())
     shard(models[1], whole.state_dict(), "full", device=torch.device("cpu"), bf16=False)
-    optimizers = [make_optimizer(model, CONFIG, name=name) for model in models]
+    optimizers = [make_optimizer(model, replace(CONFIG, name=name)) for model in models]
     averages = [AveragedWeights(model, 0.9) for model in models]
     unfreezing = [Unfreezing(model, every=2) for model in models]
     averages[1].restore(averages[0].tensors(), origin="the other one")
