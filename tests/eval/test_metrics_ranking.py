@@ -1,0 +1,225 @@
+"""Average precision and ROC AUC against scikit-learn, VOC's definition by hand, and CLIP_benchmark."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clipkit.errors import DataError
+from eval import metrics
+from eval.metrics import intervals, ranks
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(intervals, "_RESAMPLES", 30)
+
+
+def some_scores(seed: int, n: int, classes: int, *, ties: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(n, classes, generator=generator)
+    if ties:
+        scores = (2 * scores).round()
+    return scores, torch.rand(n, classes, generator=generator) < 0.3
+
+
+@given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 4), ties=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_plain_average_precision_is_scikit_learns(seed: int, n: int, classes: int, ties: bool) -> None:
+    from sklearn.metrics import average_precision_score
+
+    scores, labels = some_scores(seed, n, classes, ties=ties)
+    present = labels.any(dim=0)
+    if not present.any():
+        with pytest.raises(DataError, match="average precision"):
+            metrics.mean_average_precision(scores, labels)
+        return
+    each = metrics.average_precisions(scores, labels)
+    assert np.isnan(each[~present.numpy()]).all()
+    expected = [average_precision_score(labels[:, c], scores[:, c]) for c in present.nonzero()[:, 0]]
+    assert each[present.numpy()] == pytest.approx(expected)
+    found = metrics.mean_average_precision(scores, labels)
+    assert found.value == pytest.approx(np.mean(expected)) and found.n == n
+    assert 0 <= found.low <= found.value <= found.high <= 1
+
+
+def eleven_points_by_hand(scores: list[float], labels: list[bool]) -> float:
+    """The best precision at each recall among all thresholds, with fractions of whole numbers."""
+    best = [0.0] * 11
+    total = sum(labels)
+    for threshold in set(scores):
+        taken = [own for score, own in zip(scores, labels, strict=True) if score >= threshold]
+        for tenths in range(11):
+            if 10 * sum(taken) >= tenths * total:
+                best[tenths] = max(best[tenths], sum(taken) / len(taken))
+    return sum(best) / 11
+
+
+@given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 3), ties=st.booleans(), some=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_eleven_points_are_vocs(seed: int, n: int, classes: int, ties: bool, some: bool) -> None:
+    scores, labels = some_scores(seed, n, classes, ties=ties)
+    difficult = some_scores(seed + 1, n, classes, ties=False)[1] if some else None
+    kept = torch.ones_like(labels) if difficult is None else ~difficult
+    present = (labels & kept).any(dim=0)
+    each = metrics.average_precisions(scores, labels, difficult, interpolated=True)
+    assert np.isnan(each[~present.numpy()]).all()
+    for c in present.nonzero()[:, 0].tolist():
+        own = kept[:, c]
+        expected = eleven_points_by_hand(scores[own, c].tolist(), labels[own, c].tolist())
+        assert each[c] == pytest.approx(expected)
+    if present.any():
+        found = metrics.map_11_point(scores, labels, difficult)
+        assert found.value == pytest.approx(each[present.numpy()].mean())
+        assert 0 <= found.low <= found.value <= found.high <= 1
+
+
+@given(seed=SEEDS, n=st.integers(2, 30), interpolated=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_drawn_picture_counts_as_often_as_it_was_drawn(seed: int, n: int, interpolated: bool) -> None:
+    scores, labels = some_scores(seed, n, 3, ties=True)
+    labels[0] = True
+    generator = np.random.default_rng(seed)
+    drawn = np.bincount(generator.integers(n, size=n), minlength=n)[None]
+    copies = torch.from_numpy(np.repeat(np.arange(n), drawn[0]))
+    statistic = metrics.mean_average_precision_statistic(scores, labels, interpolated=interpolated)
+    own = labels[copies]
+    if own.any():
+        each = metrics.average_precisions(scores[copies], own, interpolated=interpolated)
+        assert statistic(drawn)[0] == pytest.approx(np.nanmean(each))
+    else:
+        assert math.isnan(statistic(drawn)[0])
+    area = metrics.roc_auc_statistic(scores[:, 0], torch.arange(n) % 2)
+    odd = copies % 2
+    if 0 < odd.sum() < n:
+        assert area(drawn)[0] == pytest.approx(metrics.roc_auc(scores[copies, 0], odd).value)
+    else:
+        assert math.isnan(area(drawn)[0])
+
+
+@given(seed=SEEDS, n=st.integers(2, 60), ties=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_roc_auc_is_scikit_learns(seed: int, n: int, ties: bool) -> None:
+    from sklearn.metrics import roc_auc_score
+
+    scores, labels = some_scores(seed, n, 1, ties=ties)
+    labels[:2, 0] = torch.tensor([True, False])
+    found = metrics.roc_auc(scores[:, 0], labels[:, 0])
+    assert found.value == pytest.approx(roc_auc_score(labels[:, 0], scores[:, 0]))
+    assert 0 <= found.low <= found.value <= found.high <= 1 and found.low < found.high
+
+
+def test_roc_auc_of_one_class_is_refused() -> None:
+    for labels in (torch.zeros(4), torch.ones(4)):
+        with pytest.raises(DataError, match="both classes"):
+            metrics.roc_auc(torch.arange(4.0), labels)
+
+
+def test_interval_of_roc_auc_holds_the_truth_and_has_width_where_all_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intervals, "_RESAMPLES", 300)
+    stats = pytest.importorskip("scipy.stats")
+    truth = stats.norm.cdf(1 / math.sqrt(2))
+    random, labels = np.random.default_rng(0), torch.arange(120) % 3 == 0
+    held = 0
+    for _ in range(60):
+        scores = random.normal(size=120) + labels.numpy()
+        found = metrics.roc_auc(torch.from_numpy(scores), labels)
+        held += found.low <= truth <= found.high
+    assert held >= 52  # 57 expected of 95%
+    perfect = metrics.roc_auc(labels.double(), labels)
+    assert perfect.value == perfect.high == 1 and 0.9 < perfect.low < 0.99
+
+
+def test_scores_that_are_not_numbers_never_help() -> None:
+    labels = torch.tensor([[True], [False], [False]])
+    for broken in range(3):
+        scores = torch.tensor([[0.9], [0.1], [0.2]])
+        scores[broken] = torch.nan
+        assert metrics.mean_average_precision(scores, labels).value == pytest.approx(0.5 if broken else 1 / 3)
+        assert metrics.map_11_point(scores, labels).value == pytest.approx(0.5 if broken else 1 / 3)
+        assert metrics.roc_auc(scores[:, 0], labels[:, 0]).value == (0.5 if broken else 0)
+
+
+@given(seed=SEEDS, n=st.integers(1, 30), classes=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_class_scores_order_pictures_as_probabilities_do(seed: int, n: int, classes: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.nn.functional.normalize(torch.randn(n, 5, generator=generator), dim=1)
+    classifier = torch.nn.functional.normalize(torch.randn(5, classes, generator=generator), dim=0)
+    plain = metrics.class_scores(features, classifier)
+    assert torch.allclose(plain, features @ classifier, atol=1e-6)
+    scores = metrics.class_scores(features, classifier, softmax_scale=20.0)
+    expected = torch.softmax(20 * (features.double() @ classifier.double()), dim=1)
+    assert torch.allclose(scores.double().exp(), expected, atol=1e-5)
+
+
+def test_softmax_before_ranking_gives_another_map() -> None:
+    """A picture of everything outranks, in every class, one that shows a single thing; but for its softmax."""
+    scores = torch.tensor([[0.30, 0.30], [0.28, 0.10]])
+    labels = torch.tensor([[False, True], [True, False]])
+    plain = metrics.class_scores(scores, torch.eye(2))
+    softmax = metrics.class_scores(scores, torch.eye(2), softmax_scale=100.0)
+    assert metrics.mean_average_precision(plain, labels).value == 0.75
+    assert metrics.mean_average_precision(softmax, labels).value == 1.0
+
+
+def test_hateful_memes_score_is_the_difference_of_logits() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    generator = torch.Generator().manual_seed(0)
+    features, classifier = torch.randn(80, 6, generator=generator), torch.randn(6, 2, generator=generator)
+    labels = torch.arange(80) % 2
+    scores = metrics.class_scores(features, classifier)
+    found = metrics.roc_auc(scores[:, 1] - scores[:, 0], labels)
+    probability = torch.softmax((features @ classifier).double(), dim=1)[:, 1]
+    assert found.value == pytest.approx(roc_auc_score(labels, probability))
+
+
+@given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_plain_map_is_clip_benchmarks_where_every_class_has_a_picture(
+    seed: int, n: int, classes: int
+) -> None:
+    clip_benchmark = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
+
+    scores, labels = some_scores(seed, n, classes, ties=False)
+    labels[0] = True
+    theirs = clip_benchmark.average_precision_per_class(scores, labels.long())
+    assert metrics.average_precisions(scores, labels) == pytest.approx(theirs.numpy(), abs=1e-5)
+    assert metrics.mean_average_precision(scores, labels).value == pytest.approx(
+        theirs.mean().item(), abs=1e-5
+    )
+
+
+def test_clip_benchmark_counts_a_class_without_pictures_and_takes_ties_in_any_order() -> None:
+    clip_benchmark = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
+
+    scores, labels = torch.tensor([[0.9, 0.1], [0.1, 0.9]]), torch.tensor([[1, 0], [0, 0]])
+    assert clip_benchmark.average_precision_per_class(scores, labels).mean() == 0.5
+    assert metrics.mean_average_precision(scores, labels).value == 1
+    same, first = torch.zeros(4, 1), torch.tensor([[1], [0], [0], [0]])
+    orders = {clip_benchmark.average_precision_per_class(same, first.roll(i, 0)).item() for i in range(4)}
+    assert len(orders) > 1  # where in the file the picture stands decides
+    assert {metrics.mean_average_precision(same, first.roll(i, 0)).value for i in range(4)} == {0.25}
+
+
+def test_eleven_points_are_not_the_plain_mean() -> None:
+    scores = torch.arange(10.0).flip(0)[:, None]
+    labels = torch.tensor([1, 0, 1, 0, 0, 1, 0, 0, 0, 1])[:, None]
+    plain, eleven = metrics.mean_average_precision(scores, labels), metrics.map_11_point(scores, labels)
+    assert plain.value == pytest.approx((1 + 2 / 3 + 3 / 6 + 4 / 10) / 4)
+    assert eleven.value == pytest.approx((3 * 1 + 3 * 2 / 3 + 2 * 1 / 2 + 3 * 4 / 10) / 11)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is divided by nothing
+        none_of_one = torch.cat([labels, torch.zeros_like(labels)], dim=1)
+        assert metrics.map_11_point(scores.repeat(1, 2), none_of_one).value == eleven.value
