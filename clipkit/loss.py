@@ -36,6 +36,7 @@ def clip_loss(
     image_features: Tensor,
     text_features: Tensor,
     logit_scale: Tensor,
+    logit_bias: Tensor | None = None,
     *,
     identities: Tensor | None = None,
     same: Same = "positives",
@@ -56,6 +57,8 @@ def clip_loss(
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
         text_features: (B, O) the matching rows.
         logit_scale: one number, exp(t).
+        logit_bias: is not looked at: softmax does not see a number that is added to all logits. So what a model
+            with SigLIP's bias returns can be given as it is.
         identities: (B, K) int64, such as the numbers of the picture and of the caption. Two pairs that agree in
             at least one of the K show the same thing. Given on all ranks or on none.
         same: "positives" or "ignored".

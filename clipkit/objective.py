@@ -29,14 +29,8 @@ def chance_level(loss: LossConfig, rows: int) -> float:
     softmax = math.log(rows)
     if loss.name == "clip":
         return softmax
-    return softmax + (rows - 1) * math.log(
-        rows / (rows - 1)
-    )  # each pair is taken for one of a row's own by 1 in N
-
-
-def _clip_loss(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor, **same: Any) -> Tensor:
-    """Softmax does not see a bias, which a model of SigLIP's may have."""
-    return clip_loss(images, texts, scale, **same)
+    # each pair is taken for one that belongs together by 1 in N
+    return softmax + (rows - 1) * math.log(rows / (rows - 1))
 
 
 def batch_loss(
@@ -51,7 +45,8 @@ def batch_loss(
         teaching: what the teacher says of the batch.
     """
     same: dict[str, Any] = {} if loss.same == "negatives" else {"identities": identities, "same": loss.same}
-    contrastive = partial(siglip_loss if loss.name == "siglip" else _clip_loss, **same)
+    either: Callable[..., Tensor] = siglip_loss if loss.name == "siglip" else clip_loss
+    contrastive = partial(either, **same)
     if teaching is None:
         return contrastive
 

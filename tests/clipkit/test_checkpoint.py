@@ -69,10 +69,12 @@ def test_others_may_read_what_others_may_read(save: Save) -> None:
 def test_a_named_model_keeps_its_name(tmp_path: Path) -> None:
     model = create("ViT-Ti-4-16", seed=0)
     optimizer = adamw(model, CONFIG.optim)
-    save_checkpoint(tmp_path, model, optimizer, state(0), CONFIG, keep=1)
+    before = save_checkpoint(tmp_path, model, optimizer, state(0), CONFIG, keep=0)
     assert clipkit.load(tmp_path).name == "ViT-Ti-4-16"
+    assert load_training(before, model, optimizer) == state(0)  # no update has been made
+    after = save_checkpoint(tmp_path, model, optimizer, state(1), CONFIG, keep=0)
     with pytest.raises(CheckpointError, match="the optimizer's state is for other parameters"):
-        load_training(tmp_path / "checkpoints" / "step_00000000", model, optimizer)
+        load_training(after, model, optimizer)
 
 
 def test_a_run_its_checkpoints_and_one_of_them_can_be_loaded(
