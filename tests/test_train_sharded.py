@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 STEPS, SAVED_EVERY = 6, 3
 SETTINGS = (
     f"steps={STEPS}", f"checkpoint.every_steps={SAVED_EVERY}", "batch_size=8", "optim.average=0.9",
-    "eval.every_steps=2", "eval.batch_size=2", "lock.unfreeze_every=2",
+    "eval.every_steps=4", "eval.batch_size=2", "lock.unfreeze_every=2",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_shards_train_as_one_rank_does(whole: Path, sharded: Path) -> None:
     for line in metrics(sharded):
         assert line["samples_per_second_per_gpu"] == line["samples_per_second"] / 2
     scored = [json.loads(line) for line in (sharded / "results.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in scored} == {2, 4, 6}
+    assert {line["step"] for line in scored} == {4, 6}
     assert {line["n"] for line in scored} == {5}
 
 
