@@ -48,7 +48,9 @@ def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
 
 
 def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
-    """The mean of top-1 and top-5 accuracy: Kinetics-700's metric (Carreira et al. 2019, arXiv 1907.06987).
+    """The mean of top-1 and top-5 accuracy: Kinetics-700's metric in the CLIP paper.
+
+    (Radford et al. 2021, arXiv 2103.00020, table 9.)
 
     Args:
         ranks: (N,) int64 of ``class_ranks``, N ≥ 1.
@@ -60,8 +62,8 @@ def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
     """The mean over classes of the share of their pictures that are right; classes without a picture do not count.
 
     Also called mean per class accuracy, macro recall and balanced accuracy; ``mean_per_class_recall`` in
-    CLIP_benchmark, ``recall-macro_all`` in WILDS. ARO's accuracy by relation and by pair of attributes is this one
-    too, of ``pairwise_correct`` and what each case is about.
+    CLIP_benchmark, ``recall-macro_all`` in WILDS. ARO's mean accuracy by relation and by pair of attributes is this
+    one too, of ``pairwise_correct`` and what each case is about (of pairs with at least 25 cases).
 
     Args:
         correct: (N,) bool.

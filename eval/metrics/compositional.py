@@ -40,7 +40,7 @@ class Winoground:
 
 
 def winoground(similarity: Tensor) -> Winoground:
-    """Text, image and group score (Thrush et al. 2022, arXiv 2204.03162, equations 1 to 3).
+    """Text, image and group score (Thrush et al. 2022, arXiv 2204.03162).
 
     CLIP_benchmark's ``text_acc``, ``image_acc`` and ``acc`` are these but for ties: its ``argmax`` gives them to
     whatever stands first.

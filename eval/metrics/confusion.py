@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from eval.metrics.intervals import Ints
+from eval.metrics.intervals import Estimate, Ints, proportion
 
 __all__ = ["Confusion", "confusion", "superclass_confusion"]
 
@@ -30,6 +30,10 @@ class Confusion:
     label: Ints
     predicted: Ints
     count: Ints
+
+    def accuracy(self) -> Estimate:
+        """The share of pictures taken for what they are: top-1 accuracy, in the hierarchy where of superclasses."""
+        return proportion(int(self.count[self.label == self.predicted].sum()), int(self.count.sum()))
 
     def mistakes(self, most: int) -> list[tuple[int, int, int]]:
         """The most frequent mistakes: (class, taken for, how often), at most so many."""
@@ -70,9 +74,8 @@ def confusion(predicted: Tensor, labels: Tensor) -> Confusion:
 def superclass_confusion(of_classes: Confusion, superclass: Tensor) -> Confusion:
     """The same pictures by superclass: with "dog" for every breed, a breed for another is no mistake.
 
-    The accuracy of ``superclass[predicted] == superclass[labels]`` is top-1 accuracy in the hierarchy (as of
-    CIFAR-100's 20 superclasses); its difference from the accuracy by class is the share of pictures whose mistake
-    stays within the family.
+    Its ``accuracy`` is top-1 accuracy in the hierarchy (as of CIFAR-100's 20 superclasses); less the accuracy by
+    class, it is the share of pictures whose mistake stays within the family.
 
     Args:
         of_classes: of the classes.

@@ -46,7 +46,7 @@ def map_11_point(scores: Tensor, labels: Tensor, difficult: Tensor | None = None
     """VOC 2007's mAP: the mean over classes of the mean of eleven interpolated precisions.
 
     A class's eleven are the best precision at a recall of at least 0, 0.1, … 1 (Everingham et al. 2010, "The PASCAL
-    Visual Object Classes Challenge", section 4.2). This is the number of the CLIP paper (Radford et al. 2021,
+    Visual Object Classes Challenge"). This is the number of the CLIP paper (Radford et al. 2021,
     table 9) and of "11-point" elsewhere. CLIP_benchmark has no such metric; its VOC 2007 number is the plain
     ``mean_average_precision`` with the difficult pictures in. Recalls are compared as whole numbers: a recall of 3
     in 10 reaches 0.3, which it misses in floating point code.

@@ -9,12 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.metrics.intervals import Estimate, Ints, bootstrap_interval, mean_statistic, proportion
+from eval.metrics.intervals import (
+    Estimate,
+    Ints,
+    bootstrap_interval,
+    mean_statistic,
+    proportion,
+    wilson_interval,
+)
 
 __all__ = ["chance_of_recall", "mean_rank", "median_rank", "recall_at_k"]
 
 
-def recall_at_k(ranks: Tensor, k: int, weight: Tensor | None = None) -> Estimate:
+def recall_at_k(
+    ranks: Tensor, k: int, weight: Tensor | None = None, *, cluster: Tensor | None = None
+) -> Estimate:
     """R@k: the share of queries with a right candidate among the first k.
 
     One right candidate is enough, however many there are (Karpathy and Fei-Fei 2015, arXiv 1412.2306, and all
@@ -26,10 +35,22 @@ def recall_at_k(ranks: Tensor, k: int, weight: Tensor | None = None) -> Estimate
         ranks: (Q,) int64 of ``match_ranks``, Q ≥ 1.
         k: at least 1.
         weight: (Q,) int64, how often each query stands in the list; once if not given.
+        cluster: (Q,) int64, which queries go together, as the captions of one picture do: the interval is then of
+            a bootstrap over clusters, not Wilson's, which takes queries as independent and is too narrow for them.
     """
-    if weight is None:
-        return proportion(int((ranks < k).sum()), len(ranks))
-    return proportion(int(weight[ranks < k].sum()), int(weight.sum()))
+    copies = torch.ones_like(ranks) if weight is None else weight
+    hits, n = int(copies[ranks < k].sum()), int(copies.sum())
+    if cluster is None:
+        return proportion(hits, n)
+    _, index = np.unique(cluster.cpu().numpy(), return_inverse=True)
+    each = copies.cpu().numpy()
+    found = np.bincount(index, each * (ranks < k).cpu().numpy())
+    cells, counts = np.unique(np.stack([found, np.bincount(index, each)]), axis=1, return_counts=True)
+    if hits in (0, n):  # resamples would all be the same
+        low, high = wilson_interval(hits * int(counts.sum()) / n, int(counts.sum()))
+    else:
+        low, high = bootstrap_interval(lambda drawn: drawn @ cells[0] / (drawn @ cells[1]), counts)
+    return Estimate(value=hits / n, low=min(low, hits / n), high=max(high, hits / n), n=n)
 
 
 def mean_rank(ranks: Tensor, weight: Tensor | None = None) -> Estimate:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eval import metrics
 from eval.metrics import (
     chance_of_recall,
     class_ranks,
@@ -26,6 +27,12 @@ SEEDS = st.integers(0, 2**32 - 1)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+
+
+def test_each_metric_is_there_and_says_what_it_is() -> None:
+    assert len(set(metrics.__all__)) == len(metrics.__all__)
+    for name in set(metrics.__all__) - {"Statistic"}:  # which is the name of a type
+        assert getattr(metrics, name).__doc__
 
 
 def unit_rows(rows: int, columns: int, generator: torch.Generator) -> Tensor:

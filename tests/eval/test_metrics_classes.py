@@ -176,6 +176,8 @@ def test_superclasses_are_counted_as_if_they_were_the_classes(seed: int, n: int)
         assert one.count.sum() == n and (np.diff(one.count) <= 0).all()
     cells = [zip(c.label, c.predicted, c.count, strict=True) for c in (of_families, expected)]
     assert sorted(cells[0]) == sorted(cells[1])
+    within = (predicted >= 0) & (family[predicted] == family[labels])
+    assert of_families.accuracy().value == pytest.approx(within.double().mean().item())
     mistakes = of_families.mistakes(3)
     assert len(mistakes) <= 3 and all(one != other for one, other, _ in mistakes)
 

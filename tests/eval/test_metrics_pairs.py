@@ -42,6 +42,24 @@ def test_ranks_in_short_are_numpys(places: list[tuple[int, int]], weighted: bool
         assert 1 <= one.low <= one.value <= one.high
 
 
+def test_interval_of_captions_that_go_together_is_as_wide_as_their_pictures_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intervals, "_RESAMPLES", 1000)
+    of_pictures = torch.arange(200) % 4 * 3  # a quarter is found at once
+    place, picture = of_pictures.repeat_interleave(5), torch.arange(200).repeat_interleave(5)
+    alone, together = metrics.recall_at_k(place, 1), metrics.recall_at_k(place, 1, cluster=picture)
+    of_few = metrics.recall_at_k(of_pictures, 1)
+    assert together.value == alone.value == of_few.value == 0.25 and together.n == alone.n == 1000
+    assert (together.low, together.high) == pytest.approx((of_few.low, of_few.high), abs=0.01)
+    assert together.high - together.low > 2 * (alone.high - alone.low)
+    weighted = metrics.recall_at_k(of_pictures, 1, torch.full((200,), 5), cluster=torch.arange(200))
+    assert weighted == together
+    for k in (1, 20):
+        found = metrics.recall_at_k(place.clamp(min=1), k, cluster=picture)
+        assert (found.low, found.high) == pytest.approx(metrics.wilson_interval(200 * (k == 20), 200))
+
+
 def test_interval_of_the_median_is_the_binomial_one() -> None:
     stats = pytest.importorskip("scipy.stats")
     for n in (1, 2, 5, 6, 7, 25, 100, 5000):
