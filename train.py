@@ -33,7 +33,7 @@ from clipkit.checkpoint_writer import CheckpointWriter
 from clipkit.compile import compile_blocks
 from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
-from clipkit.errors import ClipkitError, ConfigError, nearest, run_command
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError, nearest, run_command
 from clipkit.estimate import Estimate, estimate
 from clipkit.flops import counted_flops
 from clipkit.in_batch_recall import in_batch_recall
@@ -57,6 +57,7 @@ from clipkit.run_folder import (
     only_trainer_of,
     too_many_bad,
 )
+from clipkit.running_statistics import RunningStatistics
 from clipkit.spikes import is_spike, next_usual
 from clipkit.step_metrics import StepMetrics
 from clipkit.stopwatch import Stopwatch
@@ -140,7 +141,7 @@ def main() -> int:
         if config.recompute:
             recompute_blocks(model, every=config.recompute)
         if sharded:
-            shard(model, weights, config.sharding, device=device, bf16=bf16, reshard=config.reshard)
+            shard(model, weights, config.sharding, device=device, reshard=config.reshard)
         del weights
         model.to(device)
         optimizer = make_optimizer(model, config.optim)
@@ -180,9 +181,11 @@ def main() -> int:
             teacher=teacher_features(config.distill, shards, chief=chief),
         )
 
+        distributed.bytes_of_chief(b"")  # the others wait for the chief, which may have looked at many files
+
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
         state = LoopState(step=0, data=shards.fingerprint())
-        checkpoint, planned = latest_checkpoint(run), config.steps
+        checkpoint, planned = checkpoint_of_all(run), config.steps
         if checkpoint is not None:
             found = load_training(checkpoint, model, optimizer, averaged, partly=unfreezing is not None)
             if found.data != state.data:
@@ -222,8 +225,11 @@ def main() -> int:
             record=log.write_scores,
             as_scored=partial(scored_weights, model, averaged, reshard=config.reshard),
         )
-        writer = CheckpointWriter(run, config, keep=config.checkpoint.keep, saved=state.step)
+        writer = CheckpointWriter(
+            run, config, keep=config.checkpoint.keep, saved=None if checkpoint is None else state.step
+        )
         bad_lines = BadSampleLines(progress, total=state.bad_samples, listed=f"{run}/bad_samples*.jsonl")
+        statistics = RunningStatistics(model)
         watch = Stopwatch(device)
         flops = flops_of_steps(model, config.model.patch_dropout, config.batch_size)
         dtype = torch.bfloat16 if bf16 else torch.float32
@@ -231,6 +237,7 @@ def main() -> int:
         batches = DeviceBatches(loader, state.step, config.steps, device)
         starvation = Starvation(config.data.workers, ", ".join(map(shown, config.data.sources)))
         profiled = Profile(run, options.profile if chief else 0, device=device, say=progress.say)
+        most = math.log(MAX_LOGIT_SCALE) if config.loss.name == "clip" else math.inf  # of the temperature
         step, stopped = state.step, False
         began, saved_at = clock() - state.seconds, clock()
         try:
@@ -247,12 +254,16 @@ def main() -> int:
                 starvation.count(batch)
                 if unfreezing is not None and unfreezing.lock_for_step(step):
                     trained = replicated(model)
+                    flops = flops_of_steps(model, config.model.patch_dropout, config.batch_size)
 
                 # 7b. The gradient of the global batch, clipped.
                 rate = learning_rate(step, config.steps, config.optim)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
                 optimizer.zero_grad(set_to_none=True)
+                if statistics:
+                    writer.wait_until_copied()
+                    statistics.keep()
                 features = compute.gradients(trained, batch, step, watch)
                 complete_gradients(model)
                 norm_here = clip_gradients(model, config.optim.clip_norm)
@@ -265,29 +276,29 @@ def main() -> int:
                 bad_lines.found(bad_here)
                 minutes = chief and 0 < config.checkpoint.every_minutes <= (clock() - saved_at) / 60
                 broken = not (math.isfinite(loss) and math.isfinite(norm))
-                agreed = torch.tensor([int(stop.asked), len(bad_here), int(minutes), int(broken)])
-                asked_to_stop, newly_bad, time_to_save, broken_ranks = distributed.sum_over_ranks(
-                    agreed
+                updates, factor = step - state.skipped, config.optim.skip_above
+                spike = is_spike(norm, state.usual_norm, factor=factor, updates=updates)
+                here = torch.tensor([int(stop.asked), len(bad_here), int(minutes), int(broken), int(spike)])
+                asked_to_stop, newly_bad, time_to_save, broken_ranks, spikes = distributed.sum_over_ranks(
+                    here
                 ).tolist()
+                spike = spikes > 0
                 if broken_ranks:
                     write_down(run, loader.names(batch.ids), step=step, rank=rank)
-                    writer.begin(
-                        model, optimizer, replace(state, step=step, seconds=clock() - began), averaged
-                    )
-                    writer.finish()
+                    statistics.put_back()
+                    writer.save_now(model, optimizer, replace(state, seconds=clock() - began), averaged)
                     raise ClipkitError(not_finite.line(run, step, loss, norm))
 
                 # 7d. One update, unless the gradient is a spike.
                 watch.begin("optimizer")
                 writer.wait_until_copied()
-                updates = step - state.skipped
-                factor = config.optim.skip_above
-                spike = is_spike(norm, state.usual_norm, factor=factor, updates=updates)
                 usual = next_usual(state.usual_norm, norm, factor=factor, updates=updates)
-                if not spike:
+                if spike:
+                    statistics.put_back()
+                else:
                     optimizer.step()
                     with torch.no_grad():
-                        model.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
+                        model.logit_scale.clamp_(0, most)
                     if averaged is not None:
                         averaged.update(updates + 1)
                 step += 1
@@ -422,6 +433,20 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+def checkpoint_of_all(run: Path) -> Path | None:
+    """The newest checkpoint as the chief sees it, which every rank must see too."""
+    newest = latest_checkpoint(run) if distributed.rank() == 0 else None
+    name = distributed.bytes_of_chief(newest.name.encode() if newest else b"").decode()
+    if not name:
+        return None
+    checkpoint = run / "checkpoints" / name
+    if not (checkpoint / "state.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint} is not seen from here: {run} must lie on a disk that all hosts share"
+        )
+    return checkpoint
+
+
 def check_split(config: Config, world: int) -> None:
     if config.batch_size < world * config.accumulate:
         raise ConfigError(
@@ -436,6 +461,7 @@ def estimate_of(
     """What the run would cost on the GPUs that are named, or on this machine's device."""
     if not 0 < options.mfu <= 1:
         raise ConfigError(f"--mfu {options.mfu} does not fit: above 0, at most 1")
+    check_split(config, options.gpus or distributed.world_size())
     bf16 = use_bf16(config, device)
     if options.gpu:
         peak, bf16 = published_peak(options.gpu), config.precision != "fp32"

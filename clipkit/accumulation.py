@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.parallel import local_gradients
+from clipkit.running_statistics import RunningStatistics
 from clipkit.stopwatch import Stopwatch
 
 __all__ = ["Features", "backward"]
@@ -72,10 +73,12 @@ def backward(
         return Features(loss=value.detach(), images=outputs[0].detach(), texts=outputs[1].detach())
     bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     first: list[tuple[Tensor, ...]] = []
+    statistics = RunningStatistics(bare)
     for number, piece in enumerate(pieces):
         _draw(seeds, number)
         with torch.no_grad(), precision:
             first.append(bare(**piece))
+    statistics.put_back()  # the second pass counts
     watch.begin("loss")
     whole = [torch.cat([one[i] for one in first]).requires_grad_() for i in (0, 1)]
     numbers = [one.detach().clone().requires_grad_() for one in first[0][2:]]  # exp(t), and the bias

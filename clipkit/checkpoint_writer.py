@@ -8,6 +8,7 @@ share, and the chief joins them to the same files, so that it does not matter la
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +39,7 @@ from clipkit.checkpoint import (
 )
 from clipkit.config import Config
 from clipkit.config_file import to_toml
-from clipkit.distributed import background_group, barrier, rank
+from clipkit.distributed import background_group, barrier, rank, sum_over_ranks
 from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
 from clipkit.model_folder import model_card, weights_of
@@ -64,18 +65,41 @@ class CheckpointWriter:
         run: the run folder.
         config: of the run.
         keep: how many of the newest stay; 0 keeps all.
-        saved: the step of the newest checkpoint so far.
+        saved: the step of the newest checkpoint so far; None where there is none.
     """
 
-    def __init__(self, run: Path, config: Config, *, keep: int, saved: int = 0) -> None:
-        self.saved_step = saved
+    def __init__(self, run: Path, config: Config, *, keep: int, saved: int | None = None) -> None:
+        self._saved = saved
         self._run, self._config, self._keep = run, config, keep
         self._root = run / "checkpoints"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: _Saving | None = None
-        self._step = saved
+        self._step = saved or 0
         self._stager: DefaultStager | None = None
         self._group: Any = None
+
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint; 0 where there is none."""
+        return self._saved or 0
+
+    def save_now(
+        self,
+        model: CLIP,
+        optimizer: torch.optim.Optimizer,
+        state: LoopState,
+        averaged: AveragedWeights | None = None,
+    ) -> None:
+        """See that this step is saved, before any rank goes on; all ranks call this.
+
+        Raises:
+            CheckpointError: as ``begin`` and ``finish`` do.
+        """
+        self.finish()
+        if self._saved != state.step:
+            self.begin(model, optimizer, state, averaged)
+            self.finish()
+        barrier()
 
     def begin(
         self,
@@ -94,13 +118,13 @@ class CheckpointWriter:
         files = _files(model, optimizer, averaged)
         sharded = any(isinstance(tensor, DTensor) for tensor in files["model.safetensors"].values())
         if rank() and not sharded:
-            self.saved_step = state.step
+            self._saved = state.step
             return
         folder = self._root / f"step_{state.step:08d}"
         aside = self._root / f".{folder.name}.partial"
         try:
             if not rank():
-                for left in self._root.glob(".step_*.partial"):  # by a process that was killed
+                for left in self._root.glob(".step_*"):  # by a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 aside.mkdir(parents=True)
                 _write_cards(aside, model, state, self._config)
@@ -108,6 +132,7 @@ class CheckpointWriter:
             raise self._failed(aside, error) from error
         if sharded:
             barrier()
+            self._check_shared(aside)
             self._saving = self._begin_shards(files, aside, folder)
         else:
             self._saving = self._begin_whole(files, aside, folder)
@@ -133,7 +158,7 @@ class CheckpointWriter:
                 if self._stager is not None and not torch.cuda.is_available():  # keeps a copy of the state
                     self._stager.close()
                     self._stager = None
-            self.saved_step = self._step
+            self._saved = self._step
 
     def finish_if_done(self) -> None:
         """``finish`` where that takes no time."""
@@ -143,6 +168,15 @@ class CheckpointWriter:
     def close(self) -> None:
         """End the thread; what it writes is written."""
         self._thread.shutdown()
+
+    def _check_shared(self, aside: Path) -> None:
+        """Every rank writes its shards to one folder, or the chief would join only those that it sees."""
+        blind = sum_over_ranks(torch.tensor(int(not (aside / "state.json").exists())))
+        if blind:
+            raise CheckpointError(
+                f"{int(blind)} ranks do not see {aside}: with sharding, the run folder must lie on a disk that all "
+                "hosts share"
+            )
 
     def _begin_whole(self, files: Files, aside: Path, folder: Path) -> _Saving:
         staged = self._staging().stage(files)
@@ -158,8 +192,13 @@ class CheckpointWriter:
         )
 
     def _begin_shards(self, files: Files, aside: Path, folder: Path) -> _Saving:
-        self._group = self._group or background_group()
-        names = list(files)
+        if self._group is None:
+            self._group = background_group()
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (max(soft, hard), hard)
+            )  # all shards are joined at once
+        names = [name for name in files if files[name]]  # an optimizer that made no update has no state
         numbers = {  # copies: they are written when the training has gone on
             key: one.to("cpu", copy=True)
             for content in files.values()
@@ -173,6 +212,7 @@ class CheckpointWriter:
                 {tensor: number for number, name in enumerate(names, 1) for tensor in files[name]},
                 save_distributed=True,
                 enable_consolidation=True,
+                thread_count_consolidation=len(names),
             ),
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
             process_group=self._group,
@@ -191,6 +231,8 @@ class CheckpointWriter:
                     joined = aside / f"model-{number:05d}-of-{len(names):05d}.safetensors"
                     _write_numbers(joined, numbers)
                     joined.rename(aside / name)
+                for name in files.keys() - names:
+                    save_file({}, aside / name)
                 shutil.rmtree(aside / "sharded")
                 (aside / "model.safetensors.index.json").unlink(missing_ok=True)
                 self._commit(aside, folder)
@@ -214,17 +256,23 @@ class CheckpointWriter:
             path.chmod((aside / COMPLETE).stat().st_mode & 0o777)
         for path in (*aside.rglob("*"), aside):
             _sync(path)
+        replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(replaced)
         aside.rename(folder)
         _sync(self._root)
+        shutil.rmtree(replaced, ignore_errors=True)
         _point_at(self._root, folder.name)
         (self._run / SAVED).touch()
         if self._keep:
             # the one just written stays, even where someone has gone back to an older step
             others = [other for other in step_folders(self._root) if other != folder and is_complete(other)]
             for old in others[self._keep - 1 :]:
-                shutil.rmtree(old, ignore_errors=True)
+                removed = old.with_name(
+                    f".{old.name}.removed"
+                )  # at once: no half of one is left as a checkpoint
+                old.rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)
 
     def _failed(self, aside: Path, error: BaseException) -> CheckpointError:
         shutil.rmtree(aside, ignore_errors=True)

@@ -330,6 +330,9 @@ class Config:
         require(self.precision in _PRECISIONS, "precision", self.precision, " or ".join(_PRECISIONS))
         require(self.sharding in _SHARDINGS, "sharding", self.sharding, ", ".join(_SHARDINGS))
         require(self.recompute >= 0, "recompute", self.recompute, "at least 0")
+        # LAMB counts steps by group: a layer that joins later would begin without the correction of its averages
+        counts_late = self.optim.name == "lamb" and self.lock.unfreeze_every > 0
+        require(not counts_late, "lock.unfreeze_every", self.lock.unfreeze_every, "0 with optim.name=lamb")
 
 
 def require(holds: bool, name: str, value: object, wanted: str) -> None:

@@ -5,7 +5,7 @@ Everything works without a process group too, as the single process of a world o
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -20,12 +20,13 @@ from clipkit.errors import ConfigError
 from clipkit.failure import Failures, failing_together
 
 __all__ = [
-    "any_rank", "background_group", "barrier", "bytes_of_chief", "check_launch", "counts_of_rows",
-    "gather_objects", "gather_rows", "greatest_over_ranks", "rank", "rank_and_world", "ranks_of_host",
-    "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together", "world_size",
+    "any_rank", "background_group", "barrier", "buffers_of_chief", "bytes_of_chief", "check_launch",
+    "counts_of_rows", "gather_objects", "gather_rows", "greatest_over_ranks", "rank", "rank_and_world",
+    "ranks_of_host", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together", "world_size",
 ]  # fmt: skip
 
 _TIMEOUT = timedelta(minutes=10)
+_LONG_TIMEOUT = timedelta(hours=6)  # of what a thread waits for while shards of many gigabytes are joined
 _POLL_SECONDS = 0.1
 _failures: Failures | None = None  # of the process group
 _store: Store | None = None  # that its ranks met in
@@ -138,6 +139,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def buffers_of_chief(buffers: Iterable[Tensor]) -> None:
+    """Have every rank hold the chief's values."""
+    if world_size() > 1:
+        for buffer in buffers:
+            dist.broadcast(buffer, src=0)
+
+
 def ranks_of_host() -> int:
     """How many processes this machine has, as torchrun says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -145,7 +153,7 @@ def ranks_of_host() -> int:
 
 def background_group() -> dist.ProcessGroup:
     """A group of all ranks for what a thread does beside the training; all ranks call this."""
-    group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

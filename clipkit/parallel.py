@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
-    MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -50,19 +49,18 @@ def shard(
     sharding: str,
     *,
     device: torch.device,
-    bf16: bool,
     reshard: bool = True,
 ) -> None:
     """Split a model's parameters over ranks (FSDP2, Zhao et al. 2023, https://arxiv.org/abs/2304.11277), in place.
 
-    Every block is gathered when it is computed. Gradients are the mean over ranks. No device ever holds the whole.
+    Every block is gathered when it is computed, in float32, so that the maths is that of the whole model. Gradients
+    are the mean over ranks. No device ever holds the whole.
 
     Args:
         model: see ``without_values``; locked, compiled and recomputed as it is to be.
         weights: what it is to hold, whole, by name; the same on all ranks.
         sharding: "full": over all ranks; "hybrid": over the ranks of a host, and the same on every host.
         device: where the shards go.
-        bf16: whether blocks are gathered in bfloat16; gradients are summed in float32.
         reshard: whether blocks are let go after the forward pass and gathered again for the backward one.
 
     Raises:
@@ -73,12 +71,9 @@ def shard(
     if world_size() == 1:
         raise ConfigError(f"sharding = {sharding!r} needs several processes: start with torchrun")
     mesh = _mesh(sharding, device.type)
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
-    )
     for block in [module for module in model.modules() if isinstance(module, ResidualAttentionBlock)]:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=set(single_numbers(model)))
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, ignored_params=set(single_numbers(model)))
     for method in ("encode_image", "encode_text"):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
@@ -94,6 +89,10 @@ def _mesh(sharding: str, device: str) -> DeviceMesh:
     if world % ranks_per_host:
         raise ConfigError(
             f"sharding = 'hybrid' needs hosts of equal size: {world} ranks, {ranks_per_host} here"
+        )
+    if ranks_per_host == 1:
+        raise ConfigError(
+            "sharding = 'hybrid' splits over the ranks of a host, and torchrun started one: set 'full'"
         )
     shape = (world // ranks_per_host, ranks_per_host)
     return init_device_mesh(device, shape, mesh_dim_names=("hosts", "ranks"))

@@ -14,6 +14,7 @@ from clipkit.flops import counted_flops, patches_of, step_flops, trained_blocks
 from clipkit.model import CLIP, create
 from clipkit.parallel import gathered
 from clipkit.resample import smooth_grid
+from clipkit.running_statistics import RunningStatistics
 from clipkit.towers import VisionTransformer
 
 __all__ = ["first_model", "flops_of_steps", "patch_counts", "scored_weights", "shape_of"]
@@ -126,6 +127,7 @@ def flops_of_steps(
 
 @contextmanager
 def scored_weights(model: CLIP, averaged: AveragedWeights | None, *, reshard: bool = True) -> Iterator[None]:
-    """The model as it is scored: averaged where it is averaged, and whole on every rank; see ``gathered``."""
+    """The model as it is scored: averaged where it is averaged, and whole and the same on every rank."""
+    RunningStatistics(model).take_chiefs()
     with nullcontext() if averaged is None else averaged.applied(), gathered(model, reshard=reshard):
         yield

@@ -68,6 +68,8 @@ class TrainingStep:
         self, module: nn.Module, batch: PairBatch, step: int, watch: Stopwatch | None = None
     ) -> Features:
         """Leave the gradient of the global batch's loss in the module's parameters; ``step`` were made before."""
+        if watch is not None:
+            watch.begin("forward")  # of a teacher too
         return backward(
             module,
             self._inputs(batch, step),

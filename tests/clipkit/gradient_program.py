@@ -96,7 +96,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         lock(model, image="all", text=2)
     if way.sharded:
         whole, model = model, without_values(model).to(way.dtype)
-        shard(model, whole.state_dict(), "full", device=torch.device("cpu"), bf16=False)
+        shard(model, whole.state_dict(), "full", device=torch.device("cpu"))
     trained: nn.Module = replicated(model)
     given, identities = inputs(way)
     losses: dict[str, Callable[..., Tensor]] = {

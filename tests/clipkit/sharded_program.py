@@ -89,7 +89,7 @@ def compare_trainings(name: str) -> float:
     """The largest difference of a training under FSDP2 that unfreezes, and scores averaged weights in between."""
     whole = create(SHAPE, seed=0).double()
     models = (whole, without_values(whole).double())
-    shard(models[1], whole.state_dict(), "full", device=torch.device("cpu"), bf16=False)
+    shard(models[1], whole.state_dict(), "full", device=torch.device("cpu"))
     optimizers = [make_optimizer(model, replace(CONFIG, name=name)) for model in models]
     averages = [AveragedWeights(model, 0.9) for model in models]
     unfreezing = [Unfreezing(model, every=2) for model in models]

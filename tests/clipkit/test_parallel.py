@@ -151,4 +151,4 @@ def test_one_rank_needs_no_wrapper(model: CLIP) -> None:
 
 def test_what_cannot_be_split_is_one_line(model: CLIP) -> None:
     with pytest.raises(ConfigError, match="sharding = 'full' needs several processes: start with torchrun"):
-        shard(without_values(model), model.state_dict(), "full", device=CPU, bf16=False)
+        shard(without_values(model), model.state_dict(), "full", device=CPU)
