@@ -203,6 +203,8 @@ def bytes_of_chief(content: bytes) -> bytes:
             time.sleep(_POLL_SECONDS)
     size = torch.tensor(len(content))
     dist.broadcast(size, src=0)
+    if not size:
+        return b""
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if rank() == 0 else None
     data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
     dist.broadcast(data, src=0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from clipkit import distributed
 
-CONTENTS = (b"x", bytes(range(256)) * 5000 + b"end", b"\0" * 7)
+CONTENTS = (b"x", bytes(range(256)) * 5000 + b"end", b"", b"\0" * 7)
 
 if __name__ == "__main__":
     distributed.start()

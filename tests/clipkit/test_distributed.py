@@ -53,7 +53,7 @@ def test_gradients_are_those_of_one_process_in_one_piece(
 @pytest.mark.slow
 def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path, forked: Forked) -> None:
     forked.ranks("tests/clipkit/bytes_program.py", str(tmp_path), world=2)
-    contents = (b"x", bytes(range(256)) * 5000 + b"end", b"\0" * 7)
+    contents = (b"x", bytes(range(256)) * 5000 + b"end", b"", b"\0" * 7)
     expected = [hashlib.sha256(content).hexdigest() for content in contents]
     assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [expected] * 2
     assert [distributed.bytes_of_chief(content) for content in (*contents, b"")] == [*contents, b""]
