@@ -239,7 +239,8 @@ def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
             time.sleep(0.05)
         message = error_of(place.train(*settings, run="shared"))
         assert f"another training (process {first.pid} on " in message and ") is writing to" in message
-        while not (place.runs / "shared" / "metrics.jsonl").is_file() and time.monotonic() < until:
+        figures = place.runs / "shared" / "metrics.jsonl"
+        while not (figures.is_file() and figures.stat().st_size) and time.monotonic() < until:
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
         _, stderr = first.communicate(timeout=60)
