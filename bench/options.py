@@ -2,9 +2,9 @@
 
     python -m bench.options [OPTION …] [--out FOLDER]
 
-Trains ``configs/quickstart.toml`` once as it is and once with each option, one after the other, and reads the scores
-of the last step. A run that was stopped goes on. Scores are of one seed: from seed to seed they differ by about four
-points (README), so only what differs by more is an effect. Seconds depend on what else the machine does.
+Trains ``configs/quickstart.toml`` once as it is and once with each option, one after the other, and reads the
+scores of the last step. A run that was stopped goes on. Scores are of one seed: from seed to seed they differ by
+about four points (README), so only what differs by more is an effect. Seconds depend on what else the machine does.
 """
 
 import argparse
