@@ -20,7 +20,7 @@ from clipkit.errors import ConfigError
 from clipkit.failure import Failures, failing_together
 
 __all__ = [
-    "any_rank", "background_group", "barrier", "buffers_of_chief", "bytes_of_chief", "check_launch",
+    "background_group", "barrier", "buffers_of_chief", "bytes_of_chief", "check_launch",
     "counts_of_rows", "gather_objects", "gather_rows", "greatest_over_ranks", "rank", "rank_and_world",
     "ranks_of_host", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together", "world_size",
 ]  # fmt: skip
@@ -171,11 +171,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     total = values.detach().clone()
     dist.all_reduce(total)
     return total
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is up on at least one rank."""
-    return bool(sum_over_ranks(torch.tensor(float(flag))).item())
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -24,11 +24,9 @@ from clipkit.model import CLIP
 from clipkit.towers import ResidualAttentionBlock
 
 __all__ = [
-    "SHARDINGS", "clip_gradients", "complete_gradients", "gathered", "local_gradients", "put", "replicated",
-    "shard", "single_numbers", "without_values",
+    "clip_gradients", "complete_gradients", "gathered", "local_gradients", "put", "replicated", "shard",
+    "single_numbers", "without_values",
 ]  # fmt: skip
-
-SHARDINGS = ("none", "full", "hybrid")
 
 
 def without_values(model: CLIP) -> CLIP:

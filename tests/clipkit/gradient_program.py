@@ -63,9 +63,9 @@ def ways(world: int) -> list[Way]:
     """All that a launch of so many ranks computes."""
     wanted = [replace(one, parts=parts) for one in WHAT for parts in ACCUMULATIONS]
     wanted += [replace(one, lengths=True, parts=2) for one in WHAT]
-    wanted += [replace(one, dtype=torch.float32, parts=5) for one in WHAT]
+    wanted += [replace(one, dtype=torch.float32, parts=parts) for one in WHAT for parts in (1, 5)]
     if world > 1:
-        wanted += [replace(one, sharded=True, parts=parts) for one in WHAT for parts in (1, 5)]
+        wanted += [replace(one, sharded=True, parts=parts) for one in WHAT for parts in ACCUMULATIONS]
     return wanted
 
 

@@ -88,14 +88,14 @@ def test_wrong_shapes_are_named(a: tuple[int, ...], b: tuple[int, ...]) -> None:
         clip_loss(torch.zeros(a), torch.zeros(b), torch.tensor(1.0))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 @given(
     rows=st.integers(1, 33),
     tile=st.integers(1, 400),
     scale=st.floats(0.1, 100),
     seed=st.integers(0, 99),
     numbers=st.integers(1, 3),
-    loss=st.sampled_from([name for name in LOSSES if name.startswith("clip")]),
+    loss=st.sampled_from([name for name in LOSSES if name.startswith(("clip", "siglip"))]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_tiles_and_identities_come_to_the_plain_formula(

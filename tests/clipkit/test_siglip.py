@@ -1,17 +1,13 @@
-"""The sigmoid loss in one process: open_clip's value and gradients, and the plain formula's with identities."""
+"""The sigmoid loss in one process: open_clip's value and gradients; tiles and identities are in test_loss.py."""
 
 import math
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import clipkit.loss_tiles
 from clipkit.loss import siglip_loss
-from tests.clipkit.plain_losses import LOSSES, compare, error, gradients, ours, plain
+from tests.clipkit.plain_losses import error, gradients
 from tests.clipkit.plain_losses import given as given_batch
 
 
@@ -27,25 +23,6 @@ def test_value_and_gradients_are_open_clips(rows: int, dtype: torch.dtype, bound
     assert error(value, want) < bound
     for a, b in zip(gradients(value, batch), gradients(want, exact), strict=True):
         assert error(a, b) < bound
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    rows=st.integers(1, 33),
-    tile=st.integers(1, 400),
-    scale=st.floats(0.1, 100),
-    seed=st.integers(0, 99),
-    numbers=st.integers(1, 3),
-    loss=st.sampled_from([name for name in LOSSES if name.startswith("siglip")]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_tiles_and_identities_come_to_the_plain_formula(
-    rows: int, tile: int, scale: float, seed: int, numbers: int, loss: str, dtype: torch.dtype
-) -> None:
-    exact = given_batch(rows, seed=seed, scale=scale, numbers=numbers)
-    batch = given_batch(rows, seed=seed, scale=scale, numbers=numbers, dtype=dtype)
-    with patch.multiple(clipkit.loss_tiles, _TILE=tile, _LEAST_ROWS=1):
-        compare(ours(loss, batch), batch, plain(loss, exact), exact, rounded=plain(loss, batch))
 
 
 def test_the_papers_start_has_the_loss_of_its_bias() -> None:
