@@ -10,11 +10,12 @@ from pathlib import Path
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError, nearest
-from eval.datasets import TASKS, EvalDataset, open_dataset, open_datasets
+from eval.dataset import TASKS, EvalDataset
 from eval.encode import ONE_RANK, Encoded, Gather, Ranks, encode_dataset
+from eval.readers import open_dataset, open_datasets
 from eval.results import Score, append_results, latest_results, provenance, read_results, weights_id
-from eval.retrieval import captions_of, retrieval
-from eval.zero_shot import labels_of, zero_shot
+from eval.tasks.retrieval import captions_of, retrieval
+from eval.tasks.zero_shot import labels_of, zero_shot
 
 __all__ = [
     "Encoded",

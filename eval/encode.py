@@ -19,7 +19,7 @@ from clipkit import CLIP
 from clipkit.errors import DataError
 from clipkit.preprocess import Preprocess, eval_pixels
 from clipkit.zero_shot import encode_prompts, evaluating
-from eval.datasets import EvalDataset
+from eval.dataset import EvalDataset
 
 __all__ = ["ONE_RANK", "Encoded", "Gather", "Ranks", "check_finite", "encode_dataset", "encode_texts"]
 

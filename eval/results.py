@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from clipkit.errors import DataError
-from eval.datasets import EvalDataset
+from eval.dataset import EvalDataset
 from eval.json_text import parse_json
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 
 from clipkit import CLIP
 from eval import evaluate
-from eval.datasets import EvalDataset
+from eval.dataset import EvalDataset
 from eval.encode import Ranks, encode_dataset
 from eval.results import Score, read_results
 from eval.snapshot import take_snapshot, write_snapshot

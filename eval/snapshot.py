@@ -14,7 +14,7 @@ from torch import Tensor
 import clipkit
 from clipkit.errors import DataError
 from clipkit.zero_shot import fill_template
-from eval.datasets import EvalDataset
+from eval.dataset import EvalDataset
 from eval.encode import Encoded
 from eval.snapshot_file import (
     Example,

@@ -13,8 +13,9 @@ from PIL import Image
 from clipkit.errors import DataError
 from data.pack import pack
 from data.writer import DatasetWriter, Record
-from eval.datasets import DEFAULT_TEMPLATES, open_dataset, open_datasets
-from eval.some_pictures import SomePictures
+from eval.dataset import DEFAULT_TEMPLATES
+from eval.readers import open_dataset, open_datasets
+from eval.readers.some_pictures import SomePictures
 
 WriteDataset = Callable[..., Path]
 

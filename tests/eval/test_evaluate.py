@@ -18,7 +18,7 @@ from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from eval.encode import Ranks, encode_dataset
 from eval.results import Score
-from eval.zero_shot import class_weights
+from eval.tasks.zero_shot import class_weights
 
 WriteDataset = Callable[..., Path]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from eval.report import build_report
-from eval.report_charts import Chart, Line, draw
+from eval.report.charts import Chart, Line, draw
 from eval.snapshot import Snapshot, write_snapshot
 from eval.snapshot_file import Example, Guess, Hit, Matrix, Picture, Query
 

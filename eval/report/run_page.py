@@ -16,11 +16,11 @@ from typing import Any
 
 from clipkit.errors import DataError
 from clipkit.urls import without_secrets
-from eval.report_charts import number
-from eval.report_curves import curves
-from eval.report_pictures import PictureBook, examples, matrices, queries
-from eval.report_scores import headline_scores, newest, results_table
-from eval.run_folder import BadSamples, Result, RunFolder, read_run_folder
+from eval.report.charts import number
+from eval.report.curves import curves
+from eval.report.pictures import PictureBook, examples, matrices, queries
+from eval.report.run_folder import BadSamples, Result, RunFolder, read_run_folder
+from eval.report.scores import headline_scores, newest, results_table
 from eval.snapshot_file import Snapshot
 
 __all__ = ["build_report"]
@@ -78,8 +78,8 @@ def _page(run: RunFolder) -> str:
     shown = [section for section in sections if section.content]
     links = "".join(f'<a href="#{section.name}">{section.title}</a>' for section in shown)
     body = "".join(section.html() for section in shown)
-    style = (_HERE / "report.css").read_text(encoding="utf-8")
-    script = (_HERE / "report.js").read_text(encoding="utf-8")
+    style = (_HERE / "page.css").read_text(encoding="utf-8")
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from eval.report_charts import Chart, Line, Point, downsample, draw, figure, number, smooth
-from eval.report_scores import is_share, metric_name
-from eval.run_folder import Result, RunFolder
+from eval.report.charts import Chart, Line, Point, downsample, draw, figure, number, smooth
+from eval.report.run_folder import Result, RunFolder
+from eval.report.scores import is_share, metric_name
 
 __all__ = ["curves"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from eval.report_charts import figure, number
-from eval.run_folder import Result
+from eval.report.charts import figure, number
+from eval.report.run_folder import Result
 
 __all__ = ["headline_scores", "is_share", "metric_name", "newest", "results_table"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from eval.datasets import EvalDataset
+from eval.dataset import EvalDataset
 from eval.encode import ONE_RANK, Encoded, Ranks, encode_texts
 from eval.metrics import chance_of_recall, match_ranks, wilson_interval
 from eval.results import Score

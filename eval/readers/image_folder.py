@@ -6,11 +6,49 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from clipkit.errors import DataError
 from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample
+from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, checked
+from eval.readers.text_files import lines_of
 
-__all__ = ["ImageFolder", "visible_folders"]
+__all__ = ["ImageFolder", "open_image_folder", "utf8_name", "visible_folders"]
+
+
+def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+    """A folder of pictures by class, or of splits of such; to test on, one without splits counts as a whole.
+
+    Raises:
+        DataError: it has no such split, or what ``ImageFolder`` refuses.
+    """
+    pictures = ImageFolder(_folder_of_split(folder, split))
+    templates = tuple(line for line in lines_of(folder / "zeroshot_classification_templates.txt") if line)
+    return checked(
+        EvalDataset(
+            name=name,
+            split=split,
+            class_names=tuple(utf8_name(one.name).replace("_", " ").strip() for one in pictures.folders),
+            templates=templates or DEFAULT_TEMPLATES,
+            shards=pictures,
+            labels=torch.tensor([label for _, label in pictures.files]),
+            captions=None,
+            revision=pictures.fingerprint(),
+            tasks=("zero-shot",),
+        )
+    )
+
+
+def _folder_of_split(folder: Path, split: str) -> Path:
+    for own in (split, "val") if split == TEST else (split,):
+        if visible_folders(folder / own):
+            return folder / own
+    if split != TEST:
+        raise DataError(f"{folder} has no split {split!r}: no folder {folder / split} with folders by class")
+    if visible_folders(folder / "train"):
+        raise DataError(f"{folder} has the split 'train' only: name the folder of the pictures to score on")
+    return folder
 
 
 class ImageFolder:
@@ -107,3 +145,11 @@ def _size(file: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise DataError(f"picture {file} is not a regular file: remove it")
     return found.st_size
+
+
+def utf8_name(name: str) -> str:
+    """A folder's name as UTF-8, in which results and prompts are written, whatever the locale takes it for."""
+    try:
+        return os.fsencode(name).decode()
+    except UnicodeError as error:
+        raise DataError(f"the folder {name!r} has a name that is not UTF-8: rename it") from error

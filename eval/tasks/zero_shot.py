@@ -5,7 +5,7 @@ from torch import Tensor
 
 from clipkit import CLIP, zero_shot_classifier
 from clipkit.errors import DataError
-from eval.datasets import EvalDataset
+from eval.dataset import EvalDataset
 from eval.encode import ONE_RANK, Encoded, Ranks, check_finite
 from eval.metrics import class_ranks, mean_per_class_interval, mean_per_class_recall, wilson_interval
 from eval.results import Score

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from eval.report_charts import number
+from eval.report.charts import number
 from eval.snapshot_file import Example, Matrix, Picture, Query, Snapshot
 
 __all__ = ["PictureBook", "examples", "matrices", "queries"]

@@ -1,0 +1,119 @@
+"""A split of a dataset as the tasks see it: what to show the model, what is right, and which tasks make sense.
+
+Which tasks a dataset is scored on unless the user names one: those of its card's ``tasks``; else retrieval if
+its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labelled sets often carry captions that
+are made from the class, and retrieval among hundreds of equal captions measures nothing.
+
+Letters in shape comments: N pictures, C classes.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from clipkit.errors import DataError
+from data.shards import Sample
+
+__all__ = ["DEFAULT_TEMPLATES", "TASKS", "TEST", "EvalDataset", "Pictures", "checked", "some"]
+
+TASKS = ("zero-shot", "retrieval")
+TEST = "test"  # the split that scores are of
+DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
+_log = logging.getLogger("eval")
+
+
+class Pictures(Protocol):
+    """Random access to encoded pictures; ``data.shards.Shards`` and ``ImageFolder`` are ones."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, number: int) -> Sample:
+        """The picture's bytes with what lies beside it; DataError if it cannot be read."""
+
+    def locate(self, number: int) -> tuple[str, str]:
+        """Shard (or folder) and key (or file), to name a picture in a message."""
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change when the pictures do."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvalDataset:
+    """One dataset to score a model on.
+
+    Attributes:
+        name: as it stands in results.
+        split: which part of the dataset it is.
+        class_names: the line number is the label; a name may be empty or stand there twice.
+        templates: prompts with ``{c}`` for the class name.
+        shards: the N pictures.
+        labels: (N,) int64; (N, C) bool where a picture has several; or None for a dataset without labels.
+        captions: of each picture, one or more; or None for a dataset without captions.
+        choices: of each picture, a right caption and then wrong ones, of which a model is to tell the right; or
+            None. Pictures of one ``item`` (Winoground) are told apart by each other's captions too.
+        items: (N,) int64, which pictures belong together; or None.
+        metadata: by name, (N,) int64 facts about each picture, such as the region it is from.
+        prompt_set: the name under which ``class_names`` and ``templates`` go, "own" for those beside the pictures.
+        revision: the pictures' fingerprint.
+        tasks: what it is scored on unless the user says otherwise, of ``TASKS``.
+    """
+
+    name: str
+    split: str = TEST
+    class_names: tuple[str, ...]
+    templates: tuple[str, ...]
+    shards: Pictures
+    labels: Tensor | None
+    captions: tuple[tuple[str, ...], ...] | None
+    revision: str
+    tasks: tuple[str, ...]
+    choices: tuple[tuple[str, ...], ...] | None = None
+    items: Tensor | None = None
+    metadata: Mapping[str, Tensor] = field(default_factory=dict)
+    prompt_set: str = "own"
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def where(self, number: int) -> str:
+        """Names a picture in a message."""
+        shard, key = self.shards.locate(number)
+        return f"dataset {self.name}: picture {key} of {shard}"
+
+
+def checked(dataset: EvalDataset) -> EvalDataset:
+    """The dataset, if its labels, names and templates go together; what is merely odd is logged."""
+    names, labels = dataset.class_names, dataset.labels
+    for template in dataset.templates:
+        if "{c}" not in template:
+            raise DataError(
+                f"dataset {dataset.name}: the template {template!r} has no {{c}} for the class name"
+            )
+    if labels is None or not names:
+        return dataset
+    wrong = (labels >= len(names)).nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        raise DataError(
+            f"{dataset.where(first)} has label {int(labels[first])}, but classnames.txt has {len(names)} lines "
+            f"(labels 0 to {len(names) - 1}); blank lines in it count"
+        )
+    doubled = [repr(name) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        _log.warning(
+            "dataset %s: class names that stand for several classes: %s", dataset.name, some(doubled)
+        )
+    empty = sorted(set(range(len(names))) - set(labels.tolist()))
+    if empty:
+        _log.warning(
+            "dataset %s: classes without a picture: %s", dataset.name, some([repr(names[i]) for i in empty])
+        )
+    return dataset
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
