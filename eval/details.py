@@ -1,0 +1,255 @@
+"""Takes what a page and a paired test need beside the scores, from features or predictions that are there already.
+
+Letters in shape comments: N pictures, D embedding dimension, C classes, E examples.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from clipkit.errors import DataError
+from eval.dataset import EvalDataset
+from eval.details_file import Bin, Details, Packed, details_folder, pack, read_details, write_details
+from eval.metrics import (
+    calibration_bins,
+    class_ranks,
+    class_scores,
+    confusion,
+    per_class_accuracy,
+    top_classes,
+)
+from eval.snapshot_file import Example, Guess, Picture
+from eval.thumbnail import thumbnail
+
+__all__ = [
+    "Bin",
+    "Details",
+    "Packed",
+    "details_folder",
+    "item_details",
+    "pack",
+    "prediction_details",
+    "read_details",
+    "write_details",
+    "zero_shot_details",
+]
+
+EXAMPLES = 6
+GUESSES = 5
+MISTAKES = 30
+_WHOLE_MATRIX = 64  # classes; of more, only the most frequent mistakes
+_MAX_TEXT = 300  # characters of a class name that a page can use
+
+
+@torch.no_grad()
+def zero_shot_details(
+    dataset: EvalDataset,
+    image_features: Tensor,
+    class_weights: Tensor,
+    logit_scale: float,
+    *,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> Details:
+    """What zero-shot classification did, picture by picture, class by class.
+
+    The examples are shown as in figure 21 of the CLIP paper (Radford et al. 2021), five labels with their
+    probabilities. Each is a random one of the right or of the wrong predictions: a coin decides which kind comes
+    first, then the kinds alternate while both last.
+
+    A picture with several labels is right if the first class is one of them. It has no place in a confusion matrix
+    or a count by class, and its metrics are no means over pictures: of these datasets there are examples alone.
+
+    Memory is bounded by blocks of similarities and a few numbers a picture.
+
+    Args:
+        dataset: of N pictures with labels and C class names.
+        image_features: (N, D) unit norm, perhaps memory-mapped.
+        class_weights: (D, C) unit columns.
+        logit_scale: exp(t) of the model.
+        seed: chooses the examples. The order in which pictures are taken follows from it and N alone.
+        device: where to take the products; where the features are if not given.
+
+    Raises:
+        DataError: the dataset has no pictures, labels or class names.
+    """
+    labels, classes = dataset.labels, len(dataset.class_names)
+    if labels is None or not classes or not len(labels):
+        raise DataError(
+            f"dataset {dataset.name} has no labelled pictures with class names to take details of"
+        )
+    top = top_classes(image_features, class_weights, k=GUESSES, logit_scale=logit_scale, device=device)
+    is_right = _is_right(top.classes, labels)  # (N, k)
+    if labels.ndim == 1:
+        right = {"acc1": is_right[:, 0]}
+        if classes > GUESSES:
+            right["acc5"] = is_right.any(dim=1)
+        values = {}
+        if classes == 2:  # what ROC AUC ranks by
+            scores = class_scores(image_features, class_weights, device=device)  # (N, 2)
+            values["roc_auc"] = scores[:, 1] - scores[:, 0]
+        details = prediction_details(
+            dataset, top.classes[:, 0], task="zero-shot", confidence=top.probabilities[:, 0]
+        )
+        details = replace(details, right=_packed(right), values=_packed(values))
+    else:
+        details = item_details(dataset, task="zero-shot", n=len(labels))
+    chosen = _choose_examples(is_right[:, 0], seed)
+    examples = []
+    for number in chosen:
+        features = image_features[number : number + 1].to(torch.float32).cpu()  # (1, D)
+        examples.append(_example(dataset, number, features, class_weights.cpu(), logit_scale))
+    pictures = {str(number): _picture(dataset, number) for number in chosen}
+    return replace(details, examples=tuple(examples), pictures=pictures)
+
+
+def prediction_details(
+    dataset: EvalDataset,
+    predicted: Tensor,
+    *,
+    task: str,
+    setting: str = "",
+    confidence: Tensor | None = None,
+    chosen_c: float | None = None,
+) -> Details:
+    """What predictions of one class a picture say: by class, what was taken for what, and calibration.
+
+    Args:
+        dataset: with (N,) labels, N ≥ 1, and class names.
+        predicted: (N,) int64 class numbers, -1 where nothing was predicted.
+        task: as in the scores.
+        setting: as in the scores.
+        confidence: (N,) in 0 … 1, the probability of the predicted class, if there is one.
+        chosen_c: of a probe, the C that validation chose.
+    """
+    labels, classes = dataset.labels, len(dataset.class_names)
+    assert labels is not None and labels.ndim == 1, "one label a picture"
+    predicted = predicted.cpu()
+    correct = predicted == labels  # (N,)
+    by_class = per_class_accuracy(correct, labels, classes)
+    taken = confusion(predicted, labels)
+    whole = taken.matrix(classes).tolist() if classes <= _WHOLE_MATRIX else None
+    return replace(
+        item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),
+        class_counts=tuple(by_class.total.tolist()),
+        class_right=tuple(by_class.right.tolist()),
+        mistakes=tuple(one for one in taken.mistakes(MISTAKES) if one[1] >= 0),
+        matrix=None if whole is None else tuple(tuple(row) for row in whole),
+        bins=() if confidence is None else _bins(confidence, correct),
+        labels=pack(labels),
+        chosen_c=chosen_c,
+    )
+
+
+def item_details(
+    dataset: EvalDataset,
+    *,
+    task: str,
+    n: int,
+    setting: str = "",
+    right: Mapping[str, Tensor] | None = None,
+    values: Mapping[str, Tensor] | None = None,
+) -> Details:
+    """What a paired test needs, of any task.
+
+    Args:
+        dataset: that was scored.
+        task: as in the scores.
+        n: items.
+        setting: as in the scores.
+        right: by metric, (items,) bool; of retrieval's "text_to_image_R@1" the items are captions.
+        values: by metric that is a mean of them, (items,) float.
+    """
+    return Details(
+        dataset=dataset.name,
+        task=task,
+        n=n,
+        split=dataset.split,
+        prompt_set=dataset.prompt_set if task == "zero-shot" else "",
+        setting=setting,
+        data_revision=dataset.revision,
+        class_names=tuple(_short(name) for name in dataset.class_names),
+        right=_packed(right or {}),
+        values=_packed(values or {}),
+    )
+
+
+def _choose_examples(right: Tensor, seed: int) -> list[int]:
+    """At most six pictures, right and wrong ones in turn, each kind in random order; (N,) bool, whether right."""
+    generator = torch.Generator().manual_seed(seed)
+    first = bool(torch.randint(2, (), generator=generator))
+    order = torch.randperm(len(right), generator=generator)
+    one, other = (order[right.cpu()[order] == kind][:EXAMPLES].tolist() for kind in (first, not first))
+    in_turn = [number for pair in zip_longest(one, other) for number in pair if number is not None]
+    return in_turn[:EXAMPLES]
+
+
+def _packed(by_metric: Mapping[str, Tensor]) -> dict[str, Packed]:
+    return {metric: pack(values) for metric, values in by_metric.items()}
+
+
+def _is_right(classes: Tensor, labels: Tensor) -> Tensor:
+    """(N, k) classes, -1 where there is none, and (N,) or (N, C) labels: (N, k) bool."""
+    if labels.ndim == 1:
+        return classes == labels[:, None]
+    return labels.bool().gather(1, classes.clamp(min=0)) & (classes >= 0)
+
+
+def _bins(confidence: Tensor, correct: Tensor) -> tuple[Bin, ...]:
+    bins = calibration_bins(confidence, correct)
+    columns = (bins.low, bins.high, bins.count, bins.confidence, bins.accuracy)
+    return tuple(
+        Bin(low=low, high=high, count=count, confidence=sure, accuracy=right)
+        for low, high, count, sure, right in zip(*(column.tolist() for column in columns), strict=True)
+    )
+
+
+def _example(
+    dataset: EvalDataset, number: int, features: Tensor, class_weights: Tensor, logit_scale: float
+) -> Example:
+    """One picture's five likeliest labels; ``features`` is (1, D)."""
+    assert dataset.labels is not None
+    label = dataset.labels[number]
+    true = [int(label)] if label.ndim == 0 else label.nonzero()[:, 0].tolist()
+    top = top_classes(features, class_weights, k=GUESSES, logit_scale=logit_scale)
+    logits = class_scores(features, class_weights, softmax_scale=logit_scale)[0]  # (C,)
+    ranks = [int(class_ranks(features, class_weights, torch.tensor([one]))) for one in true]
+    best = min(zip(ranks, true, strict=True), default=None)  # of several labels, the one that comes first
+    guesses = [
+        Guess(label=_name(dataset, guess), probability=_share(probability), right=guess in true)
+        for guess, probability in zip(top.classes[0].tolist(), top.probabilities[0].tolist(), strict=True)
+        if guess >= 0
+    ]
+    return Example(
+        picture=str(number),
+        guesses=tuple(guesses),
+        truth=_short(", ".join(_name(dataset, one) for one in true)) if true else None,
+        rank=None if best is None else 1 + best[0],
+        probability=None if best is None else _share(float(logits[best[1]].exp())),
+    )
+
+
+def _picture(dataset: EvalDataset, number: int) -> Picture:
+    """A small copy; an empty one of a picture that cannot be read any more."""
+    try:
+        png = thumbnail(dataset.shards.read(number).image)
+    except DataError:
+        png = ""
+    return Picture(png=png, alt=f"picture {number:,} of {_short(dataset.name)}")
+
+
+def _name(dataset: EvalDataset, label: int) -> str:
+    return _short(dataset.class_names[label]) or f"class {label}"  # a name may be a blank line
+
+
+def _share(value: float) -> float:
+    return float(f"{value:.4g}") if math.isfinite(value) else 0.0
+
+
+def _short(text: str) -> str:
+    """A text of at most 300 characters, which is more than a page shows."""
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"

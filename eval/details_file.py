@@ -1,0 +1,345 @@
+"""What a page and a paired test need beside the scores: one JSON file a (weights, dataset, task).
+
+``runs/a/results.jsonl`` has its details in ``runs/a/results.details/``. A file is named after the dataset, the task
+and a hash of what else tells it from others (weights, split, prompt set, setting); writing it again replaces it.
+
+Letters in shape comments: N pictures, D embedding dimension, C classes, E examples.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+import re
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clipkit.errors import DataError
+from eval.dataset import TEST
+from eval.json_text import parse_json
+from eval.snapshot_file import Example, Guess, Picture
+
+__all__ = [
+    "Bin",
+    "Details",
+    "Packed",
+    "details_folder",
+    "pack",
+    "read_details",
+    "write_details",
+]
+
+_MAX_FILE_BYTES = 32 << 20
+_MAX_FILES = 50_000
+_MAX_ITEMS = 1 << 26
+_NAMED = 3  # broken files that a note names
+
+Kind = Literal["bits", "uint32", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A value of each of ``n`` items as text.
+
+    Attributes:
+        kind: "bits" for true and false (eight to a byte, the first in the highest bit), else little-endian numbers,
+            deflated.
+        n: items.
+        data: in base64.
+    """
+
+    kind: Kind
+    n: int
+    data: str
+
+    def tensor(self) -> Tensor:
+        """(n,) bool, int64 or float32.
+
+        Raises:
+            DataError: the text does not hold n values.
+        """
+        try:
+            raw = base64.b64decode(self.data, validate=True)
+            if self.kind == "bits":
+                values = np.unpackbits(np.frombuffer(raw, dtype=np.uint8), count=self.n).astype(bool)
+                held = len(raw) == (self.n + 7) // 8
+            else:
+                # never more than n numbers, whatever the text would unfold to
+                whole = zlib.decompressobj().decompress(raw, 4 * self.n + 1)
+                values = np.frombuffer(whole, dtype=np.dtype(self.kind).newbyteorder("<"))
+                held = len(values) == self.n
+        except (binascii.Error, zlib.error, ValueError) as error:
+            raise DataError(f"values of {self.n:,} items do not unpack ({error})") from error
+        if not held:
+            raise DataError(f"values of {self.n:,} items do not unpack: they are of another number")
+        return torch.from_numpy(values.astype(np.int64) if self.kind == "uint32" else values.copy())
+
+
+def pack(values: Tensor) -> Packed:
+    """Pack (n,) values: bool as bits, whole numbers of 0 … 2³²-1, or floats as float32."""
+    array = values.detach().cpu().numpy()
+    kind: Kind = "bits" if array.dtype == np.bool_ else "float32" if array.dtype.kind == "f" else "uint32"
+    if kind == "bits":
+        raw = np.packbits(array).tobytes()
+    else:
+        raw = zlib.compress(array.astype(np.dtype(kind).newbyteorder("<")).tobytes())
+    return Packed(kind=kind, n=len(array), data=base64.b64encode(raw).decode("ascii"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """A bar of the reliability diagram: ``count`` pictures, their mean confidence and the share that is right."""
+
+    low: float
+    high: float
+    count: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What one model did on one dataset in one task, beside its scores.
+
+    Attributes:
+        dataset: its name.
+        task: as in the scores.
+        n: items.
+        weights: as in the scores; ``write_details`` sets it.
+        split: as in the scores.
+        prompt_set: as in the scores.
+        setting: as in the scores.
+        data_revision: as in the scores.
+        class_names: of the C classes.
+        class_counts: (C,) pictures of each class; () where a picture has no class or several.
+        class_right: (C,) those of them whose class came first.
+        mistakes: (class, taken for, how often), the most frequent first.
+        matrix: the whole confusion, a row a true class, where the classes are few.
+        bins: of the reliability diagram.
+        examples: predictions to look at; which ones follows from a seed.
+        pictures: by the name that ``examples`` use.
+        right: by metric, whether each item is right, for paired tests. Items of retrieval metrics are pictures or
+            captions, whichever is asked about.
+        values: by metric, a number of each item whose mean it is; of ``roc_auc`` the score that ranks it.
+        labels: the class of each item, where it has one.
+        chosen_c: of a probe, the C that validation chose (the inverse of the strength of its regularization).
+    """
+
+    dataset: str
+    task: str
+    n: int
+    weights: str = ""
+    split: str = TEST
+    prompt_set: str = ""
+    setting: str = ""
+    data_revision: str = ""
+    class_names: tuple[str, ...] = ()
+    class_counts: tuple[int, ...] = ()
+    class_right: tuple[int, ...] = ()
+    mistakes: tuple[tuple[int, int, int], ...] = ()
+    matrix: tuple[tuple[int, ...], ...] | None = None
+    bins: tuple[Bin, ...] = ()
+    examples: tuple[Example, ...] = ()
+    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    right: Mapping[str, Packed] = field(default_factory=dict)
+    values: Mapping[str, Packed] = field(default_factory=dict)
+    labels: Packed | None = None
+    chosen_c: float | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells it from others; the same key again replaces it."""
+        return self.weights, self.dataset, self.split, self.task, self.prompt_set, self.setting
+
+    @property
+    def calibration_error(self) -> float | None:
+        """The expected calibration error that the bins show, as ``expected_calibration_error`` has it."""
+        total = sum(one.count for one in self.bins)
+        apart = sum(one.count * abs(one.confidence - one.accuracy) for one in self.bins)
+        return apart / total if total else None
+
+
+def details_folder(results: Path) -> Path:
+    """Where the details of a results file lie."""
+    return results.with_name(results.name.removesuffix(".jsonl") + ".details")
+
+
+def write_details(results: Path, details: Details, *, weights: str) -> Path:
+    """Write details beside a results file, aside and renamed, and give their path.
+
+    Args:
+        results: the file that the scores are appended to.
+        details: of one dataset and task.
+        weights: as in the scores.
+
+    Raises:
+        DataError: they cannot be written, or are larger than ``read_details`` takes.
+    """
+    details = replace(details, weights=weights)
+    text = json.dumps(asdict(details), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = (text + "\n").encode("utf-8", "replace")  # class names may hold halves of characters
+    folder = details_folder(results)
+    path = folder / _file_name(details)
+    if len(data) > _MAX_FILE_BYTES:
+        raise DataError(
+            f"{path}: details of {details.n:,} items are larger than the {_MAX_FILE_BYTES:,} bytes kept"
+        )
+    aside = folder / f".{path.name}.partial-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            aside.write_bytes(data)
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def _file_name(details: Details) -> str:
+    """Plain letters, whatever the dataset is called; the hash tells apart what looks alike then."""
+    plain = [
+        re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[-60:] for name in (details.dataset, details.task)
+    ]
+    digest = hashlib.sha256(json.dumps(details.key).encode()).hexdigest()[:16]
+    return f"{plain[0] or 'data'}.{plain[1] or 'task'}.{digest}.json"
+
+
+def read_details(results: Path) -> tuple[list[Details], list[str]]:
+    """Read the details beside a results file.
+
+    Returns:
+        Those that could be read, in the order of their file names, and notes on what could not.
+    """
+    folder = details_folder(results)
+    try:
+        paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("."))
+    except OSError as error:
+        return [], [f"{folder.name} cannot be read ({error.strerror}), so details are not shown."]
+    read, broken = [], []
+    for path in paths[:_MAX_FILES]:
+        try:
+            read.append(_read(path))
+        except DataError:
+            broken.append(path.name)
+    notes = []
+    if broken:
+        more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
+        notes.append(f"{folder.name}: {', '.join(broken[:_NAMED])}{more} cannot be read and are left out.")
+    if len(paths) > _MAX_FILES:
+        notes.append(f"{folder.name}: only the first {_MAX_FILES:,} of {len(paths):,} files are read.")
+    return read, notes
+
+
+def _read(path: Path) -> Details:
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_FILE_BYTES:
+            raise DataError(f"{path} is not a regular file, or larger than details may be")
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return _details(parse_json(text))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise DataError(f"{path} holds no details ({type(error).__name__}: {error})") from error
+
+
+def _details(value: dict[str, Any]) -> Details:
+    names = tuple(str(name) for name in value.get("class_names", ()))
+    counts, right = (_wholes(value.get(key, ())) for key in ("class_counts", "class_right"))
+    if len(counts) not in (0, len(names)) or len(right) != len(counts):
+        raise ValueError("there are not as many counts as classes")
+    matrix = value.get("matrix")
+    if matrix is not None:
+        matrix = tuple(_wholes(row) for row in matrix)
+        if [len(row) for row in matrix] != [len(names)] * len(names):
+            raise ValueError("the confusion matrix has not as many rows or columns as classes")
+    mistakes = tuple(_mistake(one, len(names)) for one in value.get("mistakes", ()))
+    labels, chosen = value.get("labels"), value.get("chosen_c")
+    return Details(
+        dataset=str(value["dataset"]),
+        task=str(value["task"]),
+        n=_whole(value["n"]),
+        **{
+            key: str(value.get(key, default))
+            for key, default in (
+                ("weights", ""),
+                ("split", TEST),
+                ("prompt_set", ""),
+                ("setting", ""),
+                ("data_revision", ""),
+            )
+        },
+        class_names=names,
+        class_counts=counts,
+        class_right=right,
+        mistakes=mistakes,
+        matrix=matrix,
+        bins=tuple(_bin(one) for one in value.get("bins", ())),
+        examples=tuple(_example(one) for one in value.get("examples", ())),
+        pictures={
+            str(name): Picture(png=str(picture["png"]), alt=str(picture["alt"]))
+            for name, picture in value.get("pictures", {}).items()
+        },
+        right={str(metric): _packed(one) for metric, one in value.get("right", {}).items()},
+        values={str(metric): _packed(one) for metric, one in value.get("values", {}).items()},
+        labels=None if labels is None else _packed(labels),
+        chosen_c=None if chosen is None else float(chosen),
+    )
+
+
+def _mistake(value: Any, classes: int) -> tuple[int, int, int]:
+    label, taken_for, count = _wholes(value)
+    if label >= classes or taken_for >= classes:
+        raise ValueError("a mistake is of a class that does not exist")
+    return label, taken_for, count
+
+
+def _bin(value: dict[str, Any]) -> Bin:
+    shares = {key: float(value[key]) for key in ("low", "high", "confidence", "accuracy")}
+    if not all(0 <= share <= 1 for share in shares.values()):
+        raise ValueError("a bin is not within 0 and 1")
+    return Bin(count=_whole(value["count"]), **shares)
+
+
+def _example(value: dict[str, Any]) -> Example:
+    guesses = tuple(
+        Guess(label=str(one["label"]), probability=float(one["probability"]), right=bool(one["right"]))
+        for one in value["guesses"]
+    )
+    truth, rank, probability = value["truth"], value["rank"], value["probability"]
+    return Example(
+        picture=str(value["picture"]),
+        guesses=guesses,
+        truth=None if truth is None else str(truth),
+        rank=None if rank is None else _whole(rank),
+        probability=None if probability is None else float(probability),
+    )
+
+
+def _packed(value: dict[str, Any]) -> Packed:
+    kind, n = value["kind"], _whole(value["n"])
+    if kind not in ("bits", "uint32", "float32") or n > _MAX_ITEMS:
+        raise ValueError("packed values are of no known kind, or too many")
+    return Packed(kind=kind, n=n, data=str(value["data"]))
+
+
+def _wholes(values: Any) -> tuple[int, ...]:
+    return tuple(_whole(value) for value in values)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a whole number from 0")
+    return value
