@@ -75,7 +75,7 @@ from data.stages import small_stages
 from data.starvation import Starvation
 from data.training_data import augmentation_of, open_training_data, other_data, teacher_features
 from eval import check_tasks, open_datasets
-from eval.encode import Ranks
+from eval.ranks import Ranks
 from eval.report import build_report
 from eval.scorer import Scorer
 

@@ -16,14 +16,19 @@ from typing import Protocol
 from torch import Tensor
 
 from clipkit.errors import DataError
+from clipkit.zero_shot import fill_template
 from data.shards import Sample
 
-__all__ = ["DEFAULT_TEMPLATES", "TASKS", "TEST", "EvalDataset", "Pictures", "checked", "some"]
+__all__ = ["DEFAULT_TEMPLATES", "TASKS", "TEST", "EvalDataset", "NoSplit", "Pictures", "checked", "some"]
 
-TASKS = ("zero-shot", "retrieval")
+TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
 TEST = "test"  # the split that scores are of
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
 _log = logging.getLogger("eval")
+
+
+class NoSplit(DataError):
+    """A dataset has no split of the name that is asked for."""
 
 
 class Pictures(Protocol):
@@ -57,6 +62,7 @@ class EvalDataset:
             None. Pictures of one ``item`` (Winoground) are told apart by each other's captions too.
         items: (N,) int64, which pictures belong together; or None.
         metadata: by name, (N,) int64 facts about each picture, such as the region it is from.
+        synonyms: of each class, all its names, if a prompt set gives it several; the first are ``class_names``.
         prompt_set: the name under which ``class_names`` and ``templates`` go, "own" for those beside the pictures.
         revision: the pictures' fingerprint.
         tasks: what it is scored on unless the user says otherwise, of ``TASKS``.
@@ -74,10 +80,22 @@ class EvalDataset:
     choices: tuple[tuple[str, ...], ...] | None = None
     items: Tensor | None = None
     metadata: Mapping[str, Tensor] = field(default_factory=dict)
+    synonyms: tuple[tuple[str, ...], ...] | None = None
     prompt_set: str = "own"
 
     def __len__(self) -> int:
         return len(self.shards)
+
+    def prompts(self) -> list[list[str]]:
+        """Of each class, every template with every name."""
+        names = self.synonyms or tuple((name,) for name in self.class_names)
+        return [[fill_template(one, name) for name in own for one in self.templates] for own in names]
+
+    @property
+    def stamp(self) -> str:
+        """Changes whenever the pictures may have, also where the revision, which moves with them, does not."""
+        stamp = getattr(self.shards, "stamp", None)
+        return self.revision if stamp is None else str(stamp())
 
     def where(self, number: int) -> str:
         """Names a picture in a message."""

@@ -1,185 +1,248 @@
-"""Runs a dataset through a model once; every task reads the features from here.
+"""One model and what it has encoded: every picture and text goes through its towers once, for all tasks.
 
-The pictures are split over ranks, and each is decoded ahead of the model by a few threads.
+picture_pass.py is the work on pictures, feature_store.py keeps what comes of it.
 
-Letters in shape comments: N pictures, B batch, D embedding dimension, S image side in pixels.
+Letters in shape comments: N pictures or texts, D embedding dimension, W width before the projection.
 """
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit import CLIP
-from clipkit.errors import DataError
-from clipkit.preprocess import Preprocess, eval_pixels
+from clipkit.encode import model_hash
+from clipkit.representations import image_representations, layer_count
 from clipkit.zero_shot import encode_prompts, evaluating
+from data.remote.node_lock import NodeLock
 from eval.dataset import EvalDataset
+from eval.feature_store import FeatureTable, digest_of
+from eval.picture_pass import PicturePass, check_finite
+from eval.ranks import ONE_RANK, Ranks
 
-__all__ = ["ONE_RANK", "Encoded", "Gather", "Ranks", "check_finite", "encode_dataset", "encode_texts"]
+__all__ = ["Encoder", "ImageFeatures", "dtype_name"]
 
-Gather = Callable[[Tensor], Tensor]  # the elementwise sum of every rank's tensor, on each rank
-_MAX_THREADS = 8
-_BATCHES_AHEAD = 3
-
-
-def _alone(values: Tensor) -> Tensor:
-    return values
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """How many processes share the work, which one this is, and how they add up tensors."""
-
-    rank: int = 0
-    world: int = 1
-    gather: Gather = _alone
-
-
-ONE_RANK = Ranks()
+_FORMAT = 1  # of what is kept; another number where the same model and picture give other features
+_TEXT_PIECE = 8192
+_WAIT = 0.5  # seconds between two looks at what another process does
+_log = logging.getLogger("eval")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Encoded:
-    """A dataset with its pictures' features.
+class ImageFeatures:
+    """Of all N pictures of a split, in the dataset's order; on the CPU, perhaps mapped from a disk.
 
     Attributes:
-        dataset: with labels and captions.
-        image_features: (N, D) float32, unit norm, in the order of the dataset, on the model's device.
+        projected: (N, D) float32, unit norm.
+        before_projection: (N, W) float32, what the image tower gives before its last linear map, not normalized.
     """
 
-    dataset: EvalDataset
-    image_features: Tensor
+    projected: Tensor
+    before_projection: Tensor
 
 
-def encode_dataset(
-    model: CLIP,
-    dataset: EvalDataset,
-    *,
-    batch_size: int = 256,
-    rank: int = 0,
-    world: int = 1,
-    gather: Gather = _alone,
-    progress: Callable[[int], None] | None = None,
-) -> Encoded:
-    """Encode every picture of a dataset; with several ranks, all of them call this and all get the whole.
+class Encoder:
+    """One model, and what it has encoded so far.
+
+    With several ranks, all of them make the same calls in the same order and all get the whole. The model is used
+    in evaluation mode and given back in the mode it had; no random numbers are drawn.
 
     Args:
-        model: used in evaluation mode and given back in the mode it had.
-        dataset: what to encode.
+        model: as it is. Under autocast its towers run in that type; features are float32 in any case.
+        store: the folder where features of all models are kept; None keeps them in memory, for as long as this
+            object lives.
+        ranks: who shares the work.
         batch_size: pictures that the model takes at a time.
-        rank: this process's number; it encodes pictures ``rank``, ``rank + world``, …
-        world: how many processes there are.
-        gather: sums a tensor over ranks. ``clipkit.distributed.sum_over_ranks`` where there are several.
-        progress: called with the number of pictures after each batch.
+        progress: called with the number of pictures after each batch, and of those that are found in the store.
 
-    Raises:
-        DataError: a picture cannot be read or decoded; it is named, on every rank. Or the features are not finite.
+    Attributes:
+        encoded: how many pictures and texts this rank's model has been given, by "images" and "texts".
     """
-    batch_size = min(batch_size, max(1, len(dataset)))
-    device = model.logit_scale.device
-    features = torch.zeros(len(dataset), model.architecture.embed_dim, device=device)  # (N, D)
-    failed = torch.full((world,), 0, dtype=torch.int64)  # by rank: 1 + the number of the picture
-    own = range(rank, len(dataset), world)
-    try:
-        with evaluating(model), torch.inference_mode():
-            done = 0
-            for pixels in _batches(dataset, own, batch_size, model.preprocess):
-                numbers = torch.tensor(own[done : done + len(pixels)], device=device)
-                features[numbers] = model.encode_image(pixels.to(device)).float()
-                done += len(pixels)
-                if progress is not None:
-                    progress(len(pixels))
-    except _BrokenPicture as error:
-        failed[rank] = error.number + 1
-    # ranks that succeeded must not wait for features that will never come
-    broken = [number - 1 for number in gather(failed).tolist() if number]
-    if broken:
-        raise _broken_picture(dataset, min(broken), model.preprocess)
-    features = gather(features)
-    check_finite(features, f"dataset {dataset.name}")
-    return Encoded(dataset=dataset, image_features=features)
 
+    def __init__(
+        self,
+        model: CLIP,
+        *,
+        store: Path | None = None,
+        ranks: Ranks = ONE_RANK,
+        batch_size: int = 256,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.model, self.store, self.ranks, self.batch_size = model, store, ranks, batch_size
+        self.progress = progress
+        self.encoded = {"images": 0, "texts": 0}
+        self._tables: dict[str, FeatureTable] = {}
+        self._classifiers: dict[bytes, Tensor] = {}
 
-def encode_texts(model: CLIP, texts: Sequence[str], *, ranks: Ranks = ONE_RANK) -> Tensor:
-    """Texts → (N, D) float32 unit-norm features on the model's device, the work split over ranks.
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.logit_scale.device
 
-    Raises:
-        DataError: they are not finite.
-    """
-    features = torch.zeros(len(texts), model.architecture.embed_dim, device=model.logit_scale.device)
-    own = slice(ranks.rank, len(texts), ranks.world)
-    with torch.inference_mode():
-        features[own] = encode_prompts(model, texts[own])
-        features = ranks.gather(features)
-    check_finite(features, "the captions")
-    return features
+    def images(self, dataset: EvalDataset) -> ImageFeatures:
+        """The features of every picture of a dataset.
 
-
-def check_finite(features: Tensor, whose: str) -> None:
-    """Refuse features that would be scored as if they were merely bad; gathered ones, so that all ranks agree.
-
-    Raises:
-        DataError: some are not finite.
-    """
-    if not bool(torch.isfinite(features).all()):
-        raise DataError(
-            f"the features of {whose} are not finite: the training of this model has diverged, or its weights "
-            "are damaged"
+        Raises:
+            DataError: a picture cannot be read or decoded; it is named, on every rank. Or the features are not
+                finite, or cannot be kept.
+        """
+        widths = {"projected": self.model.architecture.embed_dim, "before_projection": self._width}
+        table = self._table("images", widths)
+        rows = self._rows(dataset, table, layers=())
+        return ImageFeatures(
+            projected=table.column("projected", rows),
+            before_projection=table.column("before_projection", rows),
         )
 
+    def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:
+        """By the number of each block of the image tower, from 1: (N, W) float32, the class token behind it.
 
-class _BrokenPicture(Exception):
-    """Carries the number of a picture that does not decode to the end of this rank's work."""
+        All of them are encoded in one pass. An image tower of another library has none.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+        Raises:
+            DataError: as for ``images``.
+        """
+        layers = range(1, layer_count(self.model) + 1)
+        if not layers:
+            return {}
+        table = self._table("layers", {f"layer_{layer}": self._width for layer in layers})
+        rows = self._rows(dataset, table, layers=layers)
+        return {layer: table.column(f"layer_{layer}", rows) for layer in layers}
 
+    def texts(self, texts: Sequence[str], *, whose: str = "the captions") -> Tensor:
+        """(N, D) float32, unit norm, on the model's device; each distinct text is encoded once ever.
 
-def _broken_picture(dataset: EvalDataset, number: int, preprocess: Preprocess) -> DataError:
-    """What to say about a picture that failed, perhaps on another rank: it is read again for the cause."""
-    try:
-        eval_pixels(dataset.shards.read(number).image, preprocess)
-    except DataError as error:
-        return DataError(
-            f"{dataset.where(number)}: {error}; mend or remove it, a score is never of fewer pictures"
+        Raises:
+            DataError: the features are not finite, or cannot be kept.
+        """
+        table = self._table("texts", {"projected": self.model.architecture.embed_dim})
+        digests = {text: digest_of(text.encode("utf-8", "surrogatepass")) for text in texts}
+        # by length: a batch is computed to its longest
+        missing = sorted(
+            (one for one in digests if table.find(digests[one]) is None), key=lambda one: (len(one), one)
         )
-    return DataError(
-        f"{dataset.where(number)} could not be read at first, and could at second try: check the disk"
-    )
+        missing = self._wanted_by_all(missing, digests)
+        for start in range(0, len(missing), _TEXT_PIECE):
+            piece = missing[start : start + _TEXT_PIECE]
+            features = torch.zeros(len(piece), self.model.architecture.embed_dim, device=self.device)
+            own = slice(self.ranks.rank, len(piece), self.ranks.world)
+            with torch.inference_mode():
+                features[own] = encode_prompts(self.model, piece[own])
+                features = self.ranks.gather(features)
+            self.encoded["texts"] += len(piece[own])
+            check_finite(features, whose)
+            table.append([digests[one] for one in piece], {"projected": features})
+        rows = [table.find(digests[text]) for text in texts]
+        return table.column("projected", np.array(rows, dtype=np.int64)).to(self.device)
 
+    def classifier(self, prompts: Sequence[Sequence[str]], *, whose: str) -> Tensor:
+        """One weight vector a class: its prompts' unit embeddings are averaged, and the mean is made unit norm.
 
-def _batches(
-    dataset: EvalDataset, numbers: Sequence[int], batch_size: int, preprocess: Preprocess
-) -> Iterator[Tensor]:
-    """(B, 3, S, S) uint8 batches of the numbered pictures in order, the next ones decoded meanwhile."""
+        Args:
+            prompts: of C classes, each at least one.
+            whose: they are, for a message.
 
-    def load(number: int) -> Tensor:
+        Returns:
+            (D, C) float32, unit columns, on the model's device.
+
+        Raises:
+            DataError: the features are not finite, or cannot be kept.
+        """
+        key = digest_of(json.dumps(prompts).encode())
+        if key not in self._classifiers:
+            every = self.texts([prompt for own in prompts for prompt in own], whose=whose)
+            ends = np.cumsum([len(own) for own in prompts]).tolist()
+            means = [every[end - len(own) : end].mean(dim=0) for own, end in zip(prompts, ends, strict=True)]
+            self._classifiers[key] = F.normalize(torch.stack(means), dim=-1).T.contiguous()
+        return self._classifiers[key]
+
+    def _wanted_by_all(self, missing: list[str], digests: Mapping[str, bytes]) -> list[str]:
+        """The texts that any rank lacks; ranks on other hosts may have other stores."""
+        if self.ranks.world == 1:
+            return missing
+        every = sorted(digests, key=lambda one: (len(one), one))
+        lacking = set(missing)
+        count = self.ranks.gather(torch.tensor([float(one in lacking) for one in every]))
+        return [one for one, lacked in zip(every, count.tolist(), strict=True) if lacked]
+
+    @cached_property
+    def _width(self) -> int:
+        """W, found by a picture of zeros."""
+        size = self.model.preprocess.image_size
+        with evaluating(self.model), torch.inference_mode():
+            nothing = torch.zeros(1, 3, size, size, dtype=torch.uint8, device=self.device)
+            return image_representations(self.model, nothing).before_projection.shape[1]
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        if self.store is None:
+            return None
+        return self.store / f"{model_hash(self.model)}-{dtype_name(self.model)}-{_FORMAT}"
+
+    def _table(self, name: str, widths: Mapping[str, int]) -> FeatureTable:
+        if name not in self._tables:
+            self._tables[name] = FeatureTable(self._folder and self._folder / name, widths)
+        return self._tables[name]
+
+    def _rows(
+        self, dataset: EvalDataset, table: FeatureTable, *, layers: Sequence[int]
+    ) -> npt.NDArray[np.int64]:
+        """Which rows of a table are the pictures of a dataset, encoded first if they are not there."""
+        key = f"{dataset.stamp}-{len(dataset)}"
+        with self._alone_with(dataset, table, key):
+            rows = table.rows_of(key)
+            everywhere = self.ranks.gather(torch.tensor(float(rows is not None)))
+            if rows is not None and int(everywhere) == self.ranks.world:
+                if self.progress is not None:
+                    self.progress(len(dataset))
+                return rows
+            work = PicturePass(
+                self.model,
+                dataset,
+                table,
+                layers=layers,
+                ranks=self.ranks,
+                batch_size=self.batch_size,
+                progress=self.progress,
+            )
+            rows = work.run()
+            self.encoded["images"] += work.encoded
+            table.keep_rows(key, rows)
+        return rows
+
+    @contextmanager
+    def _alone_with(self, dataset: EvalDataset, table: FeatureTable, key: str) -> Iterator[None]:
+        """While another process encodes the same pictures with the same model, waiting is the faster way."""
+        if table.folder is None or self.ranks.world > 1:  # ranks wait for each other already
+            yield
+            return
+        lock = NodeLock(table.folder / "rows" / f"{key}.lock")
+        waits = False
+        while not lock.try_acquire():
+            if not waits:
+                _log.warning("dataset %s: another process is encoding it, waiting for that", dataset.name)
+                waits = True
+            time.sleep(_WAIT)
         try:
-            return eval_pixels(dataset.shards.read(number).image, preprocess)
-        except DataError as error:
-            raise _BrokenPicture(number) from error
-
-    remaining = iter(numbers)
-    pool = ThreadPoolExecutor(_threads(), thread_name_prefix="eval-decode")
-    try:
-        waiting: deque[Future[Tensor]] = deque(
-            pool.submit(load, number) for number in islice(remaining, batch_size * _BATCHES_AHEAD)
-        )
-        while waiting:
-            batch = [waiting.popleft().result() for _ in range(min(batch_size, len(waiting)))]
-            waiting.extend(pool.submit(load, number) for number in islice(remaining, len(batch)))
-            yield torch.stack(batch)
-    finally:
-        pool.shutdown(cancel_futures=True)
+            table.refresh()
+            yield
+        finally:
+            lock.release()
 
 
-def _threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MAX_THREADS, cores)
+def dtype_name(model: CLIP) -> str:
+    """The number format that the towers run in, such as "float32" or "bfloat16"."""
+    parameter = next(model.parameters())
+    kind = parameter.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+    return str(dtype).removeprefix("torch.")

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from clipkit import CLIP
 from clipkit.errors import DataError
 from eval.dataset import EvalDataset
+from eval.encode import dtype_name
 from eval.json_text import parse_json
 
 __all__ = [
@@ -30,6 +31,16 @@ __all__ = [
 ]
 
 _HASH_DIGITS = 16
+_KEY = {
+    "model": "",
+    "step": None,
+    "dataset": "",
+    "split": "test",
+    "task": "",
+    "prompt_set": "",
+    "setting": "",
+    "metric": "",
+}  # what tells scores apart, and what older lines mean by leaving it out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +49,16 @@ class Score:
 
     Attributes:
         dataset: its name.
-        task: "zero-shot" or "retrieval".
+        task: such as "zero-shot" or "retrieval".
         metric: such as "acc1" or "image_to_text_R@1".
-        value: 0–1.
+        value: 0–1, but for ranks, which begin at 1.
         n: how many pictures (or captions) it is the mean of.
-        low: lower end of the 95% interval.
+        low: lower end of the 95% interval; None where there is none.
         high: upper end.
-        chance: what random guessing gives on average.
+        chance: what random guessing gives on average; None where that is not one number.
+        split: of the dataset.
+        prompt_set: whose prompts, "own" for those that lie beside the pictures; "" where none are used.
+        setting: of the task, such as "4-shot"; "" where it has none.
     """
 
     dataset: str
@@ -52,15 +66,23 @@ class Score:
     metric: str
     value: float
     n: int
-    low: float
-    high: float
-    chance: float
+    low: float | None = None
+    high: float | None = None
+    chance: float | None = None
+    split: str = "test"
+    prompt_set: str = ""
+    setting: str = ""
 
 
 def append_results(
-    path: Path, scores: Sequence[Score], *, step: int | None, provenance: Mapping[str, Any]
+    path: Path,
+    scores: Sequence[Score],
+    *,
+    step: int | None,
+    provenance: Mapping[str, Any],
+    seconds: float | None = None,
 ) -> None:
-    """Append one line a score: step, the score's fields, then the provenance.
+    """Append one line a score: step, the score's fields, the seconds that its task took, then the provenance.
 
     All lines go out in one write at the end of the file, so that programs which append at the same time do not
     mix. If a killed program has left half a line there, it is closed first.
@@ -69,7 +91,8 @@ def append_results(
         DataError: the file cannot be written.
     """
     lines = [
-        json.dumps({"step": step, **asdict(score), **provenance}, ensure_ascii=False) for score in scores
+        json.dumps({"step": step, **asdict(score), "seconds": seconds, **provenance}, ensure_ascii=False)
+        for score in scores
     ]
     data = "".join(line + "\n" for line in lines).encode()
     try:
@@ -139,17 +162,17 @@ def _is_score(line: Mapping[str, Any]) -> bool:
 
 
 def latest_results(path: Path) -> list[dict[str, Any]]:
-    """The last line of each (step, dataset, task, metric), in the order of their first appearance.
+    """The last line of each score of each model, in the order of their first appearance.
 
     A training that was stopped and resumed may score the same step twice.
     """
-    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    latest: dict[tuple[str, ...], dict[str, Any]] = {}
     for line in read_results(path):
-        latest[tuple(line.get(key) for key in ("step", "dataset", "task", "metric"))] = line
+        latest[tuple(str(line.get(key, default)) for key, default in _KEY.items())] = line
     return list(latest.values())
 
 
-def provenance(model: nn.Module, dataset: EvalDataset, *, weights: str) -> dict[str, Any]:
+def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, Any]:
     """Where a score comes from: versions, weights, data, prompts, number format, preprocessing, time.
 
     Args:
@@ -157,17 +180,17 @@ def provenance(model: nn.Module, dataset: EvalDataset, *, weights: str) -> dict[
         dataset: what it was scored on.
         weights: which weights they are, as ``weights_id`` names them or in own words.
     """
+    prompts = dataset.prompts()
     captions = [caption for several in dataset.captions or () for caption in several]
-    preprocess: Any = getattr(model, "preprocess", None)
     return {
         "weights": weights,
-        "architecture": str(getattr(model, "name", "")),
+        "architecture": model.name,
         "data_revision": dataset.revision,
-        "prompts": _digest([*dataset.class_names, "", *dataset.templates]),
-        "prompt_count": len(dataset.class_names) * len(dataset.templates),
+        "prompts": _digest(prompt for own in prompts for prompt in ("", *own)),
+        "prompt_count": sum(map(len, prompts)),
         "captions": _digest(captions) if captions else None,
-        "dtype": _dtype(model),
-        "preprocessing": preprocess.to_dict() if hasattr(preprocess, "to_dict") else None,
+        "dtype": dtype_name(model),
+        "preprocessing": model.preprocess.to_dict(),
         "clipkit": _version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -194,13 +217,6 @@ def weights_id(source: str) -> tuple[str, int | None]:
 
 def _digest(texts: Iterable[str]) -> str:
     return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()[:_HASH_DIGITS]
-
-
-def _dtype(model: nn.Module) -> str:
-    parameter = next(model.parameters())
-    kind = parameter.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
-    return str(dtype).removeprefix("torch.")
 
 
 def _version() -> str:

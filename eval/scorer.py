@@ -14,9 +14,11 @@ import torch
 from clipkit import CLIP
 from eval import evaluate
 from eval.dataset import EvalDataset
-from eval.encode import Ranks, encode_dataset
+from eval.encode import Encoder
+from eval.ranks import Ranks
 from eval.results import Score, read_results
 from eval.snapshot import take_snapshot, write_snapshot
+from eval.subject import Subject
 
 __all__ = ["Scorer"]
 
@@ -70,23 +72,15 @@ class Scorer:
         return self.run / "results.jsonl"
 
     def _score(self, dataset: EvalDataset, step: int) -> None:
-        rank, world, gather = self.ranks.rank, self.ranks.world, self.ranks.gather
         with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
-            encoded = encode_dataset(
-                self.model, dataset, batch_size=self.batch_size, rank=rank, world=world, gather=gather
-            )
+            subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
             scores = evaluate(
-                self.model,
-                encoded,
-                rank=rank,
-                world=world,
-                gather=gather,
-                out=self._results,
-                step=step,
-                weights=f"{self.run.name} at step {step}",
+                subject, out=self._results, step=step, weights=f"{self.run.name} at step {step}"
             )
-        if rank == 0:
-            write_snapshot(self.run, take_snapshot(self.model, encoded, step=step))
+            # every rank takes it, since they share the texts; one writes it
+            snapshot = take_snapshot(subject, step=step)
+        if self.ranks.rank == 0:
+            write_snapshot(self.run, snapshot)
             self._tell(scores, step)
 
     def _tell(self, scores: Sequence[Score], step: int) -> None:
@@ -94,6 +88,6 @@ class Scorer:
             if score.metric in _TOLD:
                 self.say(
                     f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
-                    f"[{score.low:.1%}, {score.high:.1%}] chance {score.chance:.1%}"
+                    f"[{score.low or 0:.1%}, {score.high or 1:.1%}] chance {score.chance or 0:.1%}"
                 )
         self.record(step, {f"{score.dataset}/{score.task}/{score.metric}": score.value for score in scores})

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import clipkit
 from clipkit.errors import DataError
 from clipkit.zero_shot import fill_template
 from eval.dataset import EvalDataset
-from eval.encode import Encoded
 from eval.snapshot_file import (
     Example,
     Guess,
@@ -27,6 +25,7 @@ from eval.snapshot_file import (
     read_snapshots,
     write_snapshot,
 )
+from eval.subject import Subject
 from eval.thumbnail import thumbnail
 
 __all__ = ["Snapshot", "read_snapshots", "take_snapshot", "write_snapshot"]
@@ -42,51 +41,45 @@ _MAX_TEXT = 300  # characters of a caption or class name that a page can use
 
 @torch.no_grad()
 def take_snapshot(
-    model: clipkit.CLIP,
-    encoded: Encoded,
-    *,
-    step: int,
-    queries: Sequence[str] | None = None,
-    seed: int = 0,
-    classifier: Tensor | None = None,
+    subject: Subject, *, step: int, queries: Sequence[str] | None = None, seed: int = 0
 ) -> Snapshot:
-    """What the report shows of ``encoded`` at ``step``.
+    """What the report shows of a dataset at ``step``.
 
-    Only texts are encoded: the queries, the captions of the similarity matrix, and the class prompts unless
-    ``classifier`` brings them. No random numbers are drawn from the global generator.
+    Only texts are encoded that were not yet: the queries, and the captions of the similarity matrix. No random
+    numbers are drawn from the global generator.
 
     Args:
-        model: the one that encoded the pictures.
-        encoded: a dataset with the features of its pictures.
+        subject: the model and the dataset.
         step: of the training.
         queries: at most 32 texts to look for. By default class names spread over the list in the first template, or
             captions where there are no classes.
         seed: chooses the pictures; the same at each step, so that they can be followed.
-        classifier: (D, C) float32 unit columns, if the caller has it.
 
     Raises:
         DataError: the dataset is empty, the features are not finite numbers, or the queries are too many.
     """
     if queries is not None and len(queries) > _MAX_QUERIES:
         raise DataError(f"{len(queries)} queries are too many for a snapshot: give at most {_MAX_QUERIES}")
-    dataset, features = encoded.dataset, encoded.image_features.detach().float().cpu()  # (N, D)
+    dataset, features = subject.dataset, subject.images().projected  # (N, D)
     if len(features) == 0:
         raise DataError(f"dataset {dataset.name} has no pictures to take a snapshot of")
     if not bool(torch.isfinite(features).all()):
         raise DataError(f"the features of dataset {dataset.name} are not finite: the training has diverged")
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tolist()
-    if classifier is None and dataset.class_names:
-        classifier = clipkit.zero_shot_classifier(model, dataset.class_names, dataset.templates)
+    pairs = _distinct_pairs(dataset, order)
     wanted = _default_queries(dataset, order) if queries is None else _known_classes(dataset, queries)
+    captions = subject.texts([text for _, text in pairs]).cpu()  # (M, D)
+    searched = subject.texts([text for text, _ in wanted]).cpu()  # (Q, D)
     # a training may call this under autocast, and similarities are float32
     with torch.autocast("cpu", enabled=False):
         examples: tuple[Example, ...] = ()
-        if classifier is not None:
-            scale = float(model.logit_scale.detach().float().exp())
-            logits = scale * features[order[:EXAMPLES]] @ classifier.detach().float().cpu()  # (E, C)
+        if dataset.class_names:
+            logits = (
+                subject.logit_scale * features[order[:EXAMPLES]] @ subject.class_weights().cpu()
+            )  # (E, C)
             examples = _examples(dataset, order[:EXAMPLES], logits.softmax(dim=1))
-        matrix = _matrix(model, dataset, features, _distinct_pairs(dataset, order))
-        found = _nearest(model, dataset, features, wanted)
+        matrix = _matrix(features, pairs, captions)
+        found = _nearest(dataset, features, wanted, searched)
     named = {example.picture for example in examples} | {hit.picture for query in found for hit in query.hits}
     named.update(matrix.pictures if matrix else ())
     return Snapshot(
@@ -146,13 +139,10 @@ def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, s
     return pairs if known is None else sorted(pairs, key=lambda pair: int(known[pair[0]]))
 
 
-def _matrix(
-    model: clipkit.CLIP, dataset: EvalDataset, features: Tensor, pairs: list[tuple[int, str]]
-) -> Matrix | None:
+def _matrix(features: Tensor, pairs: list[tuple[int, str]], texts: Tensor) -> Matrix | None:
     if not pairs:
         return None
     numbers, captions = [number for number, _ in pairs], [text for _, text in pairs]
-    texts = clipkit.encode_text(captions, model).detach().float()  # (M, D)
     cosines = features[numbers] @ texts.T  # (M, M)
     return Matrix(
         pictures=tuple(str(number) for number in numbers),
@@ -162,15 +152,11 @@ def _matrix(
 
 
 def _nearest(
-    model: clipkit.CLIP,
-    dataset: EvalDataset,
-    features: Tensor,
-    wanted: Sequence[tuple[str, int | None]],
+    dataset: EvalDataset, features: Tensor, wanted: Sequence[tuple[str, int | None]], texts: Tensor
 ) -> tuple[Query, ...]:
     """The nearest pictures of each text; ``wanted`` pairs a text with its class, where one is known."""
     if not wanted:
         return ()
-    texts = clipkit.encode_text([text for text, _ in wanted], model).detach().float()  # (Q, D)
     top = (texts @ features.T).topk(min(HITS, len(features)), dim=1)
     labels = dataset.labels
     found = []

@@ -6,16 +6,16 @@ this is the usual recall: a picture is found by any of its own captions, a capti
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from clipkit import CLIP
 from clipkit.errors import DataError
 from eval.dataset import EvalDataset
-from eval.encode import ONE_RANK, Encoded, Ranks, encode_texts
-from eval.metrics import chance_of_recall, match_ranks, wilson_interval
+from eval.metrics import Estimate, chance_of_recall, match_ranks, mean_rank, median_rank, recall_at_k
 from eval.results import Score
+from eval.subject import Subject
 
 __all__ = ["captions_of", "retrieval"]
 
@@ -37,16 +37,16 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     return dataset.captions
 
 
-def retrieval(model: CLIP, encoded: Encoded, *, ranks: Ranks = ONE_RANK) -> list[Score]:
-    """``image_to_text_R@k`` over pictures and ``text_to_image_R@k`` over captions, k = 1, 5, 10.
+def retrieval(subject: Subject) -> list[Score]:
+    """R@k (k = 1, 5, 10), mean and median rank, of pictures (``image_to_text_…``) and captions (``text_to_image_…``).
 
-    A k that is not below the number of things to find is left out. The intervals take queries as independent;
-    several captions of one picture are not quite.
+    A k that is not below the number of things to find is left out. Where pictures have several captions, these are
+    resampled together for the interval of ``text_to_image_R@k``.
 
     Raises:
         DataError: the dataset has no captions, or they are all the same.
     """
-    dataset = encoded.dataset
+    dataset = subject.dataset
     captions = captions_of(dataset)
     copies = Counter(caption for own in captions for caption in own)
     number = {text: i for i, text in enumerate(copies)}
@@ -55,39 +55,59 @@ def retrieval(model: CLIP, encoded: Encoded, *, ranks: Ranks = ONE_RANK) -> list
         [(i, text) for i, own in enumerate(captions) for text in sorted({number[one] for one in own})]
     )  # (P, 2) picture, text
     by_text = pairs[pairs[:, 1].argsort(stable=True)].flip(1)  # (P, 2) text, picture
-    texts = encode_texts(model, list(copies), ranks=ranks)  # (T, D)
+    texts = subject.texts(list(copies))  # (T, D)
+    images = subject.images().projected.to(subject.device)
     once = torch.ones(len(dataset), dtype=torch.int64)
-
-    place = match_ranks(encoded.image_features, texts, pairs, text_counts)
+    place = match_ranks(images, texts, pairs, text_counts)
     right = torch.zeros_like(once).index_add(0, pairs[:, 0], text_counts[pairs[:, 1]])
-    found = _recalls(dataset.name, "image_to_text", place, once, right, int(text_counts.sum()))
-    place = match_ranks(texts, encoded.image_features, by_text)
+    total = int(text_counts.sum())
+    found = _scores(dataset, "image_to_text", _Found(place, once, right, total))
+    place = match_ranks(texts, images, by_text)
+    first = by_text[torch.searchsorted(by_text[:, 0].contiguous(), torch.arange(len(copies)))][:, 1]
+    several = total > len(dataset)
     right = torch.bincount(by_text[:, 0])
-    return found + _recalls(dataset.name, "text_to_image", place, text_counts, right, len(dataset))
+    back = _Found(place, text_counts, right, len(dataset), cluster=first if several else None)
+    return found + _scores(dataset, "text_to_image", back)
 
 
-def _recalls(
-    name: str, direction: str, place: Tensor, weight: Tensor, right: Tensor, candidates: int
-) -> list[Score]:
-    """Scores of one direction from each query's rank, how often it counts, and how many candidates are right."""
-    n = int(weight.sum())
-    scores = []
-    for k in _TOP:
-        if k >= candidates and k > 1:
-            continue
-        hits = int(weight[place < k].sum())
-        low, high = wilson_interval(hits, n)
-        chance = float((chance_of_recall(right, candidates, k) * weight).sum() / n)
-        scores.append(
-            Score(
-                dataset=name,
-                task="retrieval",
-                metric=f"{direction}_R@{k}",
-                value=hits / n,
-                n=n,
-                low=low,
-                high=high,
-                chance=chance,
-            )
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """One direction: each query's rank, how often it counts, how many candidates are right for it, and of how many.
+
+    Queries of one ``cluster``, captions of one picture, are not independent.
+    """
+
+    place: Tensor
+    weight: Tensor
+    right: Tensor
+    candidates: int
+    cluster: Tensor | None = None
+
+    def chance(self, k: int) -> float:
+        """R@k of candidates in random order."""
+        each = chance_of_recall(self.right, self.candidates, k) * self.weight
+        return float(each.sum() / self.weight.sum())
+
+
+def _scores(dataset: EvalDataset, direction: str, found: _Found) -> list[Score]:
+    def score(metric: str, estimate: Estimate, chance: float | None) -> Score:
+        return Score(
+            dataset=dataset.name,
+            split=dataset.split,
+            task="retrieval",
+            metric=f"{direction}_{metric}",
+            value=estimate.value,
+            n=estimate.n,
+            low=estimate.low,
+            high=estimate.high,
+            chance=chance,
         )
+
+    scores = [
+        score(f"R@{k}", recall_at_k(found.place, k, found.weight, cluster=found.cluster), found.chance(k))
+        for k in _TOP
+        if k < found.candidates or k == 1
+    ]
+    scores.append(score("mean_rank", mean_rank(found.place, found.weight), None))
+    scores.append(score("median_rank", median_rank(found.place, found.weight), None))
     return scores

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipkit import CLIP
 from eval import EvalDataset, open_dataset
-from eval.encode import ONE_RANK
+from eval.ranks import ONE_RANK
 from eval.scorer import Scorer
 
 

@@ -14,19 +14,33 @@ from PIL import Image
 
 import clipkit
 from clipkit import CLIP, DataError
-from eval import Encoded, encode_dataset, open_dataset, zero_shot
+from eval import Encoder, Subject, open_dataset
+from eval.dataset import EvalDataset
+from eval.encode import ImageFeatures
 from eval.snapshot import read_snapshots, take_snapshot, write_snapshot
 from eval.snapshot_file import find_snapshots, read_snapshot
+from eval.tasks.zero_shot import zero_shot
 
 
 @pytest.fixture
-def encoded(model: CLIP, write_dataset: Callable[..., Path]) -> Encoded:
-    return encode_dataset(model, open_dataset(write_dataset()))
+def subject(model: CLIP, write_dataset: Callable[..., Path]) -> Subject:
+    return Subject(Encoder(model), open_dataset(write_dataset()))
 
 
-def test_examples_agree_with_classify(model: CLIP, encoded: Encoded) -> None:
-    dataset = encoded.dataset
-    snapshot = take_snapshot(model, encoded, step=7)
+class Given(Subject):
+    """A subject whose pictures have other features than its model gives them."""
+
+    def __init__(self, subject: Subject, projected: torch.Tensor, dataset: EvalDataset | None = None) -> None:
+        super().__init__(subject.encoder, dataset or subject.dataset)
+        self.projected = projected
+
+    def images(self, split: str | None = None, *, layer: int | None = None) -> ImageFeatures:
+        return ImageFeatures(projected=self.projected, before_projection=self.projected)
+
+
+def test_examples_agree_with_classify(model: CLIP, subject: Subject) -> None:
+    dataset = subject.dataset
+    snapshot = take_snapshot(subject, step=7)
     assert (snapshot.step, snapshot.dataset, snapshot.samples, snapshot.classes) == (7, "colours", 23, 7)
     assert len(snapshot.examples) == 8
     for example in snapshot.examples:
@@ -45,25 +59,22 @@ def test_examples_agree_with_classify(model: CLIP, encoded: Encoded) -> None:
             assert guess.right == (guess.label == example.truth) == (example.rank == place)
 
 
-def test_ranks_are_those_of_the_score(model: CLIP, encoded: Encoded) -> None:
-    assert encoded.dataset.labels is not None
+def test_ranks_are_those_of_the_score(subject: Subject) -> None:
+    assert subject.dataset.labels is not None
     few = torch.arange(8)
-    some = replace(
-        encoded,
-        dataset=replace(encoded.dataset, labels=encoded.dataset.labels[few]),
-        image_features=encoded.image_features[few],
-    )
-    ranks = [example.rank for example in take_snapshot(model, some, step=0).examples]  # all eight pictures
-    score = {score.metric: score.value for score in zero_shot(model, some)}
+    dataset = replace(subject.dataset, labels=subject.dataset.labels[few])
+    some = Given(subject, subject.images().projected[few], dataset)
+    ranks = [example.rank for example in take_snapshot(some, step=0).examples]  # all eight pictures
+    score = {score.metric: score.value for score in zero_shot(some)}
     assert score["acc1"] == sum(rank == 1 for rank in ranks) / 8
     assert score["acc5"] == sum(rank is not None and rank <= 5 for rank in ranks) / 8
 
 
-def test_matrix_is_of_pairs_with_distinct_texts(model: CLIP, encoded: Encoded) -> None:
-    matrix = take_snapshot(model, encoded, step=0).matrix
+def test_matrix_is_of_pairs_with_distinct_texts(model: CLIP, subject: Subject) -> None:
+    matrix = take_snapshot(subject, step=0).matrix
     assert matrix is not None
-    assert matrix.captions == tuple(f"a photo of something {name}." for name in encoded.dataset.class_names)
-    pictures = encoded.image_features[[int(name) for name in matrix.pictures]]
+    assert matrix.captions == tuple(f"a photo of something {name}." for name in subject.dataset.class_names)
+    pictures = subject.images().projected[[int(name) for name in matrix.pictures]]
     expected = pictures @ clipkit.encode_text(matrix.captions, model).T
     assert torch.allclose(torch.tensor(matrix.cosines), expected, atol=1e-4)
 
@@ -71,7 +82,7 @@ def test_matrix_is_of_pairs_with_distinct_texts(model: CLIP, encoded: Encoded) -
 def test_captions_are_preferred_to_class_prompts(model: CLIP, write_dataset: Callable[..., Path]) -> None:
     captions = [f"number {i // 2}\nanother" for i in range(40)]
     folder = write_dataset(labels=[None] * 40, captions=captions, class_names=None, templates=None)
-    snapshot = take_snapshot(model, encode_dataset(model, open_dataset(folder)), step=0)
+    snapshot = take_snapshot(Subject(Encoder(model), open_dataset(folder)), step=0)
     assert snapshot.examples == ()
     assert snapshot.matrix is not None
     assert len(set(snapshot.matrix.captions)) == len(snapshot.matrix.captions) == 16
@@ -80,17 +91,17 @@ def test_captions_are_preferred_to_class_prompts(model: CLIP, write_dataset: Cal
     assert all(hit.right is None for query in snapshot.queries for hit in query.hits)
 
 
-def test_queries_find_the_nearest(model: CLIP, encoded: Encoded) -> None:
+def test_queries_find_the_nearest(model: CLIP, subject: Subject) -> None:
     queries = ["a photo of something red.", "green", "a purple cow"]
-    found = take_snapshot(model, encoded, step=0, queries=queries).queries
+    found = take_snapshot(subject, step=0, queries=queries).queries
     assert [query.text for query in found] == queries
-    assert encoded.dataset.labels is not None
+    assert subject.dataset.labels is not None
     for query, label in zip(found, (0, 1, None), strict=True):
-        similarity = (encoded.image_features @ clipkit.encode_text(query.text, model).T)[:, 0]
+        similarity = (subject.images().projected @ clipkit.encode_text(query.text, model).T)[:, 0]
         expected = similarity.sort(descending=True).values[:8].tolist()
         assert [hit.cosine for hit in query.hits] == pytest.approx(expected, abs=1e-4)
         for hit in query.hits:
-            known = None if label is None else int(encoded.dataset.labels[int(hit.picture)]) == label
+            known = None if label is None else int(subject.dataset.labels[int(hit.picture)]) == label
             assert hit.right == known
 
 
@@ -99,41 +110,33 @@ def test_default_queries_are_spread_over_classes_that_have_pictures(
 ) -> None:
     names = [f"thing {i}" for i in range(100)]
     folder = write_dataset(labels=list(range(0, 100, 4)), class_names=names, templates=["{c}"])
-    found = take_snapshot(model, encode_dataset(model, open_dataset(folder)), step=0).queries
+    found = take_snapshot(Subject(Encoder(model), open_dataset(folder)), step=0).queries
     assert [query.text for query in found] == [f"thing {i}" for i in (0, 20, 40, 56, 76, 96)]
 
 
-def test_same_moment_same_snapshot_and_the_same_pictures_later(model: CLIP, encoded: Encoded) -> None:
-    first = take_snapshot(model, encoded, step=1)
+def test_same_moment_same_snapshot_and_the_same_pictures_later(model: CLIP, subject: Subject) -> None:
+    first = take_snapshot(subject, step=1)
     torch.manual_seed(99)
     before = torch.random.get_rng_state()
-    assert take_snapshot(model, encoded, step=1) == first
+    assert take_snapshot(subject, step=1) == first
     assert torch.equal(torch.random.get_rng_state(), before)
-    other = replace(encoded, image_features=encoded.image_features.flip(0))
-    later = take_snapshot(model, other, step=2)
+    other = Given(subject, subject.images().projected.flip(0))
+    later = take_snapshot(other, step=2)
     assert [one.picture for one in later.examples] == [one.picture for one in first.examples]
     assert later.matrix is not None
     assert first.matrix is not None
     assert later.matrix.pictures == first.matrix.pictures
-    assert take_snapshot(model, encoded, step=1, seed=1) != first
+    assert take_snapshot(subject, step=1, seed=1) != first
 
 
-def test_classifier_may_be_given(model: CLIP, encoded: Encoded) -> None:
-    dataset = encoded.dataset
-    weights = clipkit.zero_shot_classifier(model, dataset.class_names, dataset.templates)
-    given = take_snapshot(model, encoded, step=0, classifier=weights)
-    assert given == take_snapshot(model, encoded, step=0)
+def test_autocast_does_not_reach_the_similarities(subject: Subject) -> None:
+    plain = take_snapshot(subject, step=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert take_snapshot(subject, step=0) == plain  # all was encoded before
 
 
-def test_autocast_does_not_reach_the_similarities(model: CLIP, encoded: Encoded) -> None:
-    classifier = torch.nn.functional.normalize(torch.randn(16, 7), dim=0)
-    plain = take_snapshot(model, encoded, step=0, classifier=classifier)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert take_snapshot(model, encoded, step=0, classifier=classifier).examples == plain.examples
-
-
-def test_thumbnails_are_small_pngs(model: CLIP, encoded: Encoded) -> None:
-    snapshot = take_snapshot(model, encoded, step=0)
+def test_thumbnails_are_small_pngs(model: CLIP, subject: Subject) -> None:
+    snapshot = take_snapshot(subject, step=0)
     named = {one.picture for one in snapshot.examples}
     named |= {hit.picture for query in snapshot.queries for hit in query.hits}
     assert named <= set(snapshot.pictures)
@@ -144,19 +147,19 @@ def test_thumbnails_are_small_pngs(model: CLIP, encoded: Encoded) -> None:
         assert picture.alt.startswith("a photo of something ")
 
 
-def test_features_that_are_not_finite(model: CLIP, encoded: Encoded) -> None:
-    broken = replace(encoded, image_features=encoded.image_features / 0)
+def test_features_that_are_not_finite(model: CLIP, subject: Subject) -> None:
+    broken = Given(subject, subject.images().projected / 0)
     with pytest.raises(DataError, match="colours are not finite"):
-        take_snapshot(model, broken, step=0)
+        take_snapshot(broken, step=0)
 
 
-def test_too_many_queries(model: CLIP, encoded: Encoded) -> None:
+def test_too_many_queries(model: CLIP, subject: Subject) -> None:
     with pytest.raises(DataError, match="33 queries are too many"):
-        take_snapshot(model, encoded, step=0, queries=["a"] * 33)
+        take_snapshot(subject, step=0, queries=["a"] * 33)
 
 
-def test_round_trip_through_files(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
-    snapshots = [take_snapshot(model, encoded, step=step) for step in (20, 3)]
+def test_round_trip_through_files(model: CLIP, subject: Subject, tmp_path: Path) -> None:
+    snapshots = [take_snapshot(subject, step=step) for step in (20, 3)]
     paths = [write_snapshot(tmp_path, snapshot) for snapshot in snapshots]
     assert [path.name for path in paths] == ["step_00000020.colours.json", "step_00000003.colours.json"]
     assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {path.name for path in paths}
@@ -165,14 +168,14 @@ def test_round_trip_through_files(model: CLIP, encoded: Encoded, tmp_path: Path)
     assert read_snapshots(tmp_path / "nothing") == []
 
 
-def test_halves_of_characters_in_captions_are_replaced(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
-    snapshot = replace(take_snapshot(model, encoded, step=0), dataset="half \ud800")
+def test_halves_of_characters_in_captions_are_replaced(model: CLIP, subject: Subject, tmp_path: Path) -> None:
+    snapshot = replace(take_snapshot(subject, step=0), dataset="half \ud800")
     write_snapshot(tmp_path, snapshot)
     assert [one.dataset for one in read_snapshots(tmp_path)] == ["half ?"]
 
 
-def test_every_dataset_has_its_own_file(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
-    snapshot = take_snapshot(model, encoded, step=20)
+def test_every_dataset_has_its_own_file(model: CLIP, subject: Subject, tmp_path: Path) -> None:
+    snapshot = take_snapshot(subject, step=20)
     names = ["a-b", "a.b", "a b", "猫", "狗", "/data/ünusual: name", "x" * 200, "x" * 201]
     paths = [write_snapshot(tmp_path, replace(snapshot, dataset=name)) for name in names]
     assert len(set(paths)) == len(names) and all(path.name.isascii() for path in paths)
@@ -180,8 +183,8 @@ def test_every_dataset_has_its_own_file(model: CLIP, encoded: Encoded, tmp_path:
     assert sorted(one.dataset for one in read_snapshots(tmp_path)) == sorted(names)
 
 
-def test_broken_files_are_named(model: CLIP, encoded: Encoded, tmp_path: Path) -> None:
-    path = write_snapshot(tmp_path, take_snapshot(model, encoded, step=0))
+def test_broken_files_are_named(model: CLIP, subject: Subject, tmp_path: Path) -> None:
+    path = write_snapshot(tmp_path, take_snapshot(subject, step=0))
     whole = path.read_text()
     value = json.loads(whole)
     value["matrix"]["cosines"].pop()

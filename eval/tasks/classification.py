@@ -1,0 +1,230 @@
+"""The metrics of a classifier, whoever made it: each by its name, as a dataset's card gives it.
+
+The names: acc1, acc5, mean_top1_top5, mean_per_class_recall, f1_macro, ece; worst_GROUP_acc1 and worst_GROUP_acc5
+for a column of the dataset's metadata; roc_auc for two classes; of pictures with several labels,
+mean_average_precision and map_11_point, with ``_softmax`` behind them where pictures are ranked by probabilities
+instead of similarities.
+
+Letters in shape comments: N pictures, D numbers a picture, C classes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from clipkit.errors import ConfigError, DataError, nearest
+from eval.dataset import EvalDataset
+from eval.metrics import (
+    Estimate,
+    TopClasses,
+    class_ranks,
+    class_scores,
+    expected_calibration_error,
+    f1_macro,
+    map_11_point,
+    mean_average_precision,
+    mean_of_top1_and_top5,
+    mean_per_class_interval,
+    mean_per_class_recall,
+    roc_auc,
+    top_classes,
+    top_k_accuracy,
+    worst_group_accuracy,
+)
+from eval.results import Score
+
+__all__ = ["Answers", "check_metrics", "classification_scores", "labels_of", "metric_names"]
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a linear classifier says of a dataset's pictures, each kind of answer computed when it is asked for.
+
+    Attributes:
+        dataset: with labels.
+        features: (N, D) float32.
+        classifier: (D, C) float32.
+        logit_scale: what similarities are multiplied with to be logits.
+        device: where products are taken.
+    """
+
+    dataset: EvalDataset
+    features: Tensor
+    classifier: Tensor
+    logit_scale: float
+    device: torch.device
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """(N,) int64, or (N, C) bool."""
+        return labels_of(self.dataset)
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """(N,) int64, how many classes come before the right one."""
+        return class_ranks(self.features, self.classifier, self.labels, device=self.device)
+
+    @cached_property
+    def top(self) -> TopClasses:
+        """The likeliest class and its probability."""
+        return top_classes(self.features, self.classifier, logit_scale=self.logit_scale, device=self.device)
+
+    def scores(self, *, softmax: bool) -> Tensor:
+        """(N, C) float32, by which pictures are ranked for each class."""
+        scale = self.logit_scale if softmax else None
+        return class_scores(self.features, self.classifier, softmax_scale=scale, device=self.device)
+
+    def group(self, name: str) -> Tensor:
+        """A column of the metadata, (N,) int64."""
+        if name not in self.dataset.metadata:
+            there = ", ".join(self.dataset.metadata) or "none"
+            raise DataError(
+                f"dataset {self.dataset.name}: a metric needs the column {name!r} of metadata; there is {there}"
+            )
+        return self.dataset.metadata[name]
+
+
+def _mean_per_class(answers: Answers) -> Estimate:
+    correct = answers.ranks < 1
+    low, high = mean_per_class_interval(correct, answers.labels)
+    value = mean_per_class_recall(correct, answers.labels)
+    return Estimate(value=value, low=low, high=high, n=len(correct))
+
+
+def _ece(answers: Answers) -> Estimate:
+    return expected_calibration_error(answers.top.probabilities[:, 0], answers.ranks < 1)
+
+
+def _roc_auc(answers: Answers) -> Estimate:
+    scores = answers.scores(softmax=False)
+    return roc_auc(scores[:, 1] - scores[:, 0], answers.labels)
+
+
+def _f1(answers: Answers) -> Estimate:
+    return f1_macro(answers.top.classes[:, 0], answers.labels)
+
+
+_OF_ONE_LABEL: Mapping[str, Callable[[Answers], Estimate]] = {
+    "acc1": lambda answers: top_k_accuracy(answers.ranks),
+    "acc5": lambda answers: top_k_accuracy(answers.ranks, 5),
+    "mean_per_class_recall": _mean_per_class,
+    "mean_top1_top5": lambda answers: mean_of_top1_and_top5(answers.ranks),
+    "f1_macro": _f1,
+    "roc_auc": _roc_auc,
+    "ece": _ece,
+}
+_OF_SEVERAL: Mapping[str, Callable[[Answers], Estimate]] = {
+    "mean_average_precision": lambda a: mean_average_precision(a.scores(softmax=False), a.labels),
+    "map_11_point": lambda a: map_11_point(a.scores(softmax=False), a.labels),
+    "mean_average_precision_softmax": lambda a: mean_average_precision(a.scores(softmax=True), a.labels),
+    "map_11_point_softmax": lambda a: map_11_point(a.scores(softmax=True), a.labels),
+}
+_WORST = {"_acc1": 1, "_acc5": 5}
+
+
+def metric_names() -> tuple[str, ...]:
+    """The known metrics; those of groups are worst_GROUP_acc1 and worst_GROUP_acc5."""
+    return (*_OF_ONE_LABEL, *_OF_SEVERAL)
+
+
+def labels_of(dataset: EvalDataset) -> Tensor:
+    """The labels, (N,) int64 or (N, C) bool.
+
+    Raises:
+        DataError: the dataset has none, or no class names for them.
+    """
+    if dataset.labels is None:
+        raise DataError(f"dataset {dataset.name} has no labels, which classification needs")
+    if not dataset.class_names:
+        raise DataError(f"dataset {dataset.name} has no classnames.txt, which classification needs")
+    return dataset.labels
+
+
+def check_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
+    """The metrics, or the usual ones where none are named, after making sure that they fit the dataset.
+
+    Raises:
+        ConfigError: one is unknown.
+        DataError: one is not for a dataset of this kind.
+    """
+    labels, classes = labels_of(dataset), len(dataset.class_names)
+    several = labels.dim() == 2
+    if not metrics:
+        usual = ("acc1", *(("acc5",) if classes > 5 else ()), "mean_per_class_recall")
+        return tuple(_OF_SEVERAL) if several else usual
+    for metric in metrics:
+        if _group_metric(metric) is None and metric not in metric_names():
+            raise ConfigError(f"unknown metric {metric!r}: {nearest(metric, metric_names())}")
+        if (metric in _OF_SEVERAL) != several:
+            kind = "several labels a picture" if several else "one label a picture"
+            raise DataError(f"dataset {dataset.name} has {kind}, the metric {metric} is for the other kind")
+        if metric == "roc_auc" and classes != 2:
+            raise DataError(f"dataset {dataset.name} has {classes} classes, roc_auc is for 2")
+    return tuple(metrics)
+
+
+def classification_scores(
+    answers: Answers, *, task: str, metrics: Sequence[str] = (), setting: str = ""
+) -> list[Score]:
+    """Score a classifier's answers.
+
+    Args:
+        answers: what it says.
+        task: for the scores, such as "zero-shot".
+        metrics: by name; none for the usual ones.
+        setting: for the scores, such as "4-shot".
+
+    Raises:
+        ConfigError, DataError: as for ``check_metrics``; or a metric is not defined for these labels.
+    """
+    dataset = answers.dataset
+    scores = []
+    for metric in check_metrics(dataset, metrics):
+        found = _estimate(answers, metric)
+        scores.append(
+            Score(
+                dataset=dataset.name,
+                split=dataset.split,
+                task=task,
+                prompt_set=dataset.prompt_set if task == "zero-shot" else "",
+                setting=setting,
+                metric=metric,
+                value=found.value,
+                n=found.n,
+                low=found.low,
+                high=found.high,
+                chance=_chance(answers, metric),
+            )
+        )
+    return scores
+
+
+def _estimate(answers: Answers, metric: str) -> Estimate:
+    if (group := _group_metric(metric)) is not None:
+        name, k = group
+        return worst_group_accuracy(answers.ranks < k, answers.group(name))
+    return (_OF_ONE_LABEL | _OF_SEVERAL)[metric](answers)
+
+
+def _group_metric(metric: str) -> tuple[str, int] | None:
+    """Of "worst_region_acc1" ("region", 1)."""
+    for ending, k in _WORST.items():
+        if metric.startswith("worst_") and metric.endswith(ending):
+            return metric.removeprefix("worst_").removesuffix(ending), k
+    return None
+
+
+def _chance(answers: Answers, metric: str) -> float | None:
+    """What random guessing gives on average, where that is one number."""
+    classes = len(answers.dataset.class_names)
+    known = {
+        "acc1": 1 / classes,
+        "acc5": min(1.0, 5 / classes),
+        "mean_per_class_recall": 1 / classes,
+        "mean_top1_top5": (1 / classes + min(1.0, 5 / classes)) / 2,
+        "roc_auc": 0.5,
+    }
+    return known.get(metric)
