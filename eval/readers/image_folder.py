@@ -3,7 +3,7 @@
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +11,12 @@ import torch
 from clipkit.errors import DataError
 from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample
-from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, checked
+from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, checked
 from eval.readers.text_files import lines_of
 
 __all__ = ["ImageFolder", "open_image_folder", "utf8_name", "visible_folders"]
+
+_SPLITS = ("train", "val", TEST)
 
 
 def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
@@ -23,13 +25,18 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     Raises:
         DataError: it has no such split, or what ``ImageFolder`` refuses.
     """
-    pictures = ImageFolder(_folder_of_split(folder, split))
+    inside = _folder_of_split(folder, split)
+    # a class that one split lacks keeps its place in it: labels of all splits are of the same classes
+    classes = (
+        {one.name for own in _SPLITS for one in visible_folders(folder / own)} if inside != folder else ()
+    )
+    pictures = ImageFolder(inside, classes=sorted(classes))
     templates = tuple(line for line in lines_of(folder / "zeroshot_classification_templates.txt") if line)
     return checked(
         EvalDataset(
             name=name,
             split=split,
-            class_names=tuple(utf8_name(one.name).replace("_", " ").strip() for one in pictures.folders),
+            class_names=tuple(utf8_name(one).replace("_", " ").strip() for one in pictures.classes),
             templates=templates or DEFAULT_TEMPLATES,
             shards=pictures,
             labels=torch.tensor([label for _, label in pictures.files]),
@@ -45,29 +52,40 @@ def _folder_of_split(folder: Path, split: str) -> Path:
         if visible_folders(folder / own):
             return folder / own
     if split != TEST:
-        raise DataError(f"{folder} has no split {split!r}: no folder {folder / split} with folders by class")
+        raise NoSplit(f"{folder} has no split {split!r}: no folder {folder / split} with folders by class")
     if visible_folders(folder / "train"):
-        raise DataError(f"{folder} has the split 'train' only: name the folder of the pictures to score on")
+        raise NoSplit(f"{folder} has the split 'train' only: name the folder of the pictures to score on")
     return folder
 
 
 class ImageFolder:
     """The pictures below ``root/<class>/``, class folders and files in the order of their names.
 
+    Args:
+        root: their folder.
+        classes: names of class folders, in order, of which some may be missing; those that there are if empty.
+
+    Attributes:
+        classes: the names; the place of each is its label.
+
     Raises:
         DataError: there is none; or a folder cannot be read, or a picture is no file: a score is never of fewer
             pictures.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, classes: Sequence[str] = ()) -> None:
         self.root = root
-        self.folders = visible_folders(root)
+        folders = {folder.name: folder for folder in visible_folders(root)}
+        self.classes = tuple(classes or folders)
         self.files = [
-            (file, label) for label, folder in enumerate(self.folders) for file in sorted(_pictures(folder))
+            (file, label)
+            for label, name in enumerate(self.classes)
+            if name in folders
+            for file in sorted(_pictures(folders[name]))
         ]
         if not self.files:
             raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg")
-        self._sizes = [_size(file) for file, _ in self.files]
+        self._states = [_state(file) for file, _ in self.files]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -102,9 +120,13 @@ class ImageFolder:
     def fingerprint(self) -> str:
         """Of paths and sizes; the folder may be moved."""
         digest = hashlib.sha256()
-        for number, size in enumerate(self._sizes):
+        for number, (size, _) in enumerate(self._states):
             digest.update(f"{self.locate(number)[1]}\0{size}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
+
+    def stamp(self) -> str:
+        """Of the same and of when each file was last changed."""
+        return hashlib.sha256(repr((self.fingerprint(), self._states)).encode()).hexdigest()[:16]
 
 
 def visible_folders(folder: Path) -> list[Path]:
@@ -136,15 +158,15 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def _size(file: Path) -> int:
-    """Bytes of a picture; reading what is no file, such as a pipe, might wait for ever."""
+def _state(file: Path) -> tuple[int, int]:
+    """Bytes of a picture and its last change; reading what is no file, such as a pipe, might wait for ever."""
     try:
         found = file.stat()
     except FileNotFoundError as error:
         raise DataError(f"picture {file} is a link to nothing: mend or remove it") from error
     if not stat.S_ISREG(found.st_mode):
         raise DataError(f"picture {file} is not a regular file: remove it")
-    return found.st_size
+    return found.st_size, found.st_mtime_ns
 
 
 def utf8_name(name: str) -> str:

@@ -1,8 +1,11 @@
 """The layout in which the field publishes its sets, WebDataset shards with text files beside them.
 
-data/writer.py shows it. Four additions are read: ``dataset_type.txt`` may say ``retrieval``, ``card.json`` may list
-``"tasks"`` and states how many samples there are, a caption file may hold several captions, one a line, and a
-sample's json may list them as ``"captions"``, of which the caption file then holds the first.
+CLIP_benchmark and DataComp publish so, and data/writer.py writes it: a sample has its picture and a ``cls`` (the
+number of its class), an ``npy`` (multi-hot, where ``dataset_type.txt`` says ``multilabel``; else facts about the
+picture, in columns that the caller names) or captions, one a line. Additions of our own: ``card.json`` may list
+``"tasks"`` and states how many samples there are; a sample's json may list its captions as ``"captions"``, of which
+the caption file then holds the first; and ``dataset_type.txt`` may say ``image_caption_selection``: of a picture's
+captions the first is right and the others are wrong.
 
 Plain shards, as crawls leave them, say nothing of themselves: without ``card.json``, ``dataset_type.txt`` and (in a
 split's own folder) ``nshards.txt``, pairs are scored without the samples that have no caption, and how many those
@@ -10,6 +13,7 @@ are is logged. Everywhere else a sample that lacks what others have is an error.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +21,99 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from data.shards import Sample, Shards
-from data.sources import find_shards
-from eval.dataset import DEFAULT_TEMPLATES, TASKS, TEST, EvalDataset, Pictures, checked, some
+from data.cache import shard_cache
+from data.captions import CaptionRule
+from data.manifest import make_manifest
+from data.selection import Selection
+from data.shard_file import ShardFile, is_remote
+from data.shards import Shards
+from eval.dataset import DEFAULT_TEMPLATES, TASKS, TEST, EvalDataset, Pictures
 from eval.json_text import parse_json
-from eval.readers.image_folder import visible_folders
+from eval.readers.annotations import Annotations, annotations_of, columns_of, multi_hot
+from eval.readers.checks import checked_set
+from eval.readers.places import address_of, shards_of_split
 from eval.readers.some_pictures import SomePictures
-from eval.readers.text_files import lines_of, text_of
+from eval.readers.text_files import beside, lines_of, text_of
 
-__all__ = ["open_published"]
+__all__ = ["CACHE_GB", "open_published"]
 
+CACHE_GB = 100.0  # of remote shards on this machine, as for a training
+_FETCHING = 4  # shards at a time
 _MARKS_OF_WHOLE = ("card.json", "dataset_type.txt", "nshards.txt")  # files of a set that was written as one
+_TYPES = ("classification", "multilabel", "retrieval", "image_caption_selection")
 _SHOWN = 200  # characters of a source in a message
 _log = logging.getLogger("eval")
 
 
-def open_published(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
-    """One split of a published set.
+def open_published(
+    folder: Path | str,
+    name: str,
+    *,
+    split: str = TEST,
+    metadata_names: Sequence[str] = (),
+    cache_gb: float = CACHE_GB,
+) -> EvalDataset:
+    """One split of a published set, on this machine or in a store; remote shards are fetched now, and kept.
+
+    Args:
+        folder: of this machine, or its URL (``https://``, ``hf://``, ``s3://``, ``gs://``; also a page of Hugging
+            Face, ``https://huggingface.co/datasets/OWNER/NAME/tree/BRANCH``).
+        name: of the dataset.
+        split: which of its folders.
+        metadata_names: of the columns that the ``npy`` of each sample has beside its label, all of them in order.
+        cache_gb: how much of remote shards this machine keeps; 0 reads samples over the network.
 
     Raises:
         DataError: there is no such split, it is incomplete or contradicts itself.
     """
-    card = _card(folder)
-    _check_has_split(folder, name, split)
-    found = find_shards(str(folder), split=split)
-    _check_consecutive([Path(shard.url) for shard in found])
-    shards = Shards.of(found, need=("image",))
+    root = address_of(folder) if isinstance(folder, str) and is_remote(folder) else Path(folder)
+    card, kind = _card(root), _type(name, root)
+    shards = _shards(shards_of_split(name, root, split), cache_gb)
+    _check_count(name, shards, split, card)
+    class_names = tuple(lines_of(beside(root, "classnames.txt")))
+    several = kind == "multilabel"
+    if several and metadata_names:
+        raise DataError(f"dataset {name} is multilabel, so its npy is its label and holds no metadata")
+    beside_pictures = annotations_of(name, shards, arrays=several or bool(metadata_names))
+    pictures: Pictures = shards
+    labels, captions = None, None
+    if several:
+        labels = multi_hot(name, beside_pictures.arrays, shards, classes=len(class_names))
+    else:
+        plain = not any(text_of(beside(root, mark)) is not None for mark in _MARKS_OF_WHOLE)
+        pictures, labels, captions = _annotated(name, shards, beside_pictures, may_lack_captions=plain)
+    choices = captions if kind == "image_caption_selection" else None
+    templates = tuple(
+        line for line in lines_of(beside(root, "zeroshot_classification_templates.txt")) if line
+    )
+    metadata = columns_of(name, beside_pictures.arrays, shards, metadata_names) if metadata_names else {}
+    return checked_set(
+        EvalDataset(
+            name=name,
+            split=split,
+            class_names=class_names,
+            templates=templates or DEFAULT_TEMPLATES,
+            shards=pictures,
+            labels=labels,
+            captions=None if choices else captions,
+            choices=choices,
+            metadata=metadata,
+            revision=pictures.fingerprint(),
+            tasks=_tasks(name, card, kind, pairs_only=labels is None and bool(captions)),
+        )
+    )
+
+
+def _shards(found: Sequence[ShardFile], cache_gb: float) -> Shards:
+    """Their samples; counted anew, since statistics beside them may be of other shards."""
+    cache = shard_cache([shard.url for shard in found], cache_gb)
+    if cache is not None:
+        cache.prefetch([shard for shard in found if shard.is_remote], threads=_FETCHING)
+    selection = Selection(need=("image",), captions=CaptionRule())
+    return Shards(make_manifest([found], selection, cache=cache, stats=False), selection, cache=cache)
+
+
+def _check_count(name: str, shards: Shards, split: str, card: dict[str, Any]) -> None:
     stated = card.get("samples", {}).get(split) if isinstance(card.get("samples"), dict) else None
     if shards.skipped or stated not in (None, len(shards)):
         expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
@@ -50,59 +121,20 @@ def open_published(folder: Path, name: str, *, split: str = TEST) -> EvalDataset
             f"dataset {name}: {len(shards)} samples of split {split!r} have a picture, {shards.skipped} have none"
             f"{expected}; fetch or write it again"
         )
-    templates = tuple(line for line in lines_of(folder / "zeroshot_classification_templates.txt") if line)
-    plain = not any((folder / mark).is_file() for mark in _MARKS_OF_WHOLE)
-    pictures, labels, captions = _annotated(name, shards, may_lack_captions=plain)
-    kind = lines_of(folder / "dataset_type.txt")
-    return checked(
-        EvalDataset(
-            name=name,
-            split=split,
-            class_names=tuple(lines_of(folder / "classnames.txt")),
-            templates=templates or DEFAULT_TEMPLATES,
-            shards=pictures,
-            labels=labels,
-            captions=captions,
-            revision=pictures.fingerprint(),
-            tasks=_tasks(name, card, kind, pairs_only=labels is None and bool(captions)),
-        )
-    )
-
-
-def _check_has_split(folder: Path, name: str, split: str) -> None:
-    """Shards that lie in the folder itself count as any split that is asked for to test on."""
-    splits = [inside.name for inside in visible_folders(folder) if any(inside.glob("*.tar"))]
-    if split in splits or (split == TEST and (not splits or any(folder.glob("*.tar")))):
-        return
-    if split != TEST or not splits:
-        there = f"only {some(splits)}" if splits else "and no other"
-        raise DataError(f"dataset {name} has no split {split!r}, {there}")
-    raise DataError(
-        f"dataset {name} has no split {split!r} to score on, only {some(splits)}: pack it with pairs held out "
-        f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {folder / splits[0]}"
-    )
 
 
 def _annotated(
-    name: str, shards: Shards, *, may_lack_captions: bool
+    name: str, shards: Shards, found: Annotations, *, may_lack_captions: bool
 ) -> tuple[Pictures, Tensor | None, tuple[tuple[str, ...], ...] | None]:
     """The pictures with labels and captions: each either of every sample or of none.
 
     Args:
         name: of the dataset.
         shards: its samples.
+        found: what lies beside their pictures.
         may_lack_captions: whether samples without a caption are left out where others have one and none a label.
     """
-    labels: list[int | None] = []
-    captions: list[tuple[str, ...]] = []
-    for number in range(len(shards)):
-        shard, key = shards.locate(number)
-        try:
-            sample = shards.read(number)
-        except DataError as error:
-            raise DataError(f"dataset {name}: sample {key} of {shard}: {error}") from error
-        labels.append(sample.label)
-        captions.append(_captions(sample))
+    labels, captions = found.labels, found.captions
     known = [label for label in labels if label is not None]
     if may_lack_captions and not known and any(captions) and not all(captions):
         numbers = [number for number, own in enumerate(captions) if own]
@@ -123,43 +155,31 @@ def _annotated(
     return shards, (torch.tensor(known) if known else None), (tuple(captions) if any(captions) else None)
 
 
-def _captions(sample: Sample) -> tuple[str, ...]:
-    """Those listed in the sample's json, if its caption is the first of them, else the lines of its caption."""
-    listed = sample.meta.get("captions")
-    if not isinstance(listed, list) or listed[:1] != [sample.caption]:
-        listed = (sample.caption or "").split("\n")
-    return tuple(one.strip() for one in listed if isinstance(one, str) and one.strip())
+def _type(name: str, root: Path | str) -> str:
+    kind = (*lines_of(beside(root, "dataset_type.txt")), "")[0].lower()
+    if kind not in ("", *_TYPES):
+        raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
+    return kind
 
 
-def _tasks(name: str, card: dict[str, Any], kind: list[str], *, pairs_only: bool) -> tuple[str, ...]:
+def _tasks(name: str, card: dict[str, Any], kind: str, *, pairs_only: bool) -> tuple[str, ...]:
     if "tasks" in card:
         tasks = card["tasks"]
-        if not isinstance(tasks, list) or not tasks or any(task not in TASKS for task in tasks):
+        if not isinstance(tasks, list) or not tasks or any(task not in list(TASKS) for task in tasks):
             shown = repr(tasks)[:_SHOWN]
             raise DataError(f"dataset {name}: card.json has tasks {shown}; known: {', '.join(TASKS)}")
         return tuple(task for task in TASKS if task in tasks)
-    if kind and kind[0] not in ("classification", "retrieval"):
-        raise DataError(f"dataset {name} is of type {kind[0][:40]!r}; known: classification, retrieval")
-    return ("retrieval",) if kind == ["retrieval"] or pairs_only else ("zero-shot",)
+    if kind == "image_caption_selection":
+        return ("compositional",)
+    return ("retrieval",) if kind == "retrieval" or pairs_only else ("zero-shot",)
 
 
-def _card(folder: Path) -> dict[str, Any]:
-    path = folder / "card.json"
+def _card(root: Path | str) -> dict[str, Any]:
+    place = beside(root, "card.json")
     try:
-        card = parse_json(text_of(path) or "{}")
+        card = parse_json(text_of(place) or "{}")
     except ValueError as error:
-        raise DataError(f"{path} does not parse: {error}") from error
+        raise DataError(f"{place} does not parse: {error}") from error
     if not isinstance(card, dict):
-        raise DataError(f"{path} is not a JSON object")
+        raise DataError(f"{place} is not a JSON object")
     return card
-
-
-def _check_consecutive(paths: list[Path]) -> None:
-    """Published shards are 0.tar … N-1.tar; a gap is a lost shard."""
-    stems = [path.stem for path in paths]
-    if all(stem.isdecimal() for stem in stems):
-        missing = sorted(set(range(len(paths))) - {int(stem) for stem in stems})
-        if missing:
-            raise DataError(
-                f"shard {missing[0]}.tar is missing in {paths[0].parent}; fetch the dataset again"
-            )

@@ -1,0 +1,71 @@
+"""Whether what a reader has found goes together, beyond what ``eval.dataset.checked`` looks at."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from clipkit.errors import DataError
+from eval.dataset import EvalDataset, checked, some
+
+__all__ = ["checked_set", "shown_name"]
+
+_log = logging.getLogger("eval")
+_LONGEST = 60  # characters of a caption in a message
+
+
+def checked_set(dataset: EvalDataset) -> EvalDataset:
+    """The dataset, if its labels, names, templates and choices go together; what is merely odd is logged.
+
+    Raises:
+        DataError: labels without a name, templates without a place for it, or a picture without a choice.
+    """
+    labels = dataset.labels
+    if labels is not None and labels.ndim == 2:
+        checked(replace(dataset, labels=None))
+        _tell_odd_classes(dataset, labels)
+    else:
+        if labels is not None and len(negative := (labels < 0).nonzero()):
+            first = int(negative[0])
+            raise DataError(
+                f"{dataset.where(first)} has label {int(labels[first])}: labels begin at 0, and sets whose labels "
+                "are kept secret cannot be scored"
+            )
+        checked(dataset)
+    if dataset.choices is not None:
+        _check_choices(dataset, dataset.choices)
+    return dataset
+
+
+def _tell_odd_classes(dataset: EvalDataset, labels: Tensor) -> None:
+    names = dataset.class_names
+    doubled = [repr(name) for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        _log.warning(
+            "dataset %s: class names that stand for several classes: %s", dataset.name, some(doubled)
+        )
+    if empty := [shown_name(names, i) for i in (~labels.any(dim=0)).nonzero().flatten().tolist()]:
+        _log.warning("dataset %s: classes without a picture: %s", dataset.name, some(empty))
+
+
+def shown_name(names: Sequence[str], number: int) -> str:
+    """A class in a message."""
+    return repr(names[number]) if number < len(names) else str(number)
+
+
+def _check_choices(dataset: EvalDataset, choices: Sequence[Sequence[str]]) -> None:
+    for number, own in enumerate(choices):
+        if len(own) < 2:
+            raise DataError(
+                f"{dataset.where(number)} has {len(own)} captions to choose from, it takes 2 or more"
+            )
+    equal = [own[0] for own in choices if own[0] in own[1:]]
+    if equal:
+        _log.warning(
+            "dataset %s: %d pictures whose right caption is among the wrong ones too, which counts as wrong: %s",
+            dataset.name,
+            len(equal),
+            some([repr(one[:_LONGEST]) for one in equal]),
+        )

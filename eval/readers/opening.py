@@ -1,0 +1,251 @@
+"""Which reader a source is for, and under which name its set goes.
+
+A source is a built-in set's name; a folder in the published layout, of parquet files, or of pictures by class; the
+URL of a folder of the first two kinds; a ``.json`` file of SugarCrepe or ARO; ``torchvision:CIFAR10``; or, where a
+root is given, the name of a published set under it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clipkit.errors import DataError, nearest
+from data.corpora.builtin import BUILTIN, built_in
+from data.remote.patience import shown
+from data.shard_file import is_remote
+from eval.dataset import TEST, EvalDataset
+from eval.readers.image_folder import open_image_folder, utf8_name
+from eval.readers.places import address_of, find_published
+from eval.readers.published import CACHE_GB, open_published
+from eval.readers.text_files import text_of
+
+__all__ = ["open_dataset", "open_datasets"]
+
+_SHOWN = 200  # characters of a source in a message
+_TORCHVISION = "torchvision:"
+_HUB_PARTS = ("https:", "http:", "hf:", "datasets", "resolve")  # of a URL, that name nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to open a set, where its reader has a use for it; see ``open_dataset``."""
+
+    split: str
+    root: Path | str | None
+    metadata_names: tuple[str, ...]
+    images: Path | str | None
+    cache_gb: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Located:
+    """A source, and what it is.
+
+    Attributes:
+        source: as the user says it, for messages.
+        place: the folder or file, by its full path or URL; of a built-in set, and of torchvision's, the name.
+        parts: of which its name is made, the last of them first taken.
+    """
+
+    source: str
+    place: Path | str
+    parts: tuple[str, ...]
+
+
+def open_dataset(
+    source: str | Path,
+    *,
+    split: str = TEST,
+    root: Path | str | None = None,
+    metadata_names: Sequence[str] = (),
+    images: Path | str | None = None,
+    cache_gb: float = CACHE_GB,
+) -> EvalDataset:
+    """Open a dataset, wherever it lies; a built-in one is made on first use.
+
+    Whoever keeps scores of several in one place opens them by ``open_datasets``, so that no two have one name.
+
+    Args:
+        source: what to open; see above.
+        split: which part of it.
+        root: a folder of this machine or a store, in which the set is looked for by its name; for torchvision's
+            sets, where their files lie.
+        metadata_names: of the columns that a published set's ``npy`` has beside the label, all in their order.
+        images: where the pictures of a ``.json`` file lie, if not in ``images`` or ``val2017`` beside it.
+        cache_gb: how much of remote shards this machine keeps.
+
+    Raises:
+        DataError: there is no such dataset, or it is incomplete or contradicts itself. Pictures are decoded
+            later; one that does not decode is then an error too, so a score is never of fewer pictures than
+            the dataset has.
+    """
+    options = Options(
+        split=split, root=root, metadata_names=tuple(metadata_names), images=images, cache_gb=cache_gb
+    )
+    return _open_all([source], options)[0]
+
+
+def open_datasets(
+    sources: Sequence[str | Path], *, split: str = TEST, root: Path | str | None = None
+) -> tuple[EvalDataset, ...]:
+    """Open several datasets, each under a name of its own, by which its results and snapshots are told apart.
+
+    A folder is named by the last part of its path. Where two would have the same name, theirs are lengthened by
+    as many parent folders as it takes: ``A/test`` and ``B/test`` become ``A-test`` and ``B-test``.
+
+    Raises:
+        DataError: as for ``open_dataset``; or a dataset is given twice.
+    """
+    options = Options(split=split, root=root, metadata_names=(), images=None, cache_gb=CACHE_GB)
+    return _open_all(sources, options)
+
+
+def _open_all(sources: Sequence[str | Path], options: Options) -> tuple[EvalDataset, ...]:
+    located = [_locate(str(one), options.root) for one in sources]
+    names = _distinct_names(located)
+    return tuple(_open(*one, options) for one in zip(located, names, strict=True))
+
+
+def _locate(source: str, root: Path | str | None) -> _Located:
+    if source.startswith(_TORCHVISION):
+        name = source.removeprefix(_TORCHVISION)
+        return _Located(source=source, place=source, parts=(name,))
+    if is_remote(source):
+        return _remote(source)
+    if source in BUILTIN and not Path(source).is_dir():
+        return _Located(source=source, place=source, parts=(source,))
+    path = _expanded(source)
+    try:
+        if path.is_dir() or (path.suffix == ".json" and path.is_file()):
+            place = path.resolve()
+            parts = [part for part in place.parts if part != place.anchor]
+            if not place.is_dir():
+                parts[-1] = place.stem
+            return _Located(source=source, place=place, parts=tuple(parts))
+        found = find_published(_root(root), [source]) if root is not None else None
+    except OSError as error:
+        raise DataError(f"cannot read dataset {source[:_SHOWN]!r}: {error.strerror}") from error
+    if found is not None:
+        there = found if is_remote(found) else Path(found).resolve()
+        return _Located(source=found, place=there, parts=(source.replace("/", "-"),))
+    raise DataError(_no_dataset(source, root))
+
+
+def _no_dataset(source: str, root: Path | str | None) -> str:
+    hint = nearest(source[:_SHOWN], BUILTIN)
+    under = f", nor a set under {shown(str(root))}" if root is not None else ""
+    return f"no dataset {source[:_SHOWN]!r}: it is not a folder, nor built in ({hint}){under}"
+
+
+def _remote(source: str) -> _Located:
+    if source.startswith("pipe:"):
+        raise DataError("a dataset to score on is no pipe: name a folder, here or in a store")
+    address = address_of(source)
+    plain = shown(address).partition("?")[0]
+    parts = [part for part in plain.split("/") if part and part not in _HUB_PARTS]
+    if "/resolve/" in plain:
+        parts.remove(plain.partition("/resolve/")[2].partition("/")[0])  # the branch
+    return _Located(source=source, place=address, parts=tuple(parts))
+
+
+def _root(root: Path | str) -> Path | str:
+    return root if isinstance(root, str) and is_remote(root) else _expanded(str(root))
+
+
+def _expanded(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:  # there is no such user
+        return Path(source)
+
+
+def _distinct_names(located: Sequence[_Located]) -> list[str]:
+    lengths = [1] * len(located)
+    while True:
+        # joined by what may stand in a file name
+        names = ["-".join(one.parts[-length:]) for one, length in zip(located, lengths, strict=True)]
+        shared = {name for name, count in Counter(names).items() if count > 1}
+        short = [i for i, name in enumerate(names) if name in shared and lengths[i] < len(located[i].parts)]
+        if not short:
+            break
+        for i in short:
+            lengths[i] += 1
+    for name in shared:
+        same = [one.place for one, own in zip(located, names, strict=True) if own == name]
+        if len(set(same)) == 1:
+            raise DataError(f"dataset {same[0]} is given twice: leave one out")
+        raise DataError(
+            f"datasets {same[0]} and {same[1]} would both be named {name}: rename one of the folders"
+        )
+    return names
+
+
+def _open(located: _Located, name: str, options: Options) -> EvalDataset:
+    name = utf8_name(name)
+    try:
+        if isinstance(located.place, Path):
+            place = _expanded(located.source)  # as the user says it, for messages
+            return _open_file(place, name, options) if place.is_file() else _open_folder(place, name, options)
+        if located.place.startswith(_TORCHVISION):
+            return _open_torchvision(located.place, name, options)
+        if is_remote(located.place):
+            return _open_remote(located.place, name, options)
+        return open_published(built_in(located.place), name, split=options.split)
+    except OSError as error:
+        raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
+
+
+def _open_folder(folder: Path, name: str, options: Options) -> EvalDataset:
+    marks = ("classnames.txt", "dataset_type.txt", "card.json", "nshards.txt")
+    if (
+        any((folder / mark).is_file() for mark in marks)
+        or any(folder.glob("*.tar"))
+        or any(folder.glob("*/*.tar"))
+    ):
+        return _open_published(folder, name, options)
+    if any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet")):
+        return _open_parquet(folder, name, options)
+    return open_image_folder(folder, name, split=options.split)
+
+
+def _open_remote(address: str, name: str, options: Options) -> EvalDataset:
+    """Of a web server only the published layout is read, as it may not list its folders."""
+    if not address.startswith(("http://", "https://")):
+        from eval.readers.parquet_files import has_parquet
+
+        stated = text_of(f"{address}/{options.split}/nshards.txt")
+        if stated is None and has_parquet(address, options.split):
+            return _open_parquet(address, name, options)
+    return _open_published(address, name, options)
+
+
+def _open_published(place: Path | str, name: str, options: Options) -> EvalDataset:
+    return open_published(
+        place,
+        name,
+        split=options.split,
+        metadata_names=options.metadata_names,
+        cache_gb=options.cache_gb,
+    )
+
+
+def _open_parquet(place: Path | str, name: str, options: Options) -> EvalDataset:
+    from eval.readers.hugging_face import open_hugging_face
+
+    return open_hugging_face(place, name, split=options.split, cache_gb=options.cache_gb)
+
+
+def _open_file(file: Path, name: str, options: Options) -> EvalDataset:
+    from eval.readers.caption_choices import open_caption_choices
+
+    return open_caption_choices(file, name, split=options.split, images=options.images)
+
+
+def _open_torchvision(source: str, name: str, options: Options) -> EvalDataset:
+    from eval.readers.torchvision_sets import open_torchvision
+
+    if options.root is None or is_remote(str(options.root)):
+        raise DataError(f"dataset {name}: say in which folder torchvision's files lie (--data-root FOLDER)")
+    kind = source.removeprefix(_TORCHVISION)
+    return open_torchvision(kind, _expanded(str(options.root)), name=name, split=options.split)

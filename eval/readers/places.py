@@ -1,0 +1,167 @@
+"""Where published sets lie: their addresses at Hugging Face, the set of a name under a root, and their shards."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from clipkit.errors import DataError
+from data.shard_file import ShardFile
+from data.sources import find_shards
+from eval.dataset import TEST, NoSplit, some
+from eval.readers.image_folder import visible_folders
+from eval.readers.text_files import beside, text_of
+
+__all__ = ["address_of", "files_in", "find_published", "shards_of_split"]
+
+_HUB_HOSTS = ("huggingface.co", "hf.co")
+# …/datasets/OWNER/NAME, perhaps /tree/BRANCH and a folder, as a browser shows it
+_HUB_PAGE = re.compile(
+    r"(/datasets/[\w.-]+/[\w.-]+)(?:/(?:tree|raw|resolve|blob)/([^/]+)(/.*)?)?/?", flags=re.ASCII
+)
+_PROBES = ("classnames.txt", "dataset_type.txt")  # beside the nshards.txt of a split
+_MAX_COUNT = 100  # bytes of nshards.txt
+_MAX_SHARDS = 1_000_000
+
+
+def address_of(source: str) -> str:
+    """Where the files of a source lie: a page of Hugging Face names a data set, whose files lie elsewhere.
+
+    ``https://huggingface.co/datasets/OWNER/NAME/tree/BRANCH``, the form that CLIP_benchmark takes, is read at
+    ``…/resolve/BRANCH``, which gives texts and large files alike; without a branch it is ``main``.
+    """
+    if not source.startswith(("https://", "http://")):
+        return source
+    url = urlsplit(source)
+    hosts = {*_HUB_HOSTS, urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc}
+    page = _HUB_PAGE.fullmatch(url.path)
+    if page is None or url.netloc not in hosts:
+        return source.rstrip("/")
+    folder = (page[3] or "").rstrip("/")
+    return f"{url.scheme}://{url.netloc}{page[1]}/resolve/{page[2] or 'main'}{folder}"
+
+
+def find_published(root: str | Path, names: Sequence[str]) -> str | None:
+    """The first of a dataset's names under which a set lies in a folder of sets, as a source to open.
+
+    For the name ``vtab/dtd`` these are looked for, in this order: ``wds_vtab-dtd``, ``wds_vtab-dtd_test`` (as
+    CLIP_benchmark and DataComp name their folders), ``vtab-dtd`` and ``vtab/dtd``.
+
+    Args:
+        root: a folder of this machine or a store, or an owner at Hugging Face (``hf://datasets/clip-benchmark``).
+        names: what the set may be called, the likeliest first.
+
+    Raises:
+        DataError: the store cannot be reached.
+    """
+    for name in names:
+        flat = name.replace("/", "-")
+        for candidate in dict.fromkeys((f"wds_{flat}", f"wds_{flat}_test", flat, name)):
+            place = beside(root, candidate)
+            if isinstance(place, Path):
+                if place.expanduser().is_dir():
+                    return str(place)
+            elif _is_set(address_of(place)):
+                return place
+    return None
+
+
+def _is_set(address: str) -> bool:
+    from data.remote.patience import Unreachable
+
+    places = [f"{address}/{TEST}/nshards.txt", *(f"{address}/{name}" for name in _PROBES)]
+    for place in places:
+        try:
+            if text_of(place) is not None:
+                return True
+        except Unreachable:
+            raise
+        except DataError:  # there is no such bucket, data set or revision, or it is not ours to read
+            return False
+    return False
+
+
+def shards_of_split(name: str, root: str | Path, split: str) -> list[ShardFile]:
+    """The shards of one split of a published set, all that it says there are.
+
+    Raises:
+        DataError: there is no such split, or a shard is missing.
+    """
+    if isinstance(root, Path):
+        _check_has_split(root, name, split)
+        found = find_shards(str(root), split=split)
+    else:
+        found = _remote_shards(name, root, split)
+    _check_consecutive(found)
+    return found
+
+
+def _check_has_split(folder: Path, name: str, split: str) -> None:
+    """Shards that lie in the folder itself count as any split that is asked for to test on."""
+    splits = [inside.name for inside in visible_folders(folder) if any(inside.glob("*.tar"))]
+    if split in splits or (split == TEST and (not splits or any(folder.glob("*.tar")))):
+        return
+    if split != TEST or not splits:
+        there = f"only {some(splits)}" if splits else "and no other"
+        raise NoSplit(f"dataset {name} has no split {split!r}, {there}")
+    raise NoSplit(
+        f"dataset {name} has no split {split!r} to score on, only {some(splits)}: pack it with pairs held out "
+        f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {folder / splits[0]}"
+    )
+
+
+def _remote_shards(name: str, root: str, split: str) -> list[ShardFile]:
+    """As ``nshards.txt`` says: 0.tar … N-1.tar; where a store lists its folders and there is none, all tars."""
+    from data.remote import store
+
+    folders = [f"{root}/{split}"] + ([root] if split == TEST else [])
+    for folder in folders:
+        stated = text_of(f"{folder}/nshards.txt", limit=_MAX_COUNT)
+        if stated is None:
+            continue
+        count = stated.strip()
+        if not count.isdecimal() or not 0 < int(count) <= _MAX_SHARDS:
+            raise DataError(
+                f"dataset {name}: {store.shown(folder)}/nshards.txt says {count[:20]!r}, no count"
+            )
+        return store.describe([f"{folder}/{number}.tar" for number in range(int(count))])
+    if root.startswith(("http://", "https://")):
+        raise NoSplit(
+            f"dataset {name}: there is no {store.shown(folders[0])}/nshards.txt, which says how many shards there "
+            "are: no such split, or no published set"
+        )
+    for folder in folders:
+        tars = [file for file in files_in(folder) if file.name.endswith(".tar")]
+        if tars:
+            return sorted(tars, key=lambda file: (len(file.name), file.name))
+    raise NoSplit(f"dataset {name} has no split {split!r}: no tar in {store.shown(folders[0])}")
+
+
+def files_in(folder: str) -> list[ShardFile]:
+    """The files directly in a folder of a store that lists its folders; none where there is no such folder.
+
+    Raises:
+        DataError: there is no such bucket or data set, or the store does not answer.
+    """
+    from data.remote.patience import Attempts, TransferError
+    from data.remote.transfers import listing
+
+    attempts = Attempts(folder)
+    while True:
+        try:
+            return [ShardFile(url=url, size=size, version=version) for url, size, version in listing(folder)]
+        except TransferError as error:
+            if error.is_missing:
+                return []
+            attempts.failed(error)
+
+
+def _check_consecutive(shards: Sequence[ShardFile]) -> None:
+    """Published shards are 0.tar … N-1.tar; a gap is a lost shard."""
+    stems = [shard.name.removesuffix(".tar") for shard in shards]
+    if all(stem.isdecimal() for stem in stems):
+        missing = sorted(set(range(len(shards))) - {int(stem) for stem in stems})
+        if missing:
+            folder = shards[0].shown.rpartition("/")[0]
+            raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")

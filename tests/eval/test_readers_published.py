@@ -1,0 +1,265 @@
+"""Published sets as CLIP_benchmark reads them, by its own reader, from a disk and from servers."""
+
+import json
+import logging
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from clipkit.errors import DataError
+from eval.dataset import EvalDataset, NoSplit
+from eval.readers import find_published, open_dataset
+from eval.readers.npy import array_of
+from eval.readers.places import address_of
+from tests.data.remote import servers
+from tests.data.remote.servers import S3, Nginx
+
+impatient = servers.impatient
+nginx = servers.nginx
+s3 = servers.s3
+
+CLASSES = "  cube \n\nball\n\ncone\n"  # published so: a blank line is a class without a name
+WIDTH = 5
+
+
+def picture(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (9, 8 + seed, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "webp", lossless=True)
+    return file.getvalue()
+
+
+def npy(array: Any) -> bytes:
+    file = BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def publish(
+    root: Path,
+    samples: Sequence[dict[str, Any]],
+    *,
+    split: str = "test",
+    classes: str | None = CLASSES,
+    kind: str = "",
+) -> Path:
+    """A set as CLIP_benchmark's exporter writes it, by the same library, two samples a shard."""
+    (root / split).mkdir(parents=True)
+    with webdataset.ShardWriter(str(root / split / "%d.tar"), maxcount=2, verbose=False) as sink:
+        for number, sample in enumerate(samples):
+            sink.write({"__key__": f"s{number:07d}", "webp": picture(number), **sample})
+        shards = sink.shard
+    (root / split / "nshards.txt").write_text(f"{shards}\n")
+    if classes is not None:
+        (root / "classnames.txt").write_text(classes)
+        (root / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n a {c}\n")
+    if kind:
+        (root / "dataset_type.txt").write_text(f"{kind}\n")
+    return root
+
+
+def labelled(labels: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"cls": label} for label in labels]
+
+
+def multi(rows: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    return [{"npy": np.array(row)} for row in rows]
+
+
+def refusal(source: Path | str, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        open_dataset(source, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def pixels(dataset: EvalDataset) -> list[bytes]:
+    pictures = [dataset.shards.read(number).image for number in range(len(dataset))]
+    return [Image.open(BytesIO(one)).convert("RGB").tobytes() for one in pictures]
+
+
+@pytest.mark.parametrize("kind", ["", "multilabel", "retrieval"])
+@pytest.mark.filterwarnings("ignore")  # of the other reader
+def test_as_clip_benchmark_reads_it(tmp_path: Path, kind: str) -> None:
+    builder = pytest.importorskip("clip_benchmark.datasets.builder")
+    samples = {
+        "": labelled([4, 0, 1, 2, 3]),
+        "multilabel": multi([[1, 0, 0, 1, 0], [0, 1, 0, 0, 0], [1, 1, 1, 1, 1]]),
+        "retrieval": [{"txt": "one\nuno"}, {"txt": "two\\nlines"}, {"txt": "three"}],
+    }[kind]
+    root = publish(tmp_path / "wds_x", samples, kind=kind, classes=None if kind == "retrieval" else CLASSES)
+    theirs = builder.build_wds_dataset(
+        "wds/x", lambda image: image.convert("RGB").tobytes(), "test", str(root)
+    )
+    ours = open_dataset(root)
+    pictures, answers = zip(*theirs, strict=True)
+    assert pixels(ours) == list(pictures)
+    assert theirs.classes in (None, list(ours.class_names))
+    assert theirs.templates in (None, list(ours.templates))
+    if kind == "retrieval":
+        assert ours.captions == tuple(map(tuple, answers)) and ours.tasks == ("retrieval",)
+    else:
+        assert ours.labels is not None and ours.tasks == ("zero-shot",)
+        assert ours.labels.int().tolist() == np.array(answers).tolist()
+
+
+def test_group_metadata(tmp_path: Path) -> None:
+    rows = ((3, 2016, 1), (1, 2017, 0), (3, 2016.5, 2))
+    samples = [{"cls": y, "npy": np.array([region, year, y])} for region, year, y in rows]
+    root = publish(tmp_path / "fmow", samples)
+    plain, named = open_dataset(root), open_dataset(root, metadata_names=["region", "year", "y"])
+    assert plain.metadata == {}
+    assert {name: column.tolist() for name, column in named.metadata.items()} == {
+        "region": [3, 1, 3],
+        "year": [2016.0, 2017.0, 2016.5],
+        "y": [1, 0, 2],
+    }
+    assert str(named.metadata["region"].dtype) == "torch.int64"
+    assert "has 3 values in its npy, 2 (region, year) were to be expected" in refusal(
+        root, metadata_names=["region", "year"]
+    )
+    lacking = publish(tmp_path / "lacking", [samples[0], {"cls": 1}])
+    assert "sample s0000001 of" in refusal(lacking, metadata_names=["a", "b", "c"])
+    assert "has no npy, where a, b, c should stand" in refusal(lacking, metadata_names=["a", "b", "c"])
+
+
+def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = [{"txt": "a dog bites a man\na man bites a dog"}, {"txt": "x\ny\nx"}]
+    dataset = open_dataset(publish(tmp_path / "order", samples, classes=None, kind="image_caption_selection"))
+    assert dataset.choices == (("a dog bites a man", "a man bites a dog"), ("x", "y", "x"))
+    assert (dataset.captions, dataset.tasks) == (None, ("compositional",))
+    assert "1 pictures whose right caption is among the wrong ones" in caplog.text
+    one = publish(tmp_path / "one", [{"txt": "alone"}], classes=None, kind="image_caption_selection")
+    assert "has 1 captions to choose from, it takes 2 or more" in refusal(one)
+
+
+def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sound = [1, 0, 0, 1, 0]
+    for number, (row, said) in enumerate(
+        [
+            ([1, 0, 0, 1], "of shape (4,), classnames.txt has 5 lines; blank lines in it count"),
+            ([2, 0, 0, 1, 0], "values other than 0 and 1"),
+            (np.array([{}] * WIDTH, dtype=object), "objects, which could run a program"),
+            (["a"] * WIDTH, "numbers are read alone"),
+        ]
+    ):
+        data = row if isinstance(row, np.ndarray) else np.array(row)
+        root = publish(
+            tmp_path / f"{number}", [{"npy": npy(np.array(sound))}, {"npy": npy(data)}], kind="multilabel"
+        )
+        message = refusal(root)
+        assert said in message and "s0000001" in message and f"dataset {number}: " in message
+    lost = publish(tmp_path / "lost", [{"npy": np.array(sound)}, {"cls": 1}], kind="multilabel")
+    assert "has no npy, in which a multilabel set keeps its labels" in refusal(lost)
+    with caplog.at_level(logging.WARNING, "eval"):
+        open_dataset(publish(tmp_path / "empty", multi([sound]), kind="multilabel"))
+    told = ["class names that stand for several classes: ''", "classes without a picture: '', 'ball', 'cone'"]
+    assert [record.getMessage().partition("empty: ")[2] for record in caplog.records] == told
+
+
+@given(st.binary(max_size=300), st.integers(0, 200))
+def test_npy_files_of_any_bytes(data: bytes, at: int) -> None:
+    values = np.asfortranarray(np.arange(6).reshape(2, 3))
+    whole = npy(values)
+    assert array_of(whole).tolist() == values.tolist()
+    for hostile in (data, whole[:at], whole[:at] + data, whole[:10] + data, whole[:-1]):
+        if len(hostile) != len(whole) or hostile[:100] != whole[:100]:  # else it is an array of other numbers
+            with pytest.raises(DataError, match="npy"):
+                array_of(hostile)
+    huge = whole.replace(b"(2, 3), }" + b" " * 9, b"(2, 9999999999), }")
+    with pytest.raises(DataError, match="states 19999999998 values"):
+        array_of(huge)
+
+
+def serve(nginx: Nginx, root: Path, name: str) -> str:
+    for file in root.rglob("*.*"):
+        nginx.put(f"{name}/{file.relative_to(root)}", file.read_bytes())
+    return nginx.url(name)
+
+
+def test_over_the_network(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[1, 0, 0, 1, 0], [0, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
+    root = publish(tmp_path / "wds_many", multi(rows), kind="multilabel")
+    publish(root, multi(rows[:1]), split="train", classes=None)
+    here = open_dataset(root)
+    url = serve(nginx, root, "datasets/who/wds_many/resolve/main")
+    monkeypatch.setenv("HF_ENDPOINT", nginx.url("").rstrip("/"))
+    page = nginx.url("datasets/who/wds_many/tree/main")
+    there, ranged = open_dataset(page), open_dataset(url, cache_gb=0)
+    assert there.name == "wds_many"
+    for one in (there, ranged):
+        assert one.labels is not None and one.labels.int().tolist() == rows
+        assert (one.class_names, one.templates) == (here.class_names, here.templates)
+    asked = len(nginx.requests())
+    assert pixels(there) == pixels(here)
+    assert len(nginx.requests()) == asked  # its shards are in the cache
+    assert pixels(ranged) == pixels(here)
+    assert len(open_dataset(page, split="train")) == 1
+
+    assert "/val/nshards.txt, which says how many shards there are" in refusal(page, split="val")
+    nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"3\n")
+    assert "test/2.tar: there is no such file" in refusal(page) or "the first is" in refusal(page)
+    nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"many")
+    assert "says 'many', no count" in refusal(page)
+    nginx.put("datasets/who/wds_many/resolve/main/classnames.txt", b"caf\xe9\n")
+    nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"2\n")
+    assert "classnames.txt is not UTF-8 text" in refusal(page)
+
+
+def test_a_set_is_found_by_its_name(tmp_path: Path, nginx: Nginx) -> None:
+    data = tmp_path / "data"
+    publish(data / "wds_vtab-dtd_test", labelled([0, 1]))
+    publish(data / "wds_pets", labelled([0]))
+    assert find_published(data, ["dtd", "vtab/dtd"]) == str(data / "wds_vtab-dtd_test")
+    assert find_published(data, ["cars"]) is None
+    dataset = open_dataset("vtab/dtd", root=data)
+    assert (dataset.name, len(dataset)) == ("vtab-dtd", 2)
+    assert refusal("cars", root=data).endswith(f", nor a set under {data}")
+    serve(nginx, data, "sets")
+    assert find_published(nginx.url("sets"), ["cars", "pets"]) == nginx.url("sets/wds_pets")
+    assert len(open_dataset("pets", root=nginx.url("sets"))) == 1
+    nginx.kill()
+    assert "gave up after" in refusal("cars", root=nginx.url("sets"))
+
+
+def test_in_a_bucket(tmp_path: Path, s3: S3) -> None:
+    root = publish(tmp_path / "wds_in_bucket", labelled([4, 0, 1]))
+    for file in root.rglob("*.*"):
+        s3.put(f"sets/wds_in_bucket/{file.relative_to(root)}", file.read_bytes())
+    dataset = open_dataset("in_bucket", root="s3://pairs/sets")
+    assert dataset.labels is not None and dataset.labels.tolist() == [4, 0, 1]
+    assert pixels(dataset) == pixels(open_dataset(root))
+    s3.client.delete_object(Bucket="pairs", Key="sets/wds_in_bucket/test/0.tar")
+    assert "0.tar" in refusal("s3://pairs/sets/wds_in_bucket")
+    s3.client.delete_object(Bucket="pairs", Key="sets/wds_in_bucket/test/nshards.txt")
+    assert "shard 0.tar is missing" in refusal("s3://pairs/sets/wds_in_bucket")
+    with pytest.raises(NoSplit, match="has no split 'train': no tar in s3://pairs/sets/wds_in_bucket/train"):
+        open_dataset("s3://pairs/sets/wds_in_bucket", split="train")
+
+
+def test_addresses_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    at = "https://huggingface.co/datasets/clip-benchmark/wds_vtab-dtd"
+    for page in (at, f"{at}/", f"{at}/tree/main", f"{at}/tree/main/", f"{at}/raw/main"):
+        assert address_of(page) == f"{at}/resolve/main"
+    assert address_of(f"{at}/tree/v1/sub/folder") == f"{at}/resolve/v1/sub/folder"
+    for other in (
+        "https://example.org/datasets/a/b/tree/main",
+        "s3://pairs/sets",
+        "https://huggingface.co/a/b",
+    ):
+        assert address_of(other) == other
+
+
+def test_statistics_beside_shards_are_not_believed(tmp_path: Path) -> None:
+    root = publish(tmp_path / "x", labelled([0, 1, 2]))
+    (root / "test" / "0_stats.json").write_text(json.dumps({"successes": 1}))
+    assert len(open_dataset(root)) == 3
