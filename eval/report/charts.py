@@ -30,6 +30,8 @@ class Line:
         reference: a level to compare with: dashed, named on the chart.
         tone: which colour of the page's palette, from 1.
         dots: mark each point (for curves of few points).
+        mark: a point beside the line, in its colour but not joined to it.
+        dashed: for palettes that begin anew.
         summary: what the chart's title line says of it, instead of its last value.
     """
 
@@ -39,12 +41,17 @@ class Line:
     reference: bool = False
     tone: int = 1
     dots: bool = False
+    mark: Point | None = None
+    dashed: bool = False
     summary: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A titled chart over steps; ``floor`` and ``ceiling`` are values the y axis has to reach."""
+    """A titled chart; ``floor`` and ``ceiling`` are values the y axis has to reach.
+
+    The x axis counts ``x_name``s; with ``x_ticks``, (place, label), it has these places and no others.
+    """
 
     title: str
     lines: Sequence[Line]
@@ -53,6 +60,12 @@ class Chart:
     floor: float | None = None
     ceiling: float | None = None
     wide: bool = False
+    x_name: str = "step"
+    x_ticks: Sequence[tuple[float, str]] = ()
+
+    def place(self, x: float) -> str:
+        """A place on the x axis as a person says it."""
+        return f"{self.x_name} {dict(self.x_ticks).get(x) or number(x)}"
 
 
 def number(value: float) -> str:
@@ -110,8 +123,8 @@ def draw(chart: Chart) -> str:
     drawn = [line for line in chart.lines if line.points]
     if not any(not line.reference for line in drawn):
         return ""
-    xs = [x for line in drawn for x, _ in line.points]
-    ys = [y for line in drawn for _, y in line.points]
+    points = [point for line in drawn for point in (*line.points, *((line.mark,) if line.mark else ()))]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
     ys += [y for line in drawn for _, low, high in line.band for y in (low, high)]
     ys += [y for y in (chart.floor, chart.ceiling) if y is not None]
     scale = _scale(xs, ys)
@@ -124,11 +137,10 @@ def draw(chart: Chart) -> str:
         f'<span class="yt" style="top:{scale.top(y):.2f}%">{_tick(y, plain)}{escape(chart.unit)}</span>'
         for y in y_ticks
     ]
-    x_ticks = _whole_ticks(scale.x0, scale.x1)
-    labels += [_x_label(x, scale, unit=" steps" if x == x_ticks[-1] else "") for x in x_ticks]
+    labels += _x_labels(chart, scale)
     ends = [scale.top(line.points[-1][1]) for line in drawn if not line.reference]
     labels += [_reference_label(line, scale, ends) for line in drawn if line.reference]
-    said = "; ".join(_in_words(line, chart.unit) for line in drawn)
+    said = "; ".join(_in_words(line, chart) for line in drawn)
     return (
         f'<figure class="chart{" wide" if chart.wide else ""}">'
         f"<figcaption><b>{escape(chart.title)}</b>{_key(drawn, chart)}</figcaption>"
@@ -212,18 +224,27 @@ def _path(line: Line, scale: _Scale) -> str:
     points = list(line.points)
     if line.reference and points[0][1] == points[-1][1]:  # a level reaches from side to side
         points = [(scale.x0, points[0][1]), *points, (scale.x1, points[-1][1])]
-    kind = "reference" if line.reference else f"line t{line.tone}"
+    kind = "reference" if line.reference else f"line t{line.tone}{' dashed' if line.dashed else ''}"
     out = f'<polyline class="{kind}" points="{_points(points, scale)}"/>'
     if line.dots and len(points) <= 60:
         marks = "".join(f"M{scale.x(x):.1f} {scale.y(y):.1f}h0" for x, y in points)
         out += f'<path class="dots t{line.tone}" d="{marks}"/>'
+    if line.mark:
+        spot = f"M{scale.x(line.mark[0]):.1f} {scale.y(line.mark[1]):.1f}h0"
+        out += f'<path class="mark t{line.tone}" d="{spot}"/><path class="hole" d="{spot}"/>'
     return out
 
 
-def _x_label(x: float, scale: _Scale, *, unit: str) -> str:
-    left = scale.left(x)
-    side = " first" if left < 6 else " last" if left > 90 else ""
-    return f'<span class="xt{side}" style="left:{left:.2f}%">{escape(number(x))}{unit}</span>'
+def _x_labels(chart: Chart, scale: _Scale) -> list[str]:
+    ticks = list(chart.x_ticks) or [(x, number(x)) for x in _whole_ticks(scale.x0, scale.x1)]
+    ticks = [(x, label) for x, label in ticks if scale.x0 <= x <= scale.x1]
+    labels = []
+    for i, (x, label) in enumerate(ticks):
+        left = scale.left(x)
+        side = " first" if left < 6 else " last" if left > 90 else ""
+        unit = f" {chart.x_name}s" if i == len(ticks) - 1 and not chart.x_ticks else ""
+        labels.append(f'<span class="xt{side}" style="left:{left:.2f}%">{escape(label)}{escape(unit)}</span>')
+    return labels
 
 
 def _reference_label(line: Line, scale: _Scale, ends: Sequence[float]) -> str:
@@ -246,27 +267,30 @@ def _key(lines: Sequence[Line], chart: Chart) -> str:
     return "".join(items) + note
 
 
-def _in_words(line: Line, unit: str) -> str:
+def _in_words(line: Line, chart: Chart) -> str:
     (x0, y0), (x1, y1) = line.points[0], line.points[-1]
     if line.reference:
-        return f"{line.name} at {figure(y1, unit)}"
-    start, end = figure(y0, unit), figure(y1, unit)
-    return f"{line.name} from {start} at step {number(x0)} to {end} at step {number(x1)}"
+        return f"{line.name} at {figure(y1, chart.unit)}"
+    start, end = figure(y0, chart.unit), figure(y1, chart.unit)
+    return f"{line.name} from {start} at {chart.place(x0)} to {end} at {chart.place(x1)}"
 
 
 def _data(lines: Sequence[Line], chart: Chart, scale: _Scale) -> str:
     value = {
         "unit": chart.unit,
+        "name": chart.x_name,
+        "ticks": {f"{x:.10g}": label for x, label in chart.x_ticks},
         "x": [scale.x0, scale.x1],
         "y": [scale.y0, scale.y1],
         "lines": [
             {
                 "name": line.name,
                 "tone": 0 if line.reference else line.tone,
-                "x": [float(f"{x:.10g}") for x, _ in line.points],
-                "y": [float(f"{y:.4g}") for _, y in line.points],
+                "x": [float(f"{x:.10g}") for x, _ in points],
+                "y": [float(f"{y:.4g}") for _, y in points],
             }
             for line in lines
+            for points in [[line.mark, *line.points] if line.mark else line.points]
         ],
     }
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,6 +1,6 @@
 // Read-outs of the curves: under the pointer, and by the arrow keys. The page is complete without this.
 "use strict";
-for (const plot of document.querySelectorAll(".plot")) {
+for (const plot of document.querySelectorAll(".plot[data-chart]")) {
   const chart = JSON.parse(plot.dataset.chart);
   const steps = [...new Set(chart.lines.flatMap((line) => (line.tone ? line.x : [])))].sort((a, b) => a - b);
   let cross = null, read = null, at = steps.length - 1;
@@ -36,10 +36,11 @@ for (const plot of document.querySelectorAll(".plot")) {
     read.replaceChildren();
     const row = (text, kind) =>
       read.appendChild(Object.assign(document.createElement("span"), { textContent: text, className: kind }));
-    row(`step ${x.toLocaleString("en")}`, "");
+    row(`${chart.name} ${chart.ticks[x] ?? x.toLocaleString("en")}`, "");
     for (const line of chart.lines) {
       if (!line.tone) continue;
       const i = nearest(line.x, x);
+      if (chart.ticks[x] && line.x[i] !== x) continue;  // nothing was measured there
       row(`${line.name} ${write(line.y[i])}${chart.unit}`, "");
       const dot = cross.appendChild(Object.assign(document.createElement("b"), { className: `t${line.tone}` }));
       dot.style.top = `${(1 - share(line.y[i], chart.y)) * 100}%`;

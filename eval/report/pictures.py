@@ -12,7 +12,7 @@ from html import escape
 from eval.report.charts import number
 from eval.snapshot_file import Example, Matrix, Picture, Query, Snapshot
 
-__all__ = ["PictureBook", "examples", "matrices", "queries"]
+__all__ = ["PictureBook", "example_card", "examples", "matrices", "queries"]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
@@ -58,6 +58,11 @@ class PictureBook:
         self._numbers[png] = len(self._numbers)
         return True
 
+    @property
+    def size(self) -> int:
+        """How many letters its pictures make."""
+        return sum(map(len, self._numbers))
+
     def style(self) -> str:
         """The rules that carry the pictures."""
         return "\n".join(
@@ -68,7 +73,10 @@ class PictureBook:
 def examples(snapshots: Sequence[Snapshot], book: PictureBook) -> str:
     """Predictions of the last snapshot, each with its rank through the snapshots before."""
     last = snapshots[-1]
-    cards = [_example(one, _ranks(one.picture, snapshots), last, book) for one in last.examples]
+    cards = [
+        example_card(one, last.classes, last.pictures, book, ranks=_ranks(one.picture, snapshots))
+        for one in last.examples
+    ]
     return f'<div class="examples">{"".join(cards)}</div>' if cards else ""
 
 
@@ -81,13 +89,21 @@ def _ranks(picture: str, snapshots: Sequence[Snapshot]) -> list[tuple[int, int]]
     ]
 
 
-def _example(one: Example, ranks: Sequence[tuple[int, int]], snapshot: Snapshot, book: PictureBook) -> str:
+def example_card(
+    one: Example,
+    classes: int,
+    pictures: Mapping[str, Picture],
+    book: PictureBook,
+    *,
+    ranks: Sequence[tuple[int, int]] = (),
+) -> str:
+    """A picture with its likeliest labels and the true one's rank; ``ranks`` are (step, rank) of a training."""
     rows = [_bar(guess.label, guess.probability, guess.right) for guess in one.guesses[:_SHOWN_LABELS]]
     if one.truth is not None and one.probability is not None and not any(g.right for g in one.guesses):
         rows.append('<li class="gap" aria-hidden="true">⋯</li>' + _bar(one.truth, one.probability, True))
     rank = ""
     if one.rank is not None:
-        rank = f'<span class="rank">rank <b>{one.rank}</b> of {number(snapshot.classes)}</span>'
+        rank = f'<span class="rank">rank <b>{one.rank}</b> of {number(classes)}</span>'
     history = ""
     if len(ranks) > 1:
         steps = "".join(
@@ -96,7 +112,7 @@ def _example(one: Example, ranks: Sequence[tuple[int, int]], snapshot: Snapshot,
         )
         history = f'<p class="history">ranks {steps}</p>'
     return (
-        f'<article class="example"><header>{book.show(snapshot.pictures, one.picture)}'
+        f'<article class="example"><header>{book.show(pictures, one.picture)}'
         f"<div><h4>{escape(one.truth or 'unlabelled')}</h4>{rank}</div></header>"
         f"<ol>{''.join(rows)}</ol>{history}</article>"
     )

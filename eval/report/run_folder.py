@@ -7,13 +7,13 @@ some steps; the last word on a step counts.
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
-from eval.json_text import parse_json
+from eval.report.json_lines import finite, json_lines, whole
 from eval.snapshot_file import Snapshot, find_snapshots, read_snapshot
 
 __all__ = ["BadSamples", "Result", "RunFolder", "read_run_folder"]
@@ -35,9 +35,7 @@ METRICS = (
     "grad_norm",
 )
 SNAPSHOTS = 5  # moments shown of each dataset
-_MAX_LINE = 1 << 20
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_WHOLE = 2**53  # of those that a float tells apart
 _SHOWN_BAD = 5
 _RESULT_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
 
@@ -103,7 +101,7 @@ class RunFolder:
     @property
     def planned(self) -> int | None:
         """How many steps the config asks for; None if it does not say."""
-        return _whole(self.config.get("steps"))
+        return whole(self.config.get("steps"))
 
     @property
     def first_score(self) -> int:
@@ -169,16 +167,16 @@ def _scored_on(config: Mapping[str, Any]) -> list[str]:
 
 
 def _first_score(config: Mapping[str, Any]) -> int:
-    section, last = config.get("eval"), _whole(config.get("steps"))
-    every = _whole(section.get("every_steps")) if isinstance(section, Mapping) else None
+    section, last = config.get("eval"), whole(config.get("steps"))
+    every = whole(section.get("every_steps")) if isinstance(section, Mapping) else None
     return min((step for step in (every, last) if step and step > 0), default=0)
 
 
 def _read_metrics(path: Path, notes: list[str]) -> dict[str, list[tuple[int, float]]]:
     columns: dict[str, dict[int, float]] = {name: {} for name in METRICS}
     not_finite: set[str] = set()
-    for line in _lines(path, notes, "the curves of the training are not shown"):
-        step = _whole(line.get("step"))
+    for line in json_lines(path, notes, "the curves of the training are not shown"):
+        step = whole(line.get("step"))
         if step is None:
             continue
         for name, column in columns.items():
@@ -197,8 +195,8 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, list[tuple[int, flo
 
 def _read_results(path: Path, notes: list[str], *, due: bool) -> list[Result]:
     found: dict[tuple[int, str, str, str], Result] = {}
-    for line in _lines(path, notes, "there are no scores to show" if due else ""):
-        step, value = _whole(line.get("step")), _number(line.get("value"))
+    for line in json_lines(path, notes, "there are no scores to show" if due else ""):
+        step, value = whole(line.get("step")), finite(line.get("value"))
         dataset, metric = line.get("dataset"), line.get("metric")
         if step is None or value is None or dataset is None or metric is None:
             continue
@@ -208,10 +206,10 @@ def _read_results(path: Path, notes: list[str], *, due: bool) -> list[Result]:
             task=str(line.get("task", "")),
             metric=str(metric),
             value=value,
-            n=_whole(line.get("n")),
-            low=_number(line.get("low")),
-            high=_number(line.get("high")),
-            chance=_number(line.get("chance")),
+            n=whole(line.get("n")),
+            low=finite(line.get("low")),
+            high=finite(line.get("high")),
+            chance=finite(line.get("chance")),
             provenance={key: one for key, one in line.items() if key not in _RESULT_FIELDS},
         )
         found[result.step, result.dataset, result.task, result.metric] = result
@@ -238,7 +236,7 @@ def _read_bad_samples(run: Path, notes: list[str]) -> BadSamples | None:
     count = 0
     first: list[tuple[str, str, str]] = []
     for path in paths:
-        for line in _lines(path, notes, ""):
+        for line in json_lines(path, notes, ""):
             count += 1
             if len(first) < _SHOWN_BAD:
                 cause = line.get("cause", line.get("error", line.get("reason", "")))
@@ -246,48 +244,7 @@ def _read_bad_samples(run: Path, notes: list[str]) -> BadSamples | None:
     return BadSamples(count=count, first=first) if paths else None
 
 
-def _lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that do not parse are counted and noted.
-
-    A missing file is noted with its ``consequence``, if it has one.
-    """
-    if not path.is_file():
-        if consequence:
-            notes.append(f"{path.name} is missing, so {consequence}.")
-        return
-    broken = 0
-    with path.open("rb") as file:
-        while line := file.readline(_MAX_LINE):
-            try:
-                value = parse_json(line)
-            except ValueError:
-                broken += bool(line.strip())
-                continue
-            if isinstance(value, dict):
-                yield value
-            else:
-                broken += 1
-    if broken:
-        what = "one line" if broken == 1 else f"{broken} lines"
-        notes.append(f"{path.name}: {what} cut short or broken, and left out.")
-
-
 def _evenly(paths: list[Path], count: int) -> list[Path]:
     if len(paths) <= count:
         return paths
     return [paths[round(i * (len(paths) - 1) / (count - 1))] for i in range(count)]
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _whole(value: object) -> int | None:
-    number = _number(value)
-    return None if number is None or abs(number) > _MAX_WHOLE else int(number)

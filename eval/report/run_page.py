@@ -1,31 +1,24 @@
 """Builds ``report.html``, the page a person looks at after a training: one file that carries everything in itself.
 
-No network, no server: styles, script and pictures are inside, and the page's own security policy forbids anything
-else. All text that comes from data is escaped. The same run folder gives the same bytes.
+All text that comes from data is escaped. The same run folder gives the same bytes.
 """
 
-import base64
-import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from clipkit.errors import DataError
 from clipkit.urls import without_secrets
 from eval.report.charts import number
 from eval.report.curves import curves
+from eval.report.page_frame import Section, page, scrolling, write_page
 from eval.report.pictures import PictureBook, examples, matrices, queries
 from eval.report.run_folder import BadSamples, Result, RunFolder, read_run_folder
 from eval.report.scores import headline_scores, newest, results_table
 from eval.snapshot_file import Snapshot
 
 __all__ = ["build_report"]
-
-_HERE = Path(__file__).parent
 
 
 def build_report(run: Path, out: Path | None = None) -> Path:
@@ -40,58 +33,18 @@ def build_report(run: Path, out: Path | None = None) -> Path:
     """
     folder = read_run_folder(run)
     out = run / "report.html" if out is None else out
-    # a caption may hold half of a surrogate pair, which UTF-8 cannot carry
-    page = _page(folder).encode("utf-8", errors="replace")
-    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(page)
-        aside.replace(out)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise DataError(f"cannot write {out}: {error.strerror}") from error
-    return out
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Section:
-    """A titled part of the page; one without content is left out."""
-
-    name: str
-    title: str
-    content: str
-    lead: str = ""
-
-    def html(self) -> str:
-        lead = f'<p class="lead">{self.lead}</p>' if self.lead else ""
-        return f'<section id="{self.name}"><h2>{self.title}</h2>{lead}{self.content}</section>\n'
+    return write_page(out, _page(folder))
 
 
 def _page(run: RunFolder) -> str:
     book = PictureBook()
     sections = [
-        _Section(name="curves", title="Curves", content=curves(run)),
+        Section(name="curves", title="Curves", content=curves(run)),
         *_picture_sections(run, book),
-        _Section(name="results", title="All results", content=results_table(run.results)),
-        _Section(name="about", title="About this run", content=_about(run)),
+        Section(name="results", title="All results", content=results_table(run.results)),
+        Section(name="about", title="About this run", content=_about(run)),
     ]
-    shown = [section for section in sections if section.content]
-    links = "".join(f'<a href="#{section.name}">{section.title}</a>' for section in shown)
-    body = "".join(section.html() for section in shown)
-    style = (_HERE / "page.css").read_text(encoding="utf-8")
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(run.name)} – clipkit</title>\n"
-        f"<style>\n{style}\n{book.style()}\n</style></head>\n"
-        f'<body><main>{_head(run)}<nav aria-label="Sections">{links}</nav>\n{body}</main>\n'
-        f"<script>{script}</script></body></html>\n"
-    )
+    return page(run.name, _head(run), sections, book)
 
 
 def _head(run: RunFolder) -> str:
@@ -161,7 +114,7 @@ def _duration(seconds: float) -> str:
     return f"{number(round(seconds / 86_400, 1))} days"
 
 
-def _picture_sections(run: RunFolder, book: PictureBook) -> list[_Section]:
+def _picture_sections(run: RunFolder, book: PictureBook) -> list[Section]:
     def by_dataset(build: Callable[[Sequence[Snapshot], PictureBook], str]) -> str:
         parts = [(name, build(snapshots, book)) for name, snapshots in run.snapshots.items()]
         return "".join(
@@ -169,20 +122,20 @@ def _picture_sections(run: RunFolder, book: PictureBook) -> list[_Section]:
         )
 
     return [
-        _Section(
+        Section(
             name="examples",
             title="Example predictions",
             lead="Held-out pictures picked by chance, with the five likeliest labels. ✓ marks the true one.",
             content=by_dataset(examples),
         ),
-        _Section(
+        Section(
             name="similarity",
             title="Similarity of a held-out batch",
             lead="Rows are pictures, columns their captions. The pairs lie on the diagonal, which stands out more "
             "and more as the model learns.",
             content=by_dataset(matrices),
         ),
-        _Section(
+        Section(
             name="queries",
             title="Nearest pictures",
             lead="The held-out pictures nearest to a text, nearest first, as the training went on. ✓ marks those "
@@ -230,8 +183,8 @@ def _bad_samples(bad: BadSamples | None) -> str:
         return ""
     rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in one)}</tr>" for one in bad.first)
     said = f"{number(bad.count)} samples could not be used and were replaced by others. The first of them:"
-    return (
-        f'<h3>Bad samples</h3><p>{said}</p><div class="scroll" tabindex="0" role="region" '
-        'aria-label="Bad samples"><table><thead><tr><th scope="col">Shard</th><th scope="col">Key</th>'
-        f'<th scope="col">Cause</th></tr></thead><tbody>{rows}</tbody></table></div>'
+    table = (
+        '<table><thead><tr><th scope="col">Shard</th><th scope="col">Key</th><th scope="col">Cause</th></tr>'
+        f"</thead><tbody>{rows}</tbody></table>"
     )
+    return f"<h3>Bad samples</h3><p>{said}</p>{scrolling('Bad samples', table)}"

@@ -1,0 +1,262 @@
+"""The figures over many datasets: who leads, zero-shot against a probe, score against cost, shots, layers."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from eval.report.bars import Bar, Dot, difference_bars, ranked_bars, scatter
+from eval.report.charts import Chart, Line, draw
+from eval.report.result_set import ResultSet, Row
+from eval.report.score_table import Average, ScoreTable, is_share
+
+__all__ = ["cost", "few_shot", "layers", "leaders", "probe_differences"]
+
+_TONES = 8
+_OPEN = 2  # figures of as many models are open; the others unfold
+_SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
+_LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
+_MOST_SUITES = 4
+
+
+def leaders(table: ScoreTable) -> str:
+    """The models by their average over each suite; "" where there are less than two, or no averages."""
+    if len(table.models) < 2:
+        return ""
+    figures = []
+    for average in table.averages[:_MOST_SUITES]:
+        bars = [
+            Bar(name=model.label, value=value)
+            for model, value in zip(table.models, average.cells, strict=True)
+            if value is not None
+        ]
+        bars += [
+            Bar(name=name, value=value, note="published", muted=True)
+            for name, value in zip(table.published, average.published, strict=True)
+            if value is not None
+        ]
+        figures.append(ranked_bars(f"Mean of {average.suite}", bars, note=said_of(average)))
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+
+
+def said_of(average: Average) -> str:
+    """Over which datasets a mean is taken."""
+    if average.over == average.of:
+        return f"over all its {average.of} datasets"
+    missing = average.of - average.over
+    are = "is" if missing == 1 else "are"
+    return f"over {average.over} of {average.of} datasets; {missing} {are} not there for all models"
+
+
+def probe_differences(results: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) -> str:
+    """Zero-shot minus linear probe by dataset, a figure a model (figure 5 of the CLIP paper); "" without probes."""
+    if probe is None:
+        return ""
+    before = {(line.dataset, line.metric): line for line in zero_shot.lines if line.counted}
+    figures = []
+    for i, model in enumerate(results.models):
+        bars = []
+        for line in probe.lines:
+            other = before.get((line.dataset, line.metric))
+            own, first = line.cells[i], other.cells[i] if other else None
+            if line.counted and own is not None and first is not None:
+                bars.append(Bar(name=line.dataset, value=first.value - own.value))
+        wins = sum(bar.value > 0 for bar in bars)
+        note = f"zero-shot is ahead on {wins} of {len(bars)}"
+        figures.append(difference_bars(model.label, bars, note=note))
+    return unfolding([figure for figure in figures if figure], "models", _OPEN)
+
+
+def unfolding(figures: Sequence[str], what: str, first: int) -> str:
+    """Some figures, and the rest behind a line to click on."""
+    if not figures:
+        return ""
+    shown = f'<div class="charts">{"".join(figures[:first])}</div>'
+    rest = figures[first:]
+    if not rest:
+        return shown
+    return (
+        f"{shown}<details><summary>{len(rest)} more {escape(what)}</summary>"
+        f'<div class="charts">{"".join(rest)}</div></details>'
+    )
+
+
+def cost(table: ScoreTable) -> str:
+    """The first average (or dataset) against the GFLOPs of the image tower; "" unless known of two models."""
+    if table.averages:
+        title, cells = f"Mean of {table.averages[0].suite}", table.averages[0].cells
+    else:
+        counted = [line for line in table.lines if line.counted]
+        if not counted:
+            return ""
+        title, cells = counted[0].dataset, tuple(cell.value if cell else None for cell in counted[0].cells)
+    dots = [
+        Dot(name=model.label, x=model.gflops, y=value, tone=_tone(i))
+        for i, (model, value) in enumerate(zip(table.models, cells, strict=True))
+        if model.gflops is not None and model.gflops > 0 and value is not None
+    ]
+    if len(dots) < 2:
+        return ""
+    without = len(table.models) - len(dots)
+    note = f"{without} of {len(table.models)} models not shown: their results do not say" if without else ""
+    return scatter(title, dots, x_unit="GFLOPs a picture", note=note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """One line over numbered settings: by number, by dataset, the score."""
+
+    model: int
+    variant: str
+    points: Mapping[int, Mapping[str, Row]]
+
+    @property
+    def datasets(self) -> set[str]:
+        """Those that every point has."""
+        return set.intersection(*(set(rows) for rows in self.points.values()))
+
+
+def _curves(rows: Sequence[Row], setting: re.Pattern[str]) -> list[_Curve]:
+    """Curves by model and by what else the setting says; of each dataset the first metric recorded."""
+    found: dict[tuple[int, str], dict[int, dict[str, Row]]] = {}
+    metrics: dict[str, str] = {}
+    for row in rows:
+        match = setting.fullmatch(row.setting)
+        if match and is_share(row.value) and metrics.setdefault(row.dataset, row.metric) == row.metric:
+            key = (
+                row.model,
+                match[2] if row.task == "few-shot" else " ".join(filter(None, (row.task, match[2]))),
+            )
+            found.setdefault(key, {}).setdefault(int(match[1]), {}).setdefault(row.dataset, row)
+    return [
+        _Curve(model=model, variant=variant, points=points)
+        for (model, variant), points in sorted(found.items())
+    ]
+
+
+def few_shot(results: ResultSet, zero_shot: ScoreTable) -> str:
+    """Mean accuracy against pictures a class, zero-shot at 0 (CLIP paper, figure 6); "" without few-shot."""
+    rows = results.having("few-shot")
+    deviations = {
+        (row.model, row.dataset, row.setting, row.metric.removesuffix("_std")): row.value
+        for row in rows
+        if row.metric.endswith("_std")
+    }
+    curves = _curves([row for row in rows if not row.metric.endswith("_std")], _SHOTS)
+    if not curves:
+        return ""
+    common = _common(curves)
+    shots = sorted({k for curve in curves for k in curve.points})
+    at = {k: float(i) for i, k in enumerate([0, *shots])}
+    lines = []
+    for curve in curves:
+        datasets = common or sorted(curve.datasets)
+        points, band = [], []
+        for k, by_dataset in sorted(curve.points.items()):
+            own = [by_dataset[name] for name in datasets]
+            if not own:
+                continue
+            mean = _mean([row.value for row in own])
+            spread = [_spread(row, deviations) for row in own]
+            known = [one for one in spread if one is not None]
+            points.append((at[k], 100 * mean))
+            if len(known) == len(own):
+                width = math.sqrt(sum(one * one for one in known)) / len(known)
+                band.append((at[k], 100 * (mean - width), 100 * (mean + width)))
+        counted = {
+            line.dataset: line.cells[curve.model] for line in reversed(zero_shot.lines) if line.counted
+        }
+        first = [cell.value for name in datasets if (cell := counted.get(name))]
+        mark = (0.0, 100 * _mean(first)) if first and len(first) == len(datasets) else None
+        lines.append(_line(results, curve, curves, points, band, mark))
+    kind = "± standard deviation over seeds" if deviations else "its interval"
+    chart = Chart(
+        title="Few-shot",
+        note=f"mean of {_datasets(common, curves)}; band: {kind} of the mean; rings: zero-shot",
+        lines=lines,
+        unit="%",
+        wide=True,
+        x_name="pictures:",
+        x_ticks=[(place, f"{k} a class" if k == shots[-1] else str(k)) for k, place in at.items()],
+    )
+    return f'<div class="charts">{draw(chart)}</div>'
+
+
+def _spread(row: Row, deviations: Mapping[tuple[int, str, str, str], float]) -> float | None:
+    known = deviations.get((row.model, row.dataset, row.setting, row.metric))
+    if known is not None:
+        return known
+    return None if row.low is None or row.high is None else (row.high - row.low) / 2
+
+
+def layers(results: ResultSet) -> str:
+    """Mean accuracy of a probe at each depth; "" without probes of layers."""
+    curves = [curve for curve in _curves(results.rows, _LAYER) if len(curve.points) > 1]
+    if not curves:
+        return ""
+    common = _common(curves)
+    lines = []
+    for curve in curves:
+        datasets = common or sorted(curve.datasets)
+        points = [
+            (float(layer), 100 * _mean([rows[name].value for name in datasets]))
+            for layer, rows in sorted(curve.points.items())
+            if datasets
+        ]
+        lines.append(_line(results, curve, curves, points, (), None))
+    note = f"mean of {_datasets(common, curves)}; features before the projection, layer by layer"
+    chart = Chart(title="Accuracy by depth", note=note, lines=lines, unit="%", wide=True, x_name="layer")
+    return f'<div class="charts">{draw(chart)}</div>'
+
+
+def _line(
+    results: ResultSet,
+    curve: _Curve,
+    curves: Sequence[_Curve],
+    points: Sequence[tuple[float, float]],
+    band: Sequence[tuple[float, float, float]],
+    mark: tuple[float, float] | None,
+) -> Line:
+    variants = list(dict.fromkeys(one.variant for one in curves))
+    model = results.models[curve.model].label
+    several = len({one.model for one in curves}) > 1
+    name = ", ".join(
+        filter(None, (model if several else "", curve.variant if len(variants) > 1 or not several else ""))
+    )
+    index = curve.model if several else variants.index(curve.variant)
+    return Line(
+        name=name or model,
+        points=points,
+        band=band,
+        tone=_tone(index),
+        dashed=index >= _TONES or (several and variants.index(curve.variant) > 0),
+        dots=True,
+        mark=mark,
+    )
+
+
+def _common(curves: Sequence[_Curve]) -> list[str]:
+    """The datasets that every curve has at every point."""
+    return sorted(set.intersection(*(curve.datasets for curve in curves)))
+
+
+def _datasets(common: Sequence[str], curves: Sequence[_Curve]) -> str:
+    if not common:
+        return "each line's own datasets, which differ"
+    every = {name for curve in curves for rows in curve.points.values() for name in rows}
+    if len(common) == 1:
+        return common[0]
+    return (
+        f"{len(common)} datasets"
+        if len(common) == len(every)
+        else f"the {len(common)} of {len(every)} datasets that all have"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _tone(index: int) -> int:
+    return index % _TONES + 1

@@ -1,0 +1,248 @@
+"""Builds the page over many models and datasets from results files and the details beside them.
+
+One file that carries everything in itself; all text that comes from data is escaped. The same results give the same
+bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from eval.details import Details, read_details
+from eval.report.charts import figure, number
+from eval.report.comparison_charts import cost, few_shot, layers, leaders, probe_differences, said_of
+from eval.report.comparison_tables import all_scores, model_facts, score_table_html
+from eval.report.dataset_blocks import Block, blocks_html
+from eval.report.page_frame import Section, page, write_page
+from eval.report.pictures import PictureBook
+from eval.report.result_set import ResultSet, read_result_set
+from eval.report.score_table import (
+    AS_TRAINED,
+    Published,
+    ScoreTable,
+    Suites,
+    is_share,
+    score_table,
+    task_tables,
+)
+from eval.report.scores import metric_name
+
+__all__ = ["build_comparison"]
+
+_BLOCKS = 96  # models on datasets that are shown in detail
+_HEADLINES = 4
+_TITLES = {
+    "zero-shot": "Zero-shot",
+    "linear-probe": "Linear probe",
+    "knn": "Nearest neighbours",
+    "fine-tune": "Fine-tuned",
+    "few-shot": "Few-shot",
+}
+
+
+def build_comparison(
+    results: Sequence[Path],
+    out: Path,
+    *,
+    published: Published | None = None,
+    suites: Suites | None = None,
+    primary: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the page over all models and datasets of some results files, and give its path.
+
+    Args:
+        results: ``results.jsonl`` files, each perhaps with details beside it.
+        out: the page. It appears whole or not at all.
+        published: by dataset, then model or architecture, what others measured, in 0 … 1. Those of the
+            architectures that are shown stand beside them; if there are none, the first few.
+        suites: by name, the datasets to take averages over.
+        primary: by dataset, its primary metric; by default the first that was recorded.
+
+    Raises:
+        DataError: a results file cannot be read, there are no scores, or the page cannot be written.
+    """
+    found = read_result_set(results)
+    details, notes = _details(results)
+    tables = task_tables(found, suites=suites or {}, primary=primary or {}, published=published or {})
+    return write_page(out, _page(found, tables, details, [*found.notes, *notes]))
+
+
+def _details(results: Sequence[Path]) -> tuple[list[Details], list[str]]:
+    found: dict[tuple[str, ...], Details] = {}
+    notes: list[str] = []
+    for path in dict.fromkeys(results):
+        read, own = read_details(path)
+        notes += own
+        found.update({one.key: one for one in read})
+    return list(found.values()), notes
+
+
+def _page(
+    found: ResultSet, tables: Mapping[str, ScoreTable], details: Sequence[Details], notes: Sequence[str]
+) -> str:
+    book = PictureBook()
+    first = tables.get("zero-shot") or score_table(found, tasks=AS_TRAINED)
+    shown = _section_of_blocks(found, tables, details, book)
+    sections = [
+        Section(name="scores", title="Scores", lead=_lead(first), content=leaders(first) + _tables(tables)),
+        Section(
+            name="probe",
+            title="Zero-shot against linear probe",
+            lead="Zero-shot less linear probe, in points. On datasets with a bar to the right, the names of the "
+            "classes do better than a classifier trained on their pictures.",
+            content=probe_differences(found, first, tables.get("linear-probe")),
+        ),
+        Section(name="cost", title="Score against cost", content=cost(first)),
+        Section(name="few-shot", title="Few-shot", content=few_shot(found, first)),
+        Section(name="layers", title="Layer by layer", content=layers(found)),
+        shown,
+        Section(name="all", title="All scores", content=all_scores(found)),
+        Section(name="about", title="Where the scores come from", content=model_facts(found)),
+    ]
+    return page(_title(found), _head(found, first, notes), sections, book, styles=["comparison.css"])
+
+
+def _title(found: ResultSet) -> str:
+    datasets = len({row.dataset for row in found.rows})
+    on = f"{datasets} datasets" if datasets > 1 else found.rows[0].dataset
+    models = len(found.models)
+    return f"{f'{models} models' if models > 1 else found.models[0].label} on {on}"
+
+
+def _head(found: ResultSet, table: ScoreTable, notes: Sequence[str]) -> str:
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    aside = f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
+    headlines = "".join(_headlines(table)[:_HEADLINES])
+    scores = f'<div class="scores">{headlines}</div>' if headlines else ""
+    return (
+        f'<header class="top"><p class="kind">clipkit evaluation report</p><h1>{escape(_title(found))}</h1>'
+        f'<p class="lead">{_sentence(found)}</p>{scores}</header>{aside}'
+    )
+
+
+def _sentence(found: ResultSet) -> str:
+    tasks = dict.fromkeys(row.task for row in found.rows)
+    text = f"{number(len(found.rows))} scores: {escape(', '.join(tasks))}."
+    seconds = {(row.model, *row.what[:5]): row.seconds for row in found.rows if row.seconds is not None}
+    if seconds:
+        total = sum(seconds.values())
+        told = (
+            f"{number(round(total, 1))} seconds" if total < 120 else f"{number(round(total / 60, 1))} minutes"
+        )
+        text += f" All tasks together took {told}."
+    return text
+
+
+def _headlines(table: ScoreTable) -> list[str]:
+    """The best model of each average; without averages, of each dataset."""
+    several = len(table.models) > 1
+    headlines = []
+    for average in table.averages:
+        known = [(value, -i) for i, value in enumerate(average.cells) if value is not None]
+        if known:
+            value, i = max(known)
+            who = table.models[-i].label if several else ""
+            headlines.append(_headline(f"mean of {average.suite}", who, value, said_of(average)))
+    if headlines:
+        return headlines
+    for line in table.lines:
+        cells = [(cell.value, -i) for i, cell in enumerate(line.cells) if cell and is_share(cell.value)]
+        if cells and line.counted:
+            value, i = max(cells)
+            cell = line.cells[-i]
+            interval = (
+                f"95% interval {100 * cell.low:.1f}% to {100 * cell.high:.1f}%"
+                if cell and cell.low is not None and cell.high is not None
+                else ""
+            )
+            who = table.models[-i].label if several else ""
+            headlines.append(_headline(f"{line.dataset} {metric_name(line.metric)}", who, value, interval))
+    return headlines
+
+
+def _headline(what: str, who: str, value: float, said: str) -> str:
+    best = f"<span>best: {escape(who)}</span>" if who else ""
+    more = f"<span>{escape(said)}</span>" if said else ""
+    return (
+        f'<div class="score"><p class="what">{escape(what)}</p>'
+        f'<p class="figure">{100 * value:.1f}<small>%</small></p>'
+        f'<div class="gauge" aria-hidden="true"><i class="bar" style="width:{100 * value:.2f}%"></i></div>'
+        f'<p class="details">{best}{more}</p></div>'
+    )
+
+
+def _lead(table: ScoreTable) -> str:
+    parts = ["Percent."]
+    if len(table.models) > 1:
+        parts.append("The best model of each line in bold.")
+    if table.averages:
+        parts.append("A mean is taken over the datasets that all models have, so that its columns compare.")
+    if table.published:
+        parts.append("Published numbers are others' measurements, of their weights and prompts.")
+    return " ".join(parts)
+
+
+def _tables(tables: Mapping[str, ScoreTable]) -> str:
+    parts = []
+    for task, table in tables.items():
+        title = _TITLES.get(task, task)
+        heading = f"<h3>{escape(title)}</h3>" if len(tables) > 1 else ""
+        parts.append(heading + score_table_html(title, table))
+    return "".join(parts)
+
+
+def _section_of_blocks(
+    found: ResultSet, tables: Mapping[str, ScoreTable], details: Sequence[Details], book: PictureBook
+) -> Section:
+    """Dataset by dataset; of many models the first few, so that the page stays small."""
+    by_dataset = _blocks(found, details)
+    left = sum(len(blocks) for blocks in by_dataset.values())
+    most = max((len(blocks) for blocks in by_dataset.values()), default=0)
+    while most > 1 and sum(min(most, len(blocks)) for blocks in by_dataset.values()) > _BLOCKS:
+        most -= 1
+    parts: list[str] = []
+    for dataset, blocks in by_dataset.items():
+        content = blocks_html(blocks[:most], book)
+        if content:
+            left -= len(blocks[:most])
+            opened = "" if parts else " open"
+            names = f"{len(blocks)} models" if len(blocks) > 1 else blocks[0].model.label
+            parts.append(
+                f'<details class="dataset"{opened}><summary><b>{escape(dataset)}</b> '
+                f"<small>{escape(names)}</small></summary>{content}</details>"
+            )
+    lead = (
+        "Examples are random right and random wrong predictions in turn, whatever the accuracy is. ✓ marks the "
+        "true label."
+    )
+    if left:
+        lead += (
+            f" Of each dataset the first {most} are shown." if most > 1 else " Of each dataset one is shown."
+        )
+    return Section(name="datasets", title="Dataset by dataset", lead=lead, content="".join(parts))
+
+
+def _blocks(found: ResultSet, details: Sequence[Details]) -> dict[str, list[Block]]:
+    """Details by dataset in the order of the results; the first task of each model and dataset that has any."""
+    numbers = {model.weights: i for i, model in reversed(list(enumerate(found.models)))}
+    datasets = {name: i for i, name in enumerate(dict.fromkeys(row.dataset for row in found.rows))}
+    scores = {(row.model, *row.what[:5]): row for row in reversed(found.rows)}
+    blocks: dict[str, dict[int, list[Block]]] = {}
+    ordered = sorted(
+        (one for one in details if one.weights in numbers and one.dataset in datasets),
+        key=lambda one: (datasets[one.dataset], numbers[one.weights], one.task not in AS_TRAINED, one.key),
+    )
+    for one in ordered:
+        model = numbers[one.weights]
+        row = scores.get((model, one.dataset, one.split, one.task, one.prompt_set, one.setting))
+        score = ""
+        if row is not None:
+            value = figure(100 * row.value, "%") if is_share(row.value) else number(row.value)
+            score = f"{metric_name(row.metric)} {value}"
+        block = Block(model=found.models[model], details=one, score=score)
+        blocks.setdefault(one.dataset, {}).setdefault(model, []).append(block)
+    return {
+        dataset: [own[0] for own in by_model.values()]
+        + [more for own in by_model.values() for more in own[1:]]
+        for dataset, by_model in blocks.items()
+    }

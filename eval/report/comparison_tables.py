@@ -1,0 +1,242 @@
+"""The tables of the page over many models: scores, every number, and where they come from."""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from eval.report.charts import figure, number
+from eval.report.page_frame import scrolling
+from eval.report.result_set import Model, ResultSet, Row
+from eval.report.score_table import Average, Line, ScoreTable, is_share
+from eval.report.scores import metric_name
+
+__all__ = ["all_scores", "model_facts", "score_table_html"]
+
+_FEW = 3  # up to so many models, a cell shows its interval
+_BREAKS = "/-_: @"
+_TOLD_APART = (
+    "model",
+    "weights",
+    "architecture",
+    "gflops",
+    "prompts",
+    "prompt_count",
+    "data_revision",
+    "captions",
+    "time",
+)
+
+
+def broken(name: str) -> str:
+    """A long name, escaped, that may be broken where its parts meet."""
+    return "".join(f"{escape(letter)}<wbr>" if letter in _BREAKS else escape(letter) for letter in name)
+
+
+def score_table_html(title: str, table: ScoreTable) -> str:
+    """Averages, then a line a dataset; the best model of each line in bold."""
+    if not table.lines:
+        return ""
+    few = len(table.models) <= _FEW
+    heads = "".join(
+        f'<th scope="col" title="{escape(model.name)}">{broken(model.label)}</th>' for model in table.models
+    )
+    heads += "".join(
+        f'<th scope="col" class="pub">{broken(name)} <small>published</small></th>'
+        for name in table.published
+    )
+    averages = "".join(_average_row(average) for average in table.averages)
+    lines = "".join(_line_row(line, few) for line in table.lines)
+    body = (f'<tbody class="means">{averages}</tbody>' if averages else "") + f"<tbody>{lines}</tbody>"
+    whole = f'<table><thead><tr><th scope="col">Dataset</th>{heads}</tr></thead>{body}</table>'
+    kind = "grid few" if few else "grid"
+    return scrolling(f"{title}: models and datasets", whole, kind=kind)
+
+
+def _average_row(average: Average) -> str:
+    cells = _numbers(average.cells, share=True)
+    published = "".join(
+        f'<td class="pub">{"" if one is None else f"{100 * one:.1f}"}</td>' for one in average.published
+    )
+    name = f"mean of {broken(average.suite)} <small>{average.label}</small>"
+    return f'<tr><th scope="row">{name}</th>{cells}{published}</tr>'
+
+
+def _line_row(line: Line, few: bool) -> str:
+    values = [None if cell is None else cell.value for cell in line.cells]
+    share = is_share(
+        *values, *(one for cell in line.cells if cell for one in (cell.low, cell.high, cell.chance))
+    )
+    said = [_titles(cell, share) for cell in line.cells]
+    small = [_interval(cell, share) if few else "" for cell in line.cells]
+    cells = _numbers(values, share=share, titles=said, small=small)
+    published = "".join(
+        f'<td class="pub">{"" if one is None else f"{100 * one:.1f}" if share else number(one)}</td>'
+        for one in line.published
+    )
+    note = ", ".join(filter(None, (metric_name(line.metric), line.note)))
+    return f'<tr><th scope="row">{broken(line.dataset)} <small>{escape(note)}</small></th>{cells}{published}</tr>'
+
+
+def _numbers(
+    values: Sequence[float | None], *, share: bool, titles: Sequence[str] = (), small: Sequence[str] = ()
+) -> str:
+    texts = [None if one is None else f"{100 * one:.1f}" if share else number(one) for one in values]
+    known = [one for one in values if one is not None]
+    best = texts[values.index(max(known))] if share and len(known) > 1 else None
+    cells = []
+    for i, (value, text) in enumerate(zip(values, texts, strict=True)):
+        if value is None or text is None:
+            cells.append('<td class="no">–</td>')
+            continue
+        title = f' title="{titles[i]}"' if titles and titles[i] else ""
+        shade = f' style="--v:{value:.3f}"' if share else ""
+        more = f"<small>{small[i]}</small>" if small and small[i] else ""
+        kind = ' class="best"' if text == best else ""
+        cells.append(f"<td{kind}{shade}{title}>{text}{more}</td>")
+    return "".join(cells)
+
+
+def _interval(row: Row | None, share: bool) -> str:
+    if row is None or row.low is None or row.high is None:
+        return ""
+    low, high = (f"{100 * one:.1f}" if share else number(one) for one in (row.low, row.high))
+    return f"{low}–{high}"
+
+
+def _titles(row: Row | None, share: bool) -> str:
+    if row is None:
+        return ""
+    parts = [_interval(row, share) and f"95%: {_interval(row, share)}"]
+    parts.append(
+        ""
+        if row.chance is None
+        else f"chance {figure(100 * row.chance, '%') if share else number(row.chance)}"
+    )
+    parts.append("" if row.n is None else f"n = {number(row.n)}")
+    return ", ".join(part for part in parts if part)
+
+
+def all_scores(results: ResultSet) -> str:
+    """Every score with its interval, a table a dataset behind a line to click on."""
+    by_dataset: dict[str, dict[tuple[str, ...], dict[int, Row]]] = {}
+    for row in results.rows:
+        by_dataset.setdefault(row.dataset, {}).setdefault(row.what, {})[row.model] = row
+    heads = "".join(f'<th scope="col">{broken(model.label)}</th>' for model in results.models)
+    parts = []
+    for dataset, rows in by_dataset.items():
+        body = "".join(_score_row(what, own, len(results.models)) for what, own in rows.items())
+        whole = (
+            '<table><thead><tr><th scope="col">Score</th><th scope="col">n</th><th scope="col">chance</th>'
+            f"{heads}</tr></thead><tbody>{body}</tbody></table>"
+        )
+        count = f"{len(rows)} {'score' if len(rows) == 1 else 'scores'}"
+        opened = " open" if len(by_dataset) == 1 else ""
+        parts.append(
+            f"<details{opened}><summary><b>{escape(dataset)}</b> <small>{count}</small></summary>"
+            f"{scrolling(f'All scores on {dataset}', whole, kind='grid all')}</details>"
+        )
+    return "".join(parts)
+
+
+def _score_row(what: tuple[str, ...], rows: Mapping[int, Row], models: int) -> str:
+    _, split, task, prompts, setting, metric = what
+    values = [one for row in rows.values() for one in (row.value, row.low, row.high, row.chance)]
+    share = is_share(*values)
+    note = ", ".join(
+        filter(None, (task, setting, prompts and f"prompts {prompts}", "" if split == "test" else split))
+    )
+    cells = []
+    for i in range(models):
+        row = rows.get(i)
+        if row is None:
+            cells.append('<td class="no">–</td>')
+            continue
+        interval = _interval(row, share)
+        text = f"{100 * row.value:.2f}" if share else number(row.value)
+        cells.append(f"<td>{text}{f'<small>{interval}</small>' if interval else ''}</td>")
+    sizes = _one_or_range([row.n for row in rows.values()])
+    chances = [row.chance for row in rows.values() if row.chance is not None]
+    chance = "" if not chances else figure(100 * chances[0], "%") if share else number(chances[0])
+    name = f"{escape(metric_name(metric))} <small>{escape(note)}</small>"
+    return f'<tr><th scope="row">{name}</th><td>{sizes}</td><td>{chance}</td>{"".join(cells)}</tr>'
+
+
+def _one_or_range(counts: Sequence[int | None]) -> str:
+    known = sorted({count for count in counts if count is not None})
+    if not known:
+        return ""
+    return number(known[0]) if len(known) == 1 else f"{number(known[0])}–{number(known[-1])}"
+
+
+def model_facts(results: ResultSet) -> str:
+    """Where the scores come from: a row a model, and below what all of them share."""
+    shared, own_keys = _shared_facts(results.models)
+    names = ["Model", "Weights", "Architecture", "Step", "GFLOPs", *(_words(key) for key in own_keys)]
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    rows = []
+    for model in results.models:
+        cells = [
+            f'<th scope="row">{broken(model.name)}</th>',
+            f"<td>{broken(model.weights)}</td><td>{broken(model.architecture)}</td>",
+            f"<td>{'' if model.step is None else number(model.step)}</td>",
+            f"<td>{'' if model.gflops is None else number(model.gflops)}</td>",
+            *(f"<td>{escape(_told(model.provenance.get(key)))}</td>" for key in own_keys),
+        ]
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    whole = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    facts = "".join(
+        f"<dt>{escape(_words(key))}</dt><dd>{escape(_told(value))}</dd>" for key, value in shared.items()
+    )
+    listed = f'<h3>The same for all</h3><dl class="facts">{facts}</dl>' if facts else ""
+    return scrolling("Models", whole, kind="models") + listed + _datasets(results)
+
+
+def _shared_facts(models: Sequence[Model]) -> tuple[dict[str, Any], list[str]]:
+    """What all models' provenance says alike, and the names of what it does not."""
+    shared: dict[str, Any] = {}
+    own: list[str] = []
+    for key in dict.fromkeys(key for model in models for key in model.provenance):
+        values = [model.provenance.get(key) for model in models]
+        if key in _TOLD_APART or all(value is None for value in values):
+            continue
+        if all(value == values[0] for value in values):
+            shared[key] = values[0]
+        else:
+            own.append(key)
+    return shared, own
+
+
+def _datasets(results: ResultSet) -> str:
+    """Revisions of pictures and prompts, by dataset."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for row in results.rows:
+        seen = found.setdefault((row.dataset, row.split), {})
+        if row.data_revision:
+            seen[f"pictures {row.data_revision}"] = None
+        if row.prompts and row.task == "zero-shot":
+            seen[f"prompts {' '.join(filter(None, (row.prompt_set, row.prompts)))}"] = None
+    facts = "".join(
+        f"<dt>{escape(name if split == 'test' else f'{name}, {split}')}</dt><dd>{escape('; '.join(seen))}</dd>"
+        for (name, split), seen in found.items()
+        if seen
+    )
+    return (
+        f'<details><summary>Revisions of the datasets</summary><dl class="facts">{facts}</dl></details>'
+        if facts
+        else ""
+    )
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_told(one)}" for key, one in value.items())
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,173 @@
+"""What a model did on one dataset: calibration, confusion, its weakest classes, and example predictions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from eval.details import Details
+from eval.report.charts import figure, number
+from eval.report.pictures import PictureBook, example_card
+from eval.report.result_set import Model
+
+__all__ = ["Block", "blocks_html"]
+
+_LABELLED = 20  # classes: of more, the cells of a confusion matrix carry no words
+_SHADES = 6
+_LISTED = 8  # mistakes and classes
+_NAME = 22  # letters of a class name beside the matrix
+_PICTURES = 12 << 20  # letters of all pictures of a page
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One model on one dataset: its details, and its score as it is told."""
+
+    model: Model
+    details: Details
+    score: str
+
+
+def blocks_html(blocks: Sequence[Block], book: PictureBook) -> str:
+    """The blocks of one dataset."""
+    return "".join(_block(block, book) for block in blocks)
+
+
+def _block(block: Block, book: PictureBook) -> str:
+    details = block.details
+    facts = "".join(filter(None, (_calibration(details), _confusion(details), _lists(details))))
+    chosen = "" if details.chosen_c is None else f", C = {number(details.chosen_c)}"
+    where = ", ".join(filter(None, (details.task, details.setting)))
+    head = (
+        f"<h4>{escape(block.model.label)} <small>{escape(where)}{chosen} {escape(block.score)}</small></h4>"
+    )
+    facts = f'<div class="facets">{facts}</div>' if facts else ""
+    return (
+        f'<article class="block">{head}{facts}{_examples(details, book)}</article>'
+        if facts or details.examples
+        else ""
+    )
+
+
+def _examples(details: Details, book: PictureBook) -> str:
+    if not details.examples:
+        return ""
+    if book.size > _PICTURES:
+        return '<p class="lead">Its example pictures would make this page too large.</p>'
+    cards = "".join(
+        example_card(one, len(details.class_names), details.pictures, book) for one in details.examples
+    )
+    return f'<div class="examples">{cards}</div>'
+
+
+def _calibration(details: Details) -> str:
+    """The reliability diagram: bars below the diagonal are surer than they are right."""
+    error = details.calibration_error
+    if error is None:
+        return ""
+    bars = []
+    for one in details.bins:
+        x, width = 100 * one.low, 100 * (one.high - one.low)
+        right, sure = 100 * one.accuracy, 100 * one.confidence
+        low, high = min(right, sure), max(right, sure)
+        said = escape(f"{number(one.count)} pictures: {sure:.1f}% sure, {right:.1f}% right")
+        bars.append(
+            f'<g><title>{said}</title><rect class="right" x="{x:.1f}" y="{100 - right:.1f}" width="{width:.1f}" '
+            f'height="{right:.1f}"/><rect class="gap" x="{x:.1f}" y="{100 - high:.1f}" width="{width:.1f}" '
+            f'height="{high - low:.1f}"/></g>'
+        )
+    said = f"expected calibration error {figure(100 * error, '%')}"
+    return (
+        f'<figure class="facet"><figcaption><b>Calibration</b> <span class="note">{said}</span></figcaption>'
+        f'<svg class="reliability" viewBox="0 0 100 100" role="img" aria-label="{said}">{"".join(bars)}'
+        '<path class="diagonal" d="M0 100L100 0"/><path class="frame" d="M0 0V100H100"/></svg>'
+        '<p class="axes"><span>0</span><span>how sure the model is</span><span>1</span></p>'
+        '<p class="note">Filled: the share that is right. Outlined: how far the model is off.</p></figure>'
+    )
+
+
+def _confusion(details: Details) -> str:
+    if details.matrix is None or not details.class_names:
+        return ""
+    size = len(details.class_names)
+    right = sum(details.matrix[i][i] for i in range(size))
+    said = f"{number(right)} of {number(details.n)} on the diagonal"
+    drawn = _cells(details) if size <= _LABELLED else _drawing(details.matrix)
+    told = f"rows are true, columns predicted; {said}"
+    caption = f'<figcaption><b>Confusion</b> <span class="note">{told}</span></figcaption>'
+    wide = " wide" if size > 12 else ""
+    return f'<figure class="facet confusion{wide}">{caption}{drawn}</figure>'
+
+
+def _cells(details: Details) -> str:
+    assert details.matrix is not None
+    names, size = details.class_names, len(details.class_names)
+    cells = ["<span></span>", *(f"<span>{i + 1}</span>" for i in range(size))]
+    for i, row in enumerate(details.matrix):
+        total = sum(row) or 1
+        cells.append(
+            f'<span class="who" title="{escape(names[i])}">{escape(_cut(names[i]) or "–")} {i + 1}</span>'
+        )
+        for j, count in enumerate(row):
+            if not count:
+                cells.append("<b></b>")
+                continue
+            kind = ' class="d"' if i == j else ""
+            told = escape(f"{names[i]} → {names[j]}: {number(count)} ({100 * count / total:.0f}%)")
+            cells.append(f'<b{kind} style="--s:{count / total:.2f}" title="{told}"></b>')
+    label = f"confusion matrix of {size} classes"
+    return (
+        f'<div class="cells named" role="img" aria-label="{label}" style="--n:{size}">{"".join(cells)}</div>'
+    )
+
+
+def _drawing(matrix: Sequence[Sequence[int]]) -> str:
+    """Many classes: squares in a few shades of the share of their row, the diagonal in another colour."""
+    size = len(matrix)
+    paths: dict[tuple[bool, int], list[str]] = {}
+    for i, row in enumerate(matrix):
+        total = sum(row)
+        for j, count in enumerate(row):
+            if count:
+                shade = min(_SHADES, 1 + int(_SHADES * count / total))
+                paths.setdefault((i == j, shade), []).append(f"M{j} {i}h1v1h-1z")
+    drawn = "".join(
+        f'<path class="{"d" if own else "off"}" fill-opacity="{0.1 + 0.9 * shade / _SHADES:.2f}" '
+        f'd="{"".join(squares)}"/>'
+        for (own, shade), squares in sorted(paths.items())
+    )
+    label = f"confusion matrix of {size} classes"
+    return f'<svg class="drawn" viewBox="0 0 {size} {size}" role="img" aria-label="{label}">{drawn}</svg>'
+
+
+def _lists(details: Details) -> str:
+    """The most frequent mistakes, and the classes that fare worst."""
+    parts = []
+    names = details.class_names
+    if details.mistakes:
+        most = details.mistakes[0][2]
+        rows = "".join(
+            f"<li><span>{_quoted(names, label)} → {_quoted(names, taken)}</span><b>{number(count)}</b>"
+            f'<i style="--p:{count / most:.3f}"></i></li>'
+            for label, taken, count in details.mistakes[:_LISTED]
+        )
+        parts.append(f"<figcaption><b>Taken for another</b></figcaption><ol>{rows}</ol>")
+    known = [(right / count, i) for i, (right, count) in enumerate(_pairs(details)) if count]
+    if len(known) > 1:
+        rows = "".join(
+            f'<li><span>{_quoted(names, i)}</span><b>{100 * share:.0f}%</b><i style="--p:{share:.3f}"></i></li>'
+            for share, i in sorted(known)[: _LISTED // 2]
+        )
+        parts.append(f"<figcaption><b>Weakest classes</b></figcaption><ol>{rows}</ol>")
+    return f'<figure class="facet lists">{"".join(parts)}</figure>' if parts else ""
+
+
+def _pairs(details: Details) -> list[tuple[int, int]]:
+    return list(zip(details.class_right, details.class_counts, strict=True))
+
+
+def _quoted(names: Sequence[str], label: int) -> str:
+    return escape(names[label] or f"class {label}")
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _NAME else name[: _NAME - 1] + "…"

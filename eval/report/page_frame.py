@@ -1,0 +1,91 @@
+"""The frame of every page: one file that carries styles, script and pictures in itself, and asks for nothing.
+
+The page's own security policy forbids what is not inside. All text that comes from data is escaped by those who
+make the sections.
+"""
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from clipkit.errors import DataError
+from eval.report.pictures import PictureBook
+
+__all__ = ["Section", "page", "scrolling", "write_page"]
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A titled part of the page; one without content is left out."""
+
+    name: str
+    title: str
+    content: str
+    lead: str = ""
+
+    def html(self) -> str:
+        """The section as an element."""
+        lead = f'<p class="lead">{self.lead}</p>' if self.lead else ""
+        return f'<section id="{self.name}"><h2>{self.title}</h2>{lead}{self.content}</section>\n'
+
+
+def page(
+    title: str, head: str, sections: Sequence[Section], book: PictureBook, *, styles: Sequence[str] = ()
+) -> str:
+    """A whole page.
+
+    Args:
+        title: plain text; "clipkit" is added.
+        head: what stands above the links to the sections, as HTML.
+        sections: in order.
+        book: the pictures that head and sections show.
+        styles: style sheets beside ``page.css``, by their file names.
+    """
+    shown = [section for section in sections if section.content]
+    links = "".join(f'<a href="#{section.name}">{section.title}</a>' for section in shown)
+    body = "".join(section.html() for section in shown)
+    style = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *styles))
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)} – clipkit</title>\n"
+        f"<style>\n{style}\n{book.style()}\n</style></head>\n"
+        f'<body><main>{head}<nav aria-label="Sections">{links}</nav>\n{body}</main>\n'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def write_page(out: Path, text: str) -> Path:
+    """Write a page, which appears whole or not at all.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    # a caption may hold half of a surrogate pair, which UTF-8 cannot carry
+    data = text.encode("utf-8", errors="replace")
+    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(data)
+        aside.replace(out)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise DataError(f"cannot write {out}: {error.strerror}") from error
+    return out
+
+
+def scrolling(label: str, content: str, *, kind: str = "") -> str:
+    """Something wide, in a frame that scrolls sideways and that the keyboard reaches."""
+    name = f"scroll {kind}".strip()
+    return f'<div class="{name}" tabindex="0" role="region" aria-label="{escape(label)}">{content}</div>'

@@ -1,0 +1,240 @@
+"""The table of models × datasets: one score a dataset, averages over suites, published numbers beside them.
+
+A dataset's score is its primary metric, of its main task and the prompt set that most models were scored with. An
+average is taken over the datasets that every model has, so that its columns compare; how many those are is said.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from eval.report.result_set import Model, ResultSet, Row
+
+__all__ = ["AS_TRAINED", "Average", "Line", "ScoreTable", "is_share", "score_table", "task_tables"]
+
+AS_TRAINED = (
+    "zero-shot",
+    "retrieval",
+    "compositional",
+)  # nothing is trained on the dataset; the first counts
+_ALL = "all datasets"
+_MOST_PUBLISHED = 4
+_OTHER_HALF = {"image_to_text_R@1": "text_to_image_R@1"}  # retrieval has two directions
+_CURVES = ("-shot", "layer ")  # settings that are points of a curve, not rows
+
+Published = Mapping[str, Mapping[str, float]]
+Suites = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One dataset's score of every model.
+
+    Attributes:
+        dataset: its name.
+        note: the task, prompt set, split or setting, where the dataset has several; or "".
+        metric: of all cells.
+        cells: a score a model; None where it has none.
+        published: a number for each of the table's published columns.
+        counted: whether averages count it.
+    """
+
+    dataset: str
+    note: str
+    metric: str
+    cells: tuple[Row | None, ...]
+    published: tuple[float | None, ...]
+    counted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """The mean over the ``over`` datasets of a suite of ``of`` that every model has (of those that have any)."""
+
+    suite: str
+    over: int
+    of: int
+    cells: tuple[float | None, ...]
+    published: tuple[float | None, ...]
+
+    @property
+    def label(self) -> str:
+        """What the mean is of."""
+        return f"{self.over} of {self.of}" if self.over < self.of else f"{self.of}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTable:
+    """Lines in the order of the suites, then of the results; ``published`` names columns of published numbers."""
+
+    models: tuple[Model, ...]
+    published: tuple[str, ...]
+    lines: tuple[Line, ...]
+    averages: tuple[Average, ...]
+
+
+def is_share(*values: float | None) -> bool:
+    """Whether numbers all lie in 0–1 and are told in percent."""
+    return all(0 <= value <= 1 for value in values if value is not None)
+
+
+def task_tables(
+    results: ResultSet, *, suites: Suites, primary: Mapping[str, str], published: Published
+) -> dict[str, ScoreTable]:
+    """A table for each kind of task that there are scores of; published numbers stand beside the first alone."""
+    others = dict.fromkeys(row.task for row in results.rows if row.task not in AS_TRAINED)
+    kinds: dict[str, tuple[str, ...]] = {"zero-shot": AS_TRAINED, **{task: (task,) for task in others}}
+    tables = {
+        name: score_table(
+            results,
+            tasks=tasks,
+            suites=suites,
+            primary=primary,
+            published=published if tasks == AS_TRAINED else {},
+        )
+        for name, tasks in kinds.items()
+    }
+    return {name: table for name, table in tables.items() if table.lines}
+
+
+def score_table(
+    results: ResultSet,
+    *,
+    tasks: Sequence[str] = AS_TRAINED,
+    suites: Suites | None = None,
+    primary: Mapping[str, str] | None = None,
+    published: Published | None = None,
+) -> ScoreTable:
+    """The table of some tasks.
+
+    Args:
+        results: of all models.
+        tasks: which; averages count a dataset once, in the first of them that it has.
+        suites: by name, their datasets.
+        primary: by dataset, its primary metric; by default the first that was recorded.
+        published: by dataset, then model or architecture, what others measured, in 0 … 1.
+    """
+    suites, primary, published = suites or {}, primary or {}, published or {}
+    rows = [row for row in results.having(*tasks) if not any(mark in row.setting for mark in _CURVES)]
+    order = {
+        name: i for i, name in enumerate(dict.fromkeys(name for suite in suites.values() for name in suite))
+    }
+    by_dataset: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: order.get(row.dataset, len(order))):
+        by_dataset.setdefault(row.dataset, []).append(row)
+    columns = _published_columns(results.models, published, by_dataset)
+    lines: list[Line] = []
+    for dataset, own in by_dataset.items():
+        lines += _dataset_lines(
+            own,
+            len(results.models),
+            tasks,
+            primary.get(dataset),
+            [published.get(dataset, {}).get(name) for name in columns],
+        )
+    averages = _averages(lines, suites)
+    return ScoreTable(models=results.models, published=columns, lines=tuple(lines), averages=averages)
+
+
+def _dataset_lines(
+    rows: Sequence[Row],
+    models: int,
+    tasks: Sequence[str],
+    primary: str | None,
+    published: Sequence[float | None],
+) -> list[Line]:
+    """The lines of one dataset; of several prompt sets, splits or settings each has one, and the fullest counts."""
+    kinds: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row.task, row.split, row.prompt_set, row.setting), []).append(row)
+    # the first task; of that the split, prompts and setting that most models have
+    chief = min(kinds, key=lambda kind: (tasks.index(kind[0]), -len({row.model for row in kinds[kind]})))
+    lines = []
+    for kind, own in kinds.items():
+        metrics = list(dict.fromkeys(row.metric for row in own))
+        metric = primary if primary in metrics else metrics[0]
+        shown = [metric] + [one for one in (_OTHER_HALF.get(metric),) if one in metrics]
+        for one in shown:
+            cells: list[Row | None] = [None] * models
+            for row in own:
+                if row.metric == one:
+                    cells[row.model] = row
+            known = (
+                published
+                if kind == chief and one == metric and primary in (None, one)
+                else [None] * len(published)
+            )
+            lines.append(
+                Line(
+                    dataset=rows[0].dataset,
+                    note=_note(kind, list(kinds)),
+                    metric=one,
+                    cells=tuple(cells),
+                    published=tuple(known),
+                    counted=kind == chief and is_share(*(row.value for row in own if row.metric == one)),
+                )
+            )
+    return lines
+
+
+def _note(kind: tuple[str, str, str, str], kinds: Sequence[tuple[str, str, str, str]]) -> str:
+    """In what this line differs from the dataset's others, and any split but the usual one."""
+    task, split, prompts, setting = (
+        kind[i] if len({other[i] for other in kinds}) > 1 else "" for i in range(len(kind))
+    )
+    parts = [
+        task,
+        split or (kind[1] if kind[1] != "test" else ""),
+        prompts and f"prompts {prompts}",
+        setting or kind[3],
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _published_columns(
+    models: Sequence[Model], published: Published, datasets: Iterable[str]
+) -> tuple[str, ...]:
+    """The published models that are one of those shown, by name or architecture; if none is, the first few."""
+    names = list(dict.fromkeys(name for dataset in datasets for name in published.get(dataset, {})))
+    shown = {_plain(one) for model in models for one in (model.name, model.label, model.architecture) if one}
+    same = [name for name in names if _plain(name) in shown]
+    return tuple(same or names[:_MOST_PUBLISHED])
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removesuffix("quickgelu")
+
+
+def _averages(lines: Sequence[Line], suites: Suites) -> tuple[Average, ...]:
+    counted: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.counted:
+            counted.setdefault(line.dataset, []).append(line)
+    sets = {name: list(dict.fromkeys(datasets)) for name, datasets in suites.items()}
+    if not any(set(counted) <= set(datasets) for datasets in sets.values()):
+        sets[_ALL] = list(counted)
+    averages = [_average(name, datasets, counted) for name, datasets in sets.items()]
+    return tuple(average for average in averages if average is not None and average.over > 1)
+
+
+def _average(suite: str, datasets: Sequence[str], counted: Mapping[str, list[Line]]) -> Average | None:
+    own = [counted[name] for name in datasets if name in counted]
+    if not own:
+        return None
+    columns = range(len(own[0][0].cells))
+    having = [i for i in columns if any(line.cells[i] for lines in own for line in lines)]
+    common = [lines for lines in own if all(line.cells[i] for line in lines for i in having)]
+    cells: list[float | None] = [None] * len(columns)
+    for i in having:
+        cells[i] = _mean([[cell.value for line in lines if (cell := line.cells[i])] for lines in common])
+    published = tuple(
+        _mean([[value for line in lines if (value := line.published[i]) is not None] for lines in common])
+        for i in range(len(own[0][0].published))
+    )
+    return Average(suite=suite, over=len(common), of=len(datasets), cells=tuple(cells), published=published)
+
+
+def _mean(values: Sequence[Sequence[float]]) -> float | None:
+    """The mean of the datasets' means; None if one has no value."""
+    if not values or not all(values):
+        return None
+    return sum(sum(own) / len(own) for own in values) / len(values)
