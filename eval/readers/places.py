@@ -20,7 +20,7 @@ _HUB_HOSTS = ("huggingface.co", "hf.co")
 _HUB_PAGE = re.compile(
     r"(/datasets/[\w.-]+/[\w.-]+)(?:/(?:tree|raw|resolve|blob)/([^/]+)(/.*)?)?/?", flags=re.ASCII
 )
-_PROBES = ("classnames.txt", "dataset_type.txt")  # beside the nshards.txt of a split
+_PROBES = (f"{TEST}/nshards.txt", "classnames.txt", "dataset_type.txt")
 _MAX_COUNT = 100  # bytes of nshards.txt
 _MAX_SHARDS = 1_000_000
 
@@ -46,7 +46,8 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
     """The first of a dataset's names under which a set lies in a folder of sets, as a source to open.
 
     For the name ``vtab/dtd`` these are looked for, in this order: ``wds_vtab-dtd``, ``wds_vtab-dtd_test`` (as
-    CLIP_benchmark and DataComp name their folders), ``vtab-dtd`` and ``vtab/dtd``.
+    CLIP_benchmark and DataComp name their folders), ``vtab-dtd`` and ``vtab/dtd``. Where folders can be listed,
+    other sets than published ones are found so too.
 
     Args:
         root: a folder of this machine or a store, or an owner at Hugging Face (``hf://datasets/clip-benchmark``).
@@ -68,18 +69,17 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
 
 
 def _is_set(address: str) -> bool:
+    """Whether there is something; a web server, which may list nothing, is asked for a published set's files."""
     from data.remote.patience import Unreachable
 
-    places = [f"{address}/{TEST}/nshards.txt", *(f"{address}/{name}" for name in _PROBES)]
-    for place in places:
-        try:
-            if text_of(place) is not None:
-                return True
-        except Unreachable:
-            raise
-        except DataError:  # there is no such bucket, data set or revision, or it is not ours to read
-            return False
-    return False
+    try:
+        if address.startswith(("http://", "https://")):
+            return any(text_of(f"{address}/{name}") is not None for name in _PROBES)
+        return any(files_in(f"{address}{inside}") for inside in ("", f"/{TEST}", "/data"))
+    except Unreachable:
+        raise
+    except DataError:  # there is no such bucket, data set or revision, or it is not ours to read
+        return False
 
 
 def shards_of_split(name: str, root: str | Path, split: str) -> list[ShardFile]:

@@ -1,0 +1,175 @@
+"""Whether a model tells captions apart that differ in the order or choice of words, and what belongs to a cue.
+
+Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two pictures an item
+SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``; ``mean_per_group_accuracy`` where the metadata
+                    says the relation or attribute that a picture tests
+WinoGAViL           ``jaccard``, and ``jaccard_5`` … by the number of candidates: datasets with an ``association``
+
+A tie is counted as wrong everywhere. Equal captions are encoded once.
+
+Letters in shape comments: N pictures, T distinct texts, D embedding dimension, I items.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from clipkit.errors import DataError
+from eval.dataset import EvalDataset
+from eval.metrics import (
+    Estimate,
+    jaccard_index,
+    mean_estimate,
+    pairwise_correct,
+    proportion,
+    winoground,
+)
+from eval.results import Score
+from eval.subject import Subject
+
+__all__ = ["choices_of", "compositional"]
+
+_ASSOCIATION = "association"
+_GROUPS = ("relation", "attribute")
+_BLOCK = 16_384  # pictures whose similarities are computed at a time
+
+
+def choices_of(dataset: EvalDataset) -> EvalDataset:
+    """The dataset, if it has choices between captions, or cues with candidates.
+
+    Raises:
+        DataError: it has neither.
+    """
+    if dataset.choices is None and (_ASSOCIATION not in dataset.metadata or dataset.items is None):
+        raise DataError(
+            f"dataset {dataset.name} has no captions to choose between, which the compositional task needs"
+        )
+    return dataset
+
+
+def compositional(subject: Subject) -> list[Score]:
+    """The scores named above, of the dataset's kind.
+
+    Raises:
+        DataError: the dataset has no choices, or its items are not pairs of pictures.
+    """
+    dataset = choices_of(subject.dataset)
+    if dataset.choices is None:
+        return _associations(subject)
+    if dataset.items is not None:
+        return _winoground(subject, dataset.choices)
+    return _pairwise(subject, dataset.choices)
+
+
+def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Score]:
+    """Each picture with its own captions, of which the first is right."""
+    longest = max(map(len, choices))
+    similarity = _similarities(subject, choices)  # (N, longest), -inf where a picture has fewer
+    correct = pairwise_correct(similarity[:, 0], similarity[:, 1:])  # (N,)
+    chance = float(torch.tensor([1 / len(own) for own in choices], dtype=torch.float64).mean())
+    scores = [_score(subject.dataset, "accuracy", proportion(int(correct.sum()), len(correct)), chance)]
+    for name in _GROUPS:
+        if longest == 2 and name in subject.dataset.metadata:
+            _, group = subject.dataset.metadata[name].unique(return_inverse=True)
+            count = torch.bincount(group)
+            share = torch.bincount(group, correct.double()) / count
+            estimate = mean_estimate(share)
+            scores.append(_score(subject.dataset, "mean_per_group_accuracy", estimate, chance))
+    return scores
+
+
+def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Score]:
+    """Items of two pictures, each with its own caption first and then the other's."""
+    dataset = subject.dataset
+    assert dataset.items is not None
+    order = dataset.items.argsort(stable=True)  # (N,)
+    items, counts = dataset.items.unique(return_counts=True)
+    first, second = order[0::2].tolist(), order[1::2].tolist()
+    if not bool((counts == 2).all()) or any(
+        tuple(choices[a]) != tuple(reversed(choices[b])) or len(choices[a]) != 2
+        for a, b in zip(first, second, strict=True)
+    ):
+        raise DataError(f"dataset {dataset.name}: its items are not two pictures with each other's captions")
+    own_first = _similarities(subject, choices)[order].reshape(
+        len(items), 2, 2
+    )  # (I, 2, 2) picture, own or other
+    similarity = torch.stack([own_first[:, 0], own_first[:, 1].flip(1)], dim=1)  # (I, 2, 2) picture, caption
+    found = winoground(similarity)
+    return [
+        _score(dataset, "text", found.text, 1 / 4),
+        _score(dataset, "image", found.image, 1 / 4),
+        _score(dataset, "group", found.group, 1 / 6),
+    ]
+
+
+def _associations(subject: Subject) -> list[Score]:
+    """Candidates of all cues; a model picks as many as belong to each cue."""
+    dataset = subject.dataset
+    assert dataset.items is not None and dataset.captions is not None
+    similarity = _similarities(subject, dataset.captions)[:, 0]  # (N,)
+    right = dataset.metadata[_ASSOCIATION].bool()
+    index = torch.from_numpy(jaccard_index(similarity, right, dataset.items))  # (I,)
+    _, case, sizes = dataset.items.unique(return_inverse=True, return_counts=True)
+    picks = torch.bincount(case, right.double())
+    chance = _jaccard_of_chance(sizes, picks)
+    scores = [_score(dataset, "jaccard", mean_estimate(index), float(chance.mean()))]
+    for size in sizes.unique().tolist() if len(sizes.unique()) > 1 else []:
+        of = sizes == size
+        scores.append(_score(dataset, f"jaccard_{size}", mean_estimate(index[of]), float(chance[of].mean())))
+    return scores
+
+
+def _jaccard_of_chance(sizes: Tensor, picks: Tensor) -> Tensor:
+    """(I,) the mean Jaccard index of random picks of k among n, of which k are right: hypergeometric."""
+    found = {}
+    for n, k in {(int(n), int(k)) for n, k in zip(sizes, picks, strict=True)}:
+        hits = torch.arange(max(0, 2 * k - n), k + 1, dtype=torch.float64)
+        log = _log_choose(k, hits) + _log_choose(n - k, k - hits) - _log_choose(n, torch.tensor(float(k)))
+        found[n, k] = float((log.exp() * hits / (2 * k - hits)).sum())
+    return torch.tensor([found[int(n), int(k)] for n, k in zip(sizes, picks, strict=True)])
+
+
+def _log_choose(n: int, k: Tensor) -> Tensor:
+    k = k.double()
+    return (
+        torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64))
+        - torch.lgamma(k + 1)
+        - torch.lgamma(n - k + 1)
+    )
+
+
+def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
+    """(N, K) float32 cosines of each picture with its own texts, -inf where it has fewer than the longest list."""
+    number: dict[str, int] = {}
+    for own in texts:
+        for text in own:
+            number.setdefault(text, len(number))
+    longest = max(map(len, texts))
+    column = torch.tensor(
+        [[number[text] for text in own] + [-1] * (longest - len(own)) for own in texts]
+    )  # (N, K)
+    features = subject.texts(list(number)).to(subject.device)  # (T, D)
+    images = subject.images().projected  # (N, D)
+    found = torch.empty(column.shape)
+    for start in range(0, len(column), _BLOCK):
+        part = column[start : start + _BLOCK].to(subject.device)  # (B, K)
+        own_images = images[start : start + _BLOCK].to(subject.device).float()  # (B, D)
+        for k in range(longest):  # a gathered (B, K, D) would take K times the memory
+            cosine = (own_images * features[part[:, k].clamp(min=0)]).sum(dim=1)  # (B,)
+            found[start : start + _BLOCK, k] = cosine.masked_fill(part[:, k] < 0, -torch.inf).cpu()
+    return found
+
+
+def _score(dataset: EvalDataset, metric: str, estimate: Estimate, chance: float) -> Score:
+    return Score(
+        dataset=dataset.name,
+        split=dataset.split,
+        task="compositional",
+        metric=metric,
+        value=estimate.value,
+        n=estimate.n,
+        low=estimate.low,
+        high=estimate.high,
+        chance=chance,
+    )
