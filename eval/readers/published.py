@@ -165,7 +165,7 @@ def _type(name: str, root: Path | str) -> str:
 def _tasks(name: str, card: dict[str, Any], kind: str, *, pairs_only: bool) -> tuple[str, ...]:
     if "tasks" in card:
         tasks = card["tasks"]
-        if not isinstance(tasks, list) or not tasks or any(task not in list(TASKS) for task in tasks):
+        if not isinstance(tasks, list) or not tasks or any(task not in TASKS for task in tasks):
             shown = repr(tasks)[:_SHOWN]
             raise DataError(f"dataset {name}: card.json has tasks {shown}; known: {', '.join(TASKS)}")
         return tuple(task for task in TASKS if task in tasks)

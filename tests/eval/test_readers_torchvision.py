@@ -115,6 +115,6 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     for kind in TORCHVISION_SETS:
         splits = TORCHVISION_SETS[kind]
         with pytest.raises(DataError, match=f"torchvision's {kind} (cannot be read|needs)") as caught:
-            open_torchvision(kind, tmp_path / "nothing", split=next(reversed(splits)))
+            open_torchvision(kind, tmp_path / "nothing", split=list(splits)[-1])
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "nothing").exists() or not any((tmp_path / "nothing").rglob("*.*"))
