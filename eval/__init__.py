@@ -16,7 +16,7 @@ from eval.ranks import ONE_RANK, Ranks
 from eval.readers import open_dataset, open_datasets
 from eval.results import Score, append_results, latest_results, provenance, read_results, weights_id
 from eval.subject import Subject
-from eval.tasks import KNOWN_TASKS, check_tasks
+from eval.tasks import KNOWN_TASKS, Options, check_tasks
 
 __all__ = [
     "KNOWN_TASKS",
@@ -76,10 +76,11 @@ def evaluate(
         dataset = data if isinstance(data, EvalDataset) else open_dataset(data)
         others = None if isinstance(data, EvalDataset) else lambda split: open_dataset(data, split=split)
         model = Subject(encoder, dataset, open_split=others)
-    subject, scores = model, []
+    subject, options = model, Options(details=False)
+    scores: list[Score] = []
     for task in check_tasks(subject.dataset, tasks):
         start = time.monotonic()
-        found = KNOWN_TASKS[task].run(subject)
+        found = KNOWN_TASKS[task].run(subject, options).scores
         scores += found
         if out is not None and subject.encoder.ranks.rank == 0:
             origin = provenance(subject.encoder.model, subject.dataset, weights=weights)

@@ -1,32 +1,41 @@
-"""``python -m eval``: score a model on datasets, or build the page of a run."""
+"""``python -m eval``: score models on datasets, and build the pages of what came out."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import clipkit
+from clipkit import distributed
 from clipkit.checkpoint import resolve_checkpoint
-from clipkit.errors import ConfigError, run_command
+from clipkit.errors import ClipkitError, ConfigError, run_command
 from clipkit.open_clip_run import newest_epoch
-from eval import Score, append_results, check_tasks, evaluate, open_datasets, provenance, weights_id
-from eval.results import check_appendable
+from data.cache import cache_folder
+from eval.dataset import EvalDataset
+from eval.ranks import Ranks
+from eval.results import check_appendable, weights_id
+from eval.run import Scored, run_model
+from eval.score_table import score_table
+from eval.targets import Missing, Target, find_targets
+from eval.tasks import KNOWN_TASKS, Options, check_tasks
 
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs
   python -m eval retrieval --model runs/icons --data icons --data my_folder
+  python -m eval run --suite builtin --model runs/quickstart
+  python -m eval run --suite clip27 --data-root hf://datasets/clip-benchmark \\
+      --model open_clip:ViT-B-32/openai --model runs/mine --skip-existing
   python -m eval report runs/quickstart
 """
 
 _MAX_BATCH = 65_536
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,48 +46,87 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m eval",
-        description="Score a model on datasets, or build the page of a run.",
+        description="Score models on datasets, and build the pages of what came out.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for task, what in (
-        ("zero-shot", "classify pictures by the prompts of their class names"),
-        ("retrieval", "find captions by pictures and pictures by captions"),
-    ):
-        command = commands.add_parser(task, help=what, description=what[0].upper() + what[1:] + ".")
-        command.add_argument(
-            "--model", required=True, help="a run folder, a checkpoint, or what clipkit.load takes"
-        )
-        command.add_argument(
-            "--name",
-            default="",
-            metavar="ARCHITECTURE",
-            help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
-        )
-        command.add_argument(
-            "--data",
-            required=True,
-            action="append",
-            metavar="NAME|FOLDER",
-            help="glyphs, digits, icons, a dataset folder, or a folder of pictures by class; may be repeated",
-        )
-        command.add_argument(
-            "--out",
-            type=Path,
-            metavar="FILE",
-            help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
-        )
-        command.add_argument("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
-        command.add_argument(
-            "--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …"
-        )
+    what = "score models on datasets and suites, each on its main task or on those named"
+    run = commands.add_parser("run", help=what, description=_sentence(what))
+    _add_scoring(run)
+    run.add_argument(
+        "--task", action="append", default=[], choices=[*KNOWN_TASKS], help="may be repeated", metavar="TASK"
+    )
+    for name, task in KNOWN_TASKS.items():
+        _add_scoring(commands.add_parser(name, help=task.what, description=_sentence(task.what)))
     report = commands.add_parser(
         "report", help="build a run's report.html", description="Build a run's report.html."
     )
     report.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     report.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
     return parser
+
+
+def _sentence(what: str) -> str:
+    return what[0].upper() + what[1:] + "."
+
+
+def _add_scoring(command: argparse.ArgumentParser) -> None:
+    """The options of all commands that score."""
+    add = command.add_argument
+    add(
+        "--model",
+        required=True,
+        action="append",
+        help="a run folder, a checkpoint, or what clipkit.load takes; may be repeated",
+    )
+    add(
+        "--name",
+        default="",
+        metavar="ARCHITECTURE",
+        help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
+    )
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME|FOLDER",
+        help="a dataset's name, a dataset folder or URL, or a folder of pictures by class; may be repeated",
+    )
+    add(
+        "--suite",
+        action="append",
+        default=[],
+        metavar="SUITE",
+        help="datasets by their suite's name; may be repeated",
+    )
+    add(
+        "--data-root",
+        metavar="FOLDER",
+        help="where datasets are looked for by name; hf://datasets/clip-benchmark for the published ones",
+    )
+    add(
+        "--prompts",
+        default="",
+        metavar="SET",
+        help="prompt set, where a dataset has it (openai, clip_benchmark …)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
+    )
+    add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
+    add(
+        "--features",
+        metavar="FOLDER",
+        help="where encoded pictures and texts are kept (default: features in the cache); '' keeps none",
+    )
+    add("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
+    add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
+    add("--precision", default="fp32", choices=[*_PRECISIONS], help="what the towers run in (default: fp32)")
+    add("--seed", type=int, default=0, help="of whatever is drawn (default: 0)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,48 +136,104 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from eval.report import build_report
 
         print(f"wrote {build_report(options.run, options.out)}")
-    else:
-        _score(options)
-    return 0
+        return 0
+    device = distributed.start()
+    try:
+        return _score(options, device)
+    finally:
+        distributed.stop()
 
 
-def _score(options: argparse.Namespace) -> None:
-    """Score one model on every dataset in turn; results are written after each.
+def _score(options: argparse.Namespace, device: torch.device) -> int:
+    """Score every model on every dataset; whatever ends it, the scores that there are stand on the terminal."""
+    place = _device(options.device, device)
+    tasks = tuple(options.task) if options.command == "run" else (options.command,)
+    if not options.data and not options.suite:
+        raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
+    root = options.data_root
+    named, _ = find_targets(options.data, root=root, prompts=options.prompts)
+    for target in named:  # what was named one by one fails before anything is scored
+        check_tasks(target.dataset, tasks or None)
+    others, trouble = find_targets([], options.suite, root=root, prompts=options.prompts)
+    names = {target.dataset.name for target in named}
+    targets = [*named, *(target for target in others if target.dataset.name not in names)]
+    sources = [_checkpoint(source) for source in options.model]
+    scored = Scored()
+    for source, run in sources:
+        out = options.out or (run or Path()) / "results.jsonl"
+        check_appendable(out)  # while nothing is lost yet
+        if len(sources) > 1 and distributed.rank() == 0:
+            print(f"\n{source}")
+        _score_model(source, out, targets, tasks, options, place, scored)
+    return _tell_trouble([*trouble, *scored.trouble], scored)
 
-    Whatever ends it, the scores that there are stand on the terminal.
-    """
-    device = _device(options.device)
-    datasets = open_datasets(options.data)
-    for dataset in datasets:  # all of them before the first is scored
-        check_tasks(dataset, [options.command])
-    source, run = _checkpoint(options.model)
+
+def _score_model(
+    source: str,
+    out: Path,
+    targets: Sequence[Target],
+    tasks: Sequence[str],
+    options: argparse.Namespace,
+    device: str,
+    scored: Scored,
+) -> None:
     model = clipkit.load(source, name=options.name, device=device)
     weights, step = weights_id(source)
-    out = options.out or (run or Path()) / "results.jsonl"
-    check_appendable(out)  # while nothing is lost yet
-    scores: list[Score] = []
+    ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
+    own = Scored(trouble=scored.trouble)
     try:
-        with _progress() as progress:
-            for dataset in datasets:
+        with _progress(ranks) as progress, _autocast(device, options.precision):
+
+            def started(dataset: EvalDataset) -> Callable[[int], None]:
                 bar = progress.add_task(dataset.name, total=len(dataset))
+                return lambda pictures: progress.advance(bar, pictures * ranks.world)
 
-                def advance(pictures: int, bar: TaskID = bar) -> None:
-                    progress.advance(bar, pictures)
-
-                found = evaluate(
-                    model,
-                    dataset,
-                    tasks=[options.command],
-                    batch_size=options.batch_size,
-                    progress=advance,
-                )
-                scores += found
-                origin = provenance(model, dataset, weights=weights)
-                append_results(out, found, step=step, provenance=origin)
+            run_model(
+                model,
+                targets,
+                out=out,
+                tasks=tasks,
+                options=Options(seed=options.seed),
+                skip_existing=options.skip_existing,
+                store=_store(options.features),
+                ranks=ranks,
+                batch_size=options.batch_size,
+                origin={"model": source, "weights": weights},
+                step=step,
+                started=started,
+                scored=own,
+            )
     finally:
-        if scores:
-            Console(highlight=False).print(_table(scores))
-    print(f"wrote {len(scores)} lines to {out.absolute()}")
+        scored.scores += own.scores
+        scored.found += own.found
+        if own.scores and ranks.rank == 0:
+            Console(highlight=False).print(score_table(own.scores))
+    if ranks.rank == 0:
+        there = f", {own.found} were there already" if options.skip_existing else ""
+        print(f"wrote {len(own.scores)} lines to {out.absolute()}{there}")
+
+
+def _tell_trouble(trouble: Sequence[Missing | ClipkitError], scored: Scored) -> int:
+    """Every dataset without scores, a line each; the exit status."""
+    broken = [one for one in trouble if not isinstance(one, Missing)]
+    if distributed.rank() == 0:
+        for one in trouble:
+            if isinstance(one, Missing):
+                print(f"not here: {one.name}: {one.how}", file=sys.stderr)
+            else:
+                print(f"not scored: {one}", file=sys.stderr)
+    return 1 if broken or not (scored.scores or scored.found) else 0
+
+
+def _store(features: str | None) -> Path | None:
+    if features is None:
+        return cache_folder() / "features"
+    return Path(features).expanduser() if features else None
+
+
+def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
+    dtype = _PRECISIONS[precision]
+    return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype)
 
 
 def _checkpoint(source: str) -> tuple[str, Path | None]:
@@ -150,9 +254,9 @@ def _checkpoint(source: str) -> tuple[str, Path | None]:
     return source, path.parent.parent if folder.name == "checkpoints" else None
 
 
-def _device(name: str) -> str:
+def _device(name: str, started: torch.device) -> str:
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return str(started)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -162,7 +266,7 @@ def _device(name: str) -> str:
     return name
 
 
-def _progress() -> Progress:
+def _progress(ranks: Ranks) -> Progress:
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -170,31 +274,8 @@ def _progress() -> Progress:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-
-
-def _table(scores: Sequence[Score]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dataset", overflow="fold")
-    table.add_column("metric", no_wrap=True)
-    for heading in ("value %", "95% interval", "chance %", "n"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    before = ""
-    for score in scores:
-        if before and score.dataset != before:
-            table.add_section()
-        name = score.dataset if score.dataset != before else ""
-        before = score.dataset
-        interval = f"{100 * score.low:.1f}–{100 * score.high:.1f}"
-        table.add_row(
-            Text(name),  # it may look like markup
-            score.metric,
-            f"{100 * score.value:.1f}",
-            interval,
-            f"{100 * score.chance:.2f}",
-            f"{score.n:,}",
-        )
-    return table
+    hidden = not sys.stderr.isatty() or ranks.rank > 0
+    return Progress(*columns, console=console, transient=True, disable=hidden)
 
 
 def _positive(text: str) -> int:
@@ -205,4 +286,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(distributed.together(main))

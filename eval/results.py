@@ -27,6 +27,7 @@ __all__ = [
     "latest_results",
     "provenance",
     "read_results",
+    "time_now",
     "weights_id",
 ]
 
@@ -194,8 +195,13 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
         "clipkit": _version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": time_now(),
     }
+
+
+def time_now() -> str:
+    """The time of a line, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def weights_id(source: str) -> tuple[str, int | None]:

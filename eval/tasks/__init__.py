@@ -1,16 +1,45 @@
 """What a model is asked to do with a dataset, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clipkit.errors import ConfigError, nearest
-from eval.dataset import EvalDataset
+from eval.dataset import TASKS, EvalDataset
+from eval.details import zero_shot_details
+from eval.details_file import Details
 from eval.results import Score
+from eval.subject import Subject
 from eval.tasks.classification import labels_of
 from eval.tasks.retrieval import captions_of, retrieval
 from eval.tasks.zero_shot import zero_shot
 
-__all__ = ["KNOWN_TASKS", "Task", "check_tasks"]
+__all__ = ["KNOWN_TASKS", "Options", "Outcome", "Task", "check_tasks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may choose of the tasks.
+
+    Attributes:
+        seed: of whatever is drawn: examples shown, splits carved, pictures of few shots.
+        details: whether what a page shows beside the scores is made too.
+    """
+
+    seed: int = 0
+    details: bool = True
+
+    def text_of(self, task: str) -> str:
+        """The options that the scores of a task depend on, for its lines."""
+        del task
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What a task gives: its scores, and what a page shows beside them."""
+
+    scores: list[Score]
+    details: Sequence[Details] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,21 +50,56 @@ class Task:
         what: it is, in a few words.
         run: scores a model on a dataset.
         check: raises DataError where a dataset lacks what it needs.
+        texts: those of a dataset that it will have encoded.
+        depends_on: facts of provenance that its scores depend on besides weights and pictures.
     """
 
     what: str
-    run: Callable[..., list[Score]]
+    run: Callable[[Subject, Options], Outcome]
     check: Callable[[EvalDataset], object]
+    texts: Callable[[EvalDataset], Iterable[str]] = lambda _: ()
+    depends_on: tuple[str, ...] = ()
+
+
+def _zero_shot(subject: Subject, options: Options) -> Outcome:
+    if not options.details:
+        return Outcome(scores=zero_shot(subject))
+    details = zero_shot_details(
+        subject.dataset,
+        subject.images().projected,
+        subject.class_weights(),
+        subject.logit_scale,
+        seed=options.seed,
+        device=subject.device,
+    )
+    return Outcome(scores=zero_shot(subject), details=[details])
+
+
+def _prompts(dataset: EvalDataset) -> Iterable[str]:
+    return (prompt for own in dataset.prompts() for prompt in own)
+
+
+def _captions(dataset: EvalDataset) -> Iterable[str]:
+    return (caption for own in dataset.captions or () for caption in own)
 
 
 KNOWN_TASKS: Mapping[str, Task] = {
     "zero-shot": Task(
-        what="classify pictures by the prompts of their class names", run=zero_shot, check=labels_of
+        what="classify pictures by the prompts of their class names",
+        run=_zero_shot,
+        check=labels_of,
+        texts=_prompts,
+        depends_on=("prompts",),
     ),
     "retrieval": Task(
-        what="find captions by pictures and pictures by captions", run=retrieval, check=captions_of
+        what="find captions by pictures and pictures by captions",
+        run=lambda subject, _: Outcome(scores=retrieval(subject)),
+        check=captions_of,
+        texts=_captions,
+        depends_on=("captions",),
     ),
 }
+assert set(KNOWN_TASKS) <= set(TASKS)
 
 
 def check_tasks(dataset: EvalDataset, tasks: Sequence[str] | None = None) -> tuple[str, ...]:

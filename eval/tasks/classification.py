@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.errors import DataError
 from eval.dataset import EvalDataset
 from eval.metrics import (
     Estimate,
@@ -36,7 +36,7 @@ from eval.metrics import (
 )
 from eval.results import Score
 
-__all__ = ["Answers", "check_metrics", "classification_scores", "labels_of", "metric_names"]
+__all__ = ["Answers", "classification_scores", "fitting_metrics", "labels_of", "metric_names"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,27 +143,26 @@ def labels_of(dataset: EvalDataset) -> Tensor:
     return dataset.labels
 
 
-def check_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
-    """The metrics, or the usual ones where none are named, after making sure that they fit the dataset.
+def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
+    """Of a card's metrics those of classification; the usual ones where there are none.
 
     Raises:
-        ConfigError: one is unknown.
         DataError: one is not for a dataset of this kind.
     """
     labels, classes = labels_of(dataset), len(dataset.class_names)
     several = labels.dim() == 2
-    if not metrics:
+    known = metric_names()
+    chosen = tuple(metric for metric in metrics if metric in known or _group_metric(metric) is not None)
+    if not chosen:
         usual = ("acc1", *(("acc5",) if classes > 5 else ()), "mean_per_class_recall")
         return tuple(_OF_SEVERAL) if several else usual
-    for metric in metrics:
-        if _group_metric(metric) is None and metric not in metric_names():
-            raise ConfigError(f"unknown metric {metric!r}: {nearest(metric, metric_names())}")
+    for metric in chosen:
         if (metric in _OF_SEVERAL) != several:
             kind = "several labels a picture" if several else "one label a picture"
             raise DataError(f"dataset {dataset.name} has {kind}, the metric {metric} is for the other kind")
         if metric == "roc_auc" and classes != 2:
             raise DataError(f"dataset {dataset.name} has {classes} classes, roc_auc is for 2")
-    return tuple(metrics)
+    return chosen
 
 
 def classification_scores(
@@ -174,15 +173,15 @@ def classification_scores(
     Args:
         answers: what it says.
         task: for the scores, such as "zero-shot".
-        metrics: by name; none for the usual ones.
+        metrics: a card's, of which those of classification count; none for the usual ones.
         setting: for the scores, such as "4-shot".
 
     Raises:
-        ConfigError, DataError: as for ``check_metrics``; or a metric is not defined for these labels.
+        DataError: a metric is not for a dataset of this kind, or not defined for these labels.
     """
     dataset = answers.dataset
     scores = []
-    for metric in check_metrics(dataset, metrics):
+    for metric in fitting_metrics(dataset, metrics):
         found = _estimate(answers, metric)
         scores.append(
             Score(
@@ -206,7 +205,7 @@ def _estimate(answers: Answers, metric: str) -> Estimate:
     if (group := _group_metric(metric)) is not None:
         name, k = group
         return worst_group_accuracy(answers.ranks < k, answers.group(name))
-    return (_OF_ONE_LABEL | _OF_SEVERAL)[metric](answers)
+    return (_OF_SEVERAL if metric in _OF_SEVERAL else _OF_ONE_LABEL)[metric](answers)
 
 
 def _group_metric(metric: str) -> tuple[str, int] | None:

@@ -6,7 +6,8 @@ this is the usual recall: a picture is found by any of its own captions, a capti
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
 
 
 def retrieval(subject: Subject) -> list[Score]:
-    """R@k (k = 1, 5, 10), mean and median rank, of pictures (``image_to_text_…``) and captions (``text_to_image_…``).
+    """R@k (k = 1, 5, 10), mean and median rank, as ``image_to_text_…`` and ``text_to_image_…``.
 
     A k that is not below the number of things to find is left out. Where pictures have several captions, these are
     resampled together for the interval of ``text_to_image_R@k``.
@@ -67,7 +68,16 @@ def retrieval(subject: Subject) -> list[Score]:
     several = total > len(dataset)
     right = torch.bincount(by_text[:, 0])
     back = _Found(place, text_counts, right, len(dataset), cluster=first if several else None)
-    return found + _scores(dataset, "text_to_image", back)
+    found += _scores(dataset, "text_to_image", back)
+    return [*found, _mean(found)]
+
+
+def _mean(scores: Sequence[Score]) -> Score:
+    """``mean_R@1``, of both directions, by which DataComp ranks models; the two go together, so no interval."""
+    first = [score for score in scores if score.metric.endswith("_R@1")]
+    chance = sum(score.chance or 0 for score in first) / len(first)
+    value = sum(score.value for score in first) / len(first)
+    return replace(first[0], metric="mean_R@1", value=value, low=None, high=None, chance=chance)
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,8 +71,10 @@ def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
     done = command("retrieval", "--model", checkpoint, "--data", data, "--out", "own.jsonl", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line["metric"] for line in read_results(tmp_path / "own.jsonl")] == [
-        f"{way}_R@{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)
-    ]
+        f"{way}_{metric}"
+        for way in ("image_to_text", "text_to_image")
+        for metric in ("R@1", "R@5", "R@10", "mean_rank", "median_rank")
+    ] + ["mean_R@1"]
 
 
 def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset, tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset
 def test_an_out_that_cannot_be_written_is_known_before_the_first_picture(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.__main__.evaluate", lambda *_, **__: pytest.fail("it was scored"))
+    monkeypatch.setattr("eval.__main__.run_model", lambda *_, **__: pytest.fail("it was scored"))
     (tmp_path / "file").write_text("")
     data = write_dataset()
     for out, cause in ((tmp_path / "file" / "x.jsonl", "Not a directory"), (tmp_path, "Is a directory")):

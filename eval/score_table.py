@@ -1,0 +1,47 @@
+"""Scores as a table for a terminal of 80 columns."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from eval.results import Score
+
+__all__ = ["score_table", "shown_value"]
+
+
+def score_table(scores: Sequence[Score]) -> Table:
+    """One row a score, a section a dataset."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("dataset", overflow="fold")
+    table.add_column("metric", overflow="fold")
+    for heading in ("value %", "95% interval", "chance %", "n"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    before = ("", "")
+    for score in scores:
+        group = (score.dataset, score.task)
+        if before[0] and group != before:
+            table.add_section()
+        name = score.dataset if group != before else ""
+        before = group
+        table.add_row(
+            Text(name),  # it may look like markup
+            Text(f"{score.metric} {score.setting}".strip()),
+            shown_value(score, score.value),
+            _interval(score),
+            "" if score.chance is None else f"{100 * score.chance:.2f}",
+            f"{score.n:,}",
+        )
+    return table
+
+
+def shown_value(score: Score, value: float) -> str:
+    """A share in percent, a rank as it is."""
+    return f"{value:,.1f}" if score.metric.endswith("_rank") else f"{100 * value:.1f}"
+
+
+def _interval(score: Score) -> str:
+    if score.low is None or score.high is None:
+        return ""
+    return f"{shown_value(score, score.low)}–{shown_value(score, score.high)}"
