@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import DEFAULT_TEMPLATES, EvalDataset, Pictures
+from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Pictures
 from eval.readers.checks import checked_set
 from eval.readers.parquet_files import ParquetFiles, open_parquet_files
 from eval.readers.parquet_pictures import ParquetPictures
+from eval.readers.published import CACHE_GB
 from eval.readers.winogavil import open_winogavil
 
 if TYPE_CHECKING:
@@ -77,8 +78,24 @@ class _Set:
         return DataError(f"dataset {self.name}: row {row} of {file} {what}")
 
 
-def open_hugging_face(place: Path | str, name: str, *, split: str, cache_gb: float) -> EvalDataset:
+def open_hugging_face(
+    place: Path | str,
+    name: str,
+    *,
+    split: str = TEST,
+    image: str = "",
+    caption: str = "",
+    cache_gb: float = CACHE_GB,
+) -> EvalDataset:
     """One split of a dataset in parquet files, in a folder of this machine or a store.
+
+    Args:
+        place: the folder; ``hf://datasets/OWNER/NAME`` at Hugging Face.
+        name: of the dataset.
+        split: which of its splits.
+        image: the column of the pictures, if it is not plain which it is.
+        caption: the column of the captions, likewise.
+        cache_gb: how much of remote files this machine keeps.
 
     Raises:
         NoSplit: it has no such split.
@@ -91,16 +108,19 @@ def open_hugging_face(place: Path | str, name: str, *, split: str, cache_gb: flo
         return _winoground(one)
     if columns >= set(_WINOGAVIL):
         return open_winogavil(place, name, split=split, files=files)
-    image = _image_column(one)
+    for column in filter(None, (image, caption)):
+        if column not in columns:
+            raise DataError(f"dataset {name} has no column {column!r}, only {_listed(files.schema.names)}")
+    image = image or _image_column(one)
     for right, pattern in _RIGHT_AND_WRONG:
         wrong = sorted(filter(pattern.fullmatch, columns))
         if right in columns and wrong:
             return _choices(one, image, [right, *wrong])
-    label, caption = _label_column(one), _first(_CAPTION, columns)
+    label, texts = _label_column(one), caption or _first(_CAPTION, columns)
     if label is not None:
-        return _classification(one, image, label, caption)
-    if caption is not None:
-        captions = _captions(one, caption)
+        return _classification(one, image, label, texts)
+    if texts is not None:
+        captions = _captions(one, texts)
         return one.dataset(ParquetPictures(files, [image]), ("retrieval",), captions=captions)
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"

@@ -15,10 +15,14 @@ from data.corpora.builtin import BUILTIN, built_in
 from data.remote.patience import shown
 from data.shard_file import is_remote
 from eval.dataset import TEST, EvalDataset
+from eval.readers.caption_choices import open_caption_choices
+from eval.readers.hugging_face import open_hugging_face
 from eval.readers.image_folder import open_image_folder, utf8_name
+from eval.readers.parquet_files import has_parquet
 from eval.readers.places import address_of, find_published
 from eval.readers.published import CACHE_GB, open_published
 from eval.readers.text_files import text_of
+from eval.readers.torchvision_sets import open_torchvision
 
 __all__ = ["open_dataset", "open_datasets"]
 
@@ -212,8 +216,6 @@ def _open_folder(folder: Path, name: str, options: Options) -> EvalDataset:
 def _open_remote(address: str, name: str, options: Options) -> EvalDataset:
     """Of a web server only the published layout is read, as it may not list its folders."""
     if not address.startswith(("http://", "https://")):
-        from eval.readers.parquet_files import has_parquet
-
         stated = text_of(f"{address}/{options.split}/nshards.txt")
         if stated is None and has_parquet(address, options.split):
             return _open_parquet(address, name, options)
@@ -231,20 +233,14 @@ def _open_published(place: Path | str, name: str, options: Options) -> EvalDatas
 
 
 def _open_parquet(place: Path | str, name: str, options: Options) -> EvalDataset:
-    from eval.readers.hugging_face import open_hugging_face
-
     return open_hugging_face(place, name, split=options.split, cache_gb=options.cache_gb)
 
 
 def _open_file(file: Path, name: str, options: Options) -> EvalDataset:
-    from eval.readers.caption_choices import open_caption_choices
-
     return open_caption_choices(file, name, split=options.split, images=options.images)
 
 
 def _open_torchvision(source: str, name: str, options: Options) -> EvalDataset:
-    from eval.readers.torchvision_sets import open_torchvision
-
     if options.root is None or is_remote(str(options.root)):
         raise DataError(f"dataset {name}: say in which folder torchvision's files lie (--data-root FOLDER)")
     kind = source.removeprefix(_TORCHVISION)

@@ -58,7 +58,8 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
     """
     for name in names:
         flat = name.replace("/", "-")
-        for candidate in dict.fromkeys((f"wds_{flat}", f"wds_{flat}_test", flat, name)):
+        published = flat if flat.startswith("wds_") else f"wds_{flat}"
+        for candidate in dict.fromkeys((published, f"{published}_test", flat, name)):
             place = beside(root, candidate)
             if isinstance(place, Path):
                 if place.expanduser().is_dir():

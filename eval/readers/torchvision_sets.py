@@ -71,16 +71,19 @@ def open_torchvision(
     *,
     name: str = "",
     split: str = TEST,
+    splits: Splits | None = None,
     arguments: Mapping[str, Any] | None = None,
     download: bool = False,
 ) -> EvalDataset:
-    """One of ``TORCHVISION_SETS``; its class names are torchvision's ``.classes``, unchanged, for cards to bind to.
+    """One of torchvision's sets; its class names are torchvision's ``.classes``, unchanged, for cards to bind to.
 
     Args:
         kind: the name of the class, such as "CIFAR10".
         root: the folder in which its files lie, as torchvision takes it.
         name: of the dataset; ``kind`` if empty.
         split: "train", "val", "test", or "all" of those without splits.
+        splits: what the class is told for each split, if not what ``TORCHVISION_SETS`` says; with it other classes
+            than those can be opened.
         arguments: more that the class is told, such as ``{"partition": 2}`` of DTD; they win over the split's.
         download: fetch its files if they are not there.
 
@@ -90,11 +93,11 @@ def open_torchvision(
         ConfigError: there is no such set.
     """
     name = name or kind
-    if kind not in TORCHVISION_SETS:
+    splits = splits or TORCHVISION_SETS.get(kind)
+    if splits is None or not hasattr(importlib.import_module("torchvision.datasets"), kind):
         raise ConfigError(f"no dataset torchvision:{kind[:40]}: {nearest(kind[:40], TORCHVISION_SETS)}")
-    splits = TORCHVISION_SETS[kind]
     if split not in splits:
-        raise NoSplit(_about_split(name, kind, split))
+        raise NoSplit(_about_split(name, kind, split, splits))
     told = {**splits[split], **(arguments or {})}
     dataset = _made(name, kind, root, told, download)
     files, labels = _files(dataset), _labels(name, dataset)
@@ -122,8 +125,7 @@ def open_torchvision(
     )
 
 
-def _about_split(name: str, kind: str, split: str) -> str:
-    splits = TORCHVISION_SETS[kind]
+def _about_split(name: str, kind: str, split: str, splits: Splits) -> str:
     if ALL in splits:
         return (
             f"dataset {name} has no split {split!r}: torchvision's {kind} has none and gives all its pictures, "

@@ -13,7 +13,7 @@ from pyarrow import parquet as pq
 
 from clipkit.errors import DataError
 from eval.dataset import EvalDataset, NoSplit
-from eval.readers import open_dataset
+from eval.readers import open_dataset, open_hugging_face
 from eval.readers.parquet_pictures import ParquetPictures
 from tests.data.remote import servers
 from tests.data.remote.servers import Nginx
@@ -108,6 +108,13 @@ def test_retrieval(tmp_path: Path) -> None:
     dataset = open_dataset(write(tmp_path / "flickr/TEST/0000.parquet", columns).parent)
     assert (dataset.captions, dataset.tasks) == ((("a", "b"), ("c",)), ("retrieval",))
     assert dataset.name == "TEST"
+    columns |= {"thumb": images(2, start=7), "alt": ["x", "y"]}
+    other = open_hugging_face(
+        write(tmp_path / "o/test.parquet", columns).parent, "o", image="thumb", caption="alt"
+    )
+    assert other.captions == (("x",), ("y",)) and read(other) == [b"picture 7", b"picture 8"]
+    with pytest.raises(DataError, match="dataset o has no column 'alts', only image, caption"):
+        open_hugging_face(tmp_path / "o", "o", caption="alts")
     lacking = write(tmp_path / "x/test/0.parquet", {"image": images(2), "caption": [["a"], []]})
     assert "row 1 of" in refusal(lacking.parents[1]) and "has no caption" in refusal(lacking.parents[1])
 

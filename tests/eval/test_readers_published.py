@@ -203,6 +203,9 @@ def test_over_the_network(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.Monk
     assert len(nginx.requests()) == asked  # its shards are in the cache
     assert pixels(ranged) == pixels(here)
     assert len(open_dataset(page, split="train")) == 1
+    owner = nginx.url("datasets/who")
+    assert find_published(owner, ["few", "many"]) == f"{owner}/wds_many"
+    assert open_dataset("many", root=owner).revision == there.revision
 
     assert "/val/nshards.txt, which says how many shards there are" in refusal(page, split="val")
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"3\n")

@@ -105,6 +105,12 @@ def test_arguments_of_a_card(tmp_path: Path) -> None:
     for partition in (1, 2):
         ours = open_torchvision("DTD", tmp_path, arguments={"partition": partition})
         same_as_torchvision(ours, DTD(str(tmp_path), split="test", partition=partition))
+    own = {"val": {"split": "test", "partition": 2}}
+    same_as_torchvision(
+        open_torchvision("DTD", tmp_path, split="val", splits=own), DTD(str(tmp_path), "test", 2)
+    )
+    with pytest.raises(NoSplit, match="has no split 'test', only val"):
+        open_torchvision("DTD", tmp_path, splits=own)
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
