@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN
 from eval.cards import (
+    Card,
+    Prompts,
+    Sources,
+    Torchvision,
     card_names,
+    card_toml,
     load_card,
     load_suite,
     parse_card,
     read_card,
     suite_names,
 )
-from eval.class_keys import loose_form
+from eval.cards.class_keys import loose_form
+from eval.readers.torchvision_sets import TORCHVISION_SETS
 
 # CLIP paper, Table 9: classes (misprints mended), train, test, metric; templates as openai/CLIP publishes them
 PAPER_27 = {
@@ -100,9 +106,11 @@ def test_every_card_loads_and_says_how_to_get_it() -> None:
         assert card.license
         assert card.citation or name in BUILTIN
         assert card.home or name in BUILTIN
-        assert set(card.sources.urls) | set(card.sources.folders) or card.get
+        if card.sources.torchvision:
+            splits = TORCHVISION_SETS[card.sources.torchvision.name]
+            assert {card.sources.torchvision.split(split) for split in card.splits} <= set(splits)
         assert not card.stand_in or load_card(card.stand_in).metric == card.metric
-        assert card.splits.get("test") or card.captions or name == "icons"
+        assert card.splits.get("test") or card.captions or card.items or name == "icons"
 
 
 def test_suites_have_the_members_that_their_names_promise() -> None:
@@ -248,6 +256,12 @@ def test_imagenet_has_the_names_and_templates_of_open_clip() -> None:
     swapped = [names[1], names[0], *names[2:]]
     with pytest.raises(DataError, match="line 1 of the class names is 'goldfish', which is class 1"):
         card.prompts("openai", swapped)
+    other_words = [f"{name} thing" if number % 3 else name for number, name in enumerate(names)]
+    with pytest.raises(DataError, match="no class goes by 'goldfish thing'"):  # too few say where they belong
+        card.prompts("openai", other_words)
+    as_text = sorted(map(str, range(1000)))  # the folders of ImageNet-V2, as a reader sorts them
+    by_number = load_card("imagenetv2").prompts("openai", as_text).class_names
+    assert by_number == tuple((names[int(number)],) for number in as_text)
     for name in ("imagenet-a", "imagenet-o", "imagenet-r"):
         some = load_card(name)
         by_folder = some.prompts("openai", some.keys)
@@ -367,6 +381,63 @@ def test_prompts_that_take_from_each_other_in_a_circle_are_refused() -> None:
     text = GOOD + '[prompts.a]\ntemplates = "b"\n[prompts.b]\ntemplates = "a"\n'
     with pytest.raises(DataError, match=r"mine: prompts.a.templates goes in a circle: a, b"):
         parse_card(text, name="mine", file="mine")
+
+
+def test_a_card_that_is_written_reads_as_the_same() -> None:
+    for name in card_names():
+        card = load_card(name)
+        assert vars(parse_card(card_toml(card), name=name, file=name)) == vars(card)
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(
+    title=TEXTS, keys=st.lists(TEXTS, min_size=1, max_size=5, unique=True), names=st.lists(TEXTS, min_size=5)
+)
+def test_a_users_own_card_is_read_as_it_was_written(title: str, keys: list[str], names: list[str]) -> None:
+    own = {key: (name, "other") for key, name in zip(keys, names, strict=False)}
+    card = Card(
+        name="mine",
+        title=title or "mine",
+        tasks=("zero-shot",),
+        metric="acc1",
+        classes=len(keys),
+        keys=tuple(keys),
+        splits={"test": 3},
+        prompt_sets={
+            "own": Prompts(name="own", names=own, templates=("{c}", f"{title} {{c}}"), source=title),
+            "simple": Prompts(name="simple", names=own, templates=("a photo of a {c}.",), source=""),
+        },
+        sources=Sources(
+            torchvision=Torchvision(name="DTD", arguments={"partition": 2}, splits={"test": "all"})
+        ),
+    )
+    read = parse_card(card_toml(card), name="mine", file="card.toml")
+    assert vars(read) == vars(card)
+    assert read.prompts("own", keys).class_names == tuple(own[key] for key in keys)
+
+
+def test_torchvisions_classes_bind() -> None:
+    from torchvision.datasets import MNIST, Flowers102
+
+    flowers, mnist = load_card("flowers"), load_card("mnist")
+    assert flowers.class_order(Flowers102.classes) == tuple(range(102))
+    assert mnist.class_order(MNIST.classes) == tuple(range(10))
+    assert load_card("gtsrb").prompts("openai", ()).class_names[14] == ("stop",)  # only numbers its classes
+    with pytest.raises(DataError, match="no class goes by '0'"):
+        load_card("stl10").prompts("openai", ())
+    assert load_card("gtsrb").class_order([f"{number:05d}" for number in range(43)]) == tuple(range(43))
+
+
+def test_partial_data_is_refused() -> None:
+    card = load_card("pets")
+    card.check_size("test", 3669)
+    card.check_size("val", 7)  # of which the card says nothing
+    with pytest.raises(
+        DataError, match="split 'test' has 3,668 pictures, its card says 3,669; fetch it again"
+    ):
+        card.check_size("test", 3668)
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:

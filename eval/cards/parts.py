@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from eval.card_fields import Fields
+from eval.cards.fields import Fields, read_fields
 
 __all__ = [
     "CARD_METRICS",
     "CARD_TASKS",
+    "DATASETS",
     "FOLDER",
     "Expected",
     "Hub",
@@ -18,8 +21,10 @@ __all__ = [
     "Published",
     "Sources",
     "Torchvision",
+    "counts_of",
     "expected_of",
     "from_open_clip",
+    "imagenet_names",
     "metrics_of",
     "paper_of",
     "prompts_of",
@@ -31,16 +36,16 @@ __all__ = [
 
 CARD_TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
 CARD_METRICS = (
-    "acc1", "acc5", "mean_top1_top5", "mean_per_class_recall", "f1_macro",
+    "acc1", "acc5", "mean_top1_top5", "mean_per_class_recall", "f1_macro", "roc_auc",
     "map_11_point", "map_11_point_softmax", "mean_average_precision", "mean_average_precision_softmax",
-    "roc_auc",
     "image_to_text_R@1", "image_to_text_R@5", "image_to_text_R@10",
     "text_to_image_R@1", "text_to_image_R@5", "text_to_image_R@10",
-    "mean_R@1",  # the mean of both directions, DataComp's score for retrieval
-    "text_score", "image_score", "group_score",  # Winoground
-    "pairwise_accuracy",  # the right caption above every wrong one: SugarCrepe, ARO
-    "jaccard",  # WinoGAViL
+    "mean_R@1",  # of both directions, DataComp's score for retrieval
+    "text", "image", "group",  # Winoground
+    "accuracy", "mean_per_group_accuracy",  # the right caption above every wrong one: SugarCrepe, ARO
+    "jaccard", "jaccard_10", "jaccard_12", "jaccard_10-12",  # WinoGAViL, by how many candidates
 )  # fmt: skip
+DATASETS = Path(__file__).parents[1] / "datasets"  # the cards that clipkit brings
 FOLDER = "folder"  # names or templates that are those beside the pictures
 _TEMPLATES = ("OPENAI_IMAGENET_TEMPLATES", "SIMPLE_IMAGENET_TEMPLATES")  # open_clip's
 
@@ -88,21 +93,23 @@ class Prompts:
 
 @dataclass(frozen=True, kw_only=True)
 class Torchvision:
-    """How torchvision makes it: the class of ``torchvision.datasets``, what it is called with, and by split."""
+    """A class of ``torchvision.datasets``: what it is told besides its split, and our names of its splits."""
 
     name: str
     arguments: Mapping[str, Any]
-    splits: Mapping[str, Mapping[str, Any]]
+    splits: Mapping[str, str]
+
+    def split(self, ours: str) -> str:
+        """What ``eval.readers`` calls a split of the card: "all" of a set without splits may be its test."""
+        return self.splits.get(ours, ours)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hub:
-    """A dataset of the Hugging Face hub, and which of its splits and columns are meant."""
+    """A dataset of the Hugging Face hub as parquet files, and which of its splits is the test."""
 
     name: str
     split: str
-    image: str
-    caption: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,30 +240,20 @@ def sources_of(fields: Fields) -> Sources:
 def _torchvision(fields: Fields | None) -> Torchvision | None:
     if fields is None:
         return None
-    splits = fields.table("splits")
+    arguments, splits = fields.table("arguments"), fields.table("splits")
     found = Torchvision(
         name=fields.text("class"),
-        arguments=dict(_raw_table(fields, "arguments")),
-        splits={name: _raw_table(splits, name) for name in splits.names()} if splits else {},
+        arguments={key: arguments.raw(key) for key in arguments.names()} if arguments else {},
+        splits={split: splits.text(split) for split in splits.names()} if splits else {},
     )
     fields.end()
     return found
 
 
-def _raw_table(fields: Fields, key: str) -> dict[str, Any]:
-    table = fields.table(key)
-    return {name: table.raw(name) for name in table.names()} if table else {}
-
-
 def _hub(fields: Fields | None) -> Hub | None:
     if fields is None:
         return None
-    found = Hub(
-        name=fields.text("name"),
-        split=fields.text("split", "test"),
-        image=fields.text("image", "image"),
-        caption=fields.text("caption", ""),
-    )
+    found = Hub(name=fields.text("name"), split=fields.text("split", "test"))
     fields.end()
     return found
 
@@ -330,9 +327,22 @@ def metrics_of(columns: Iterable[str]) -> tuple[str, ...]:
     return (*CARD_METRICS, *(f"worst_{column}_acc{k}" for column in columns for k in (1, 5)))
 
 
+def counts_of(fields: Fields, key: str) -> dict[str, int]:
+    """A table of counts by split."""
+    table = fields.table(key)
+    return {split: table.whole(split) or 0 for split in table.names()} if table else {}
+
+
 def from_open_clip(name: str) -> tuple[str, ...]:
-    """One of open_clip's lists; its templates are functions of the class name."""
+    """One of open_clip's lists, "open_clip:" before it; its templates are functions of the class name."""
     import open_clip
 
     values = getattr(open_clip, name.removeprefix("open_clip:"))
     return tuple(value if isinstance(value, str) else value("{c}") for value in values)
+
+
+@cache
+def imagenet_names() -> dict[str, str]:
+    """open_clip's class names by WordNet number, which are the keys of the card imagenet1k in label order."""
+    keys = read_fields(DATASETS / "imagenet1k.toml").texts("keys")
+    return dict(zip(keys, from_open_clip("open_clip:IMAGENET_CLASSNAMES"), strict=True))

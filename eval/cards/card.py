@@ -1,65 +1,23 @@
-"""A card per dataset, and suites of cards: what a dataset is, how it is scored, what others measured.
-
-A card is a TOML file: ``eval/datasets/NAME.toml`` for the datasets that clipkit knows, ``card.toml`` beside a
-user's own pictures. ``eval/datasets/suites.toml`` lists the suites. Class names are bound to the dataset's own
-class keys (``eval.class_keys``), because published lists of them are not all in the order of the labels.
-"""
+"""What a dataset is, how it is scored and what others measured on it; and datasets that are scored together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 
 from clipkit.errors import DataError, nearest
-from eval.card_fields import Fields, parse_fields, read_fields
-from eval.card_parts import (
-    CARD_METRICS,
-    CARD_TASKS,
+from eval.cards.class_keys import Words, bind_keys, unique_words
+from eval.cards.parts import (
     FOLDER,
     Expected,
-    Hub,
     Paper,
     Prompts,
     PromptSet,
     Published,
     Sources,
-    Torchvision,
-    expected_of,
     from_open_clip,
-    metrics_of,
-    paper_of,
-    prompts_of,
-    published_of,
-    sources_of,
-    superclasses_of,
-    words_by_key,
+    imagenet_names,
 )
-from eval.class_keys import Words, bind_keys, unique_words
 
-__all__ = [
-    "CARD_METRICS",
-    "CARD_TASKS",
-    "Card",
-    "Expected",
-    "Hub",
-    "Paper",
-    "PromptSet",
-    "Prompts",
-    "Published",
-    "Sources",
-    "Suite",
-    "Torchvision",
-    "card_names",
-    "load_card",
-    "load_suite",
-    "parse_card",
-    "read_card",
-    "suite_names",
-]
-
-_SIMPLE = ("a photo of a {c}.",)
-_DATASETS = Path(__file__).parent / "datasets"
-_SUITES = "suites"
+__all__ = ["Card", "Suite"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,11 +33,13 @@ class Card:
         classes: how many; None for datasets without classes.
         keys: what the dataset calls its classes, in the order of its labels; () where the card does not know.
         aliases: by key, what else the class goes by.
-        label_is_line: the class names are not distinct, so a ``classnames.txt`` is bound line by line.
+        label_is_line: some class names stand for two classes, so a ``classnames.txt`` is bound line by line; and
+            the number of a class is a key of it.
         superclasses: by name, the keys of their classes.
         multilabel: whether a picture may have several labels.
         splits: how many pictures each has; of the others the card does not know.
         captions: how many captions each split has.
+        items: how many things are asked of each split where these are not its pictures: pairs of pictures, cues.
         prompt_sets: as stated; the first is the one to use unless the user says otherwise.
         sources: where it is to be had.
         metadata: facts about each picture, the columns of the ``npy`` beside it; metrics may group by one, as
@@ -108,6 +68,7 @@ class Card:
     multilabel: bool = False
     splits: Mapping[str, int] = field(default_factory=dict)
     captions: Mapping[str, int] = field(default_factory=dict)
+    items: Mapping[str, int] = field(default_factory=dict)
     prompt_sets: Mapping[str, Prompts] = field(default_factory=dict)
     sources: Sources = field(default_factory=Sources)
     metadata: tuple[str, ...] = ()
@@ -125,6 +86,14 @@ class Card:
     def metrics(self) -> tuple[str, ...]:
         """The primary metric, then the further ones."""
         return (self.metric, *self.further)
+
+    def check_size(self, split: str, pictures: int) -> None:
+        """DataError if a split has not as many pictures as the card states: partial or other data."""
+        if (stated := self.splits.get(split, pictures)) != pictures:
+            raise DataError(
+                f"dataset {self.name}: split {split!r} has {pictures:,} pictures, its card says {stated:,}; "
+                f"fetch it again: {self.get or self.home}"
+            )
 
     def class_order(self, keys: Sequence[str]) -> tuple[int, ...]:
         """By label of a dataset with these class keys, the number of the class in ``self.keys``.
@@ -146,7 +115,8 @@ class Card:
 
         Args:
             prompt_set: its name, one of ``self.prompt_sets``.
-            keys: what the dataset itself calls its classes, in the order of its labels.
+            keys: what the dataset itself calls its classes, in the order of its labels; none where it only numbers
+                them, which binds them if their numbers are keys or aliases.
             templates: those beside its pictures, for prompt sets that take them from there.
 
         Raises:
@@ -155,6 +125,7 @@ class Card:
         if prompt_set not in self.prompt_sets:
             hint = nearest(prompt_set, self.prompt_sets) if self.prompt_sets else "it has none"
             raise DataError(f"card {self.name} has no prompts {prompt_set!r}: {hint}")
+        keys = keys or tuple(map(str, range(self.classes or 0)))
         if self.classes is not None and len(keys) != self.classes:
             raise DataError(f"card {self.name} has {self.classes} classes, the dataset {len(keys)}")
         stated = self.prompt_sets[prompt_set]
@@ -178,7 +149,7 @@ class Card:
         if names == FOLDER:
             return None
         if names.startswith("open_clip:"):
-            by_key = dict(zip(load_card("imagenet1k").keys, from_open_clip(names), strict=True))
+            by_key = imagenet_names()
             return tuple((by_key[key],) for key in self.keys)
         return self._names(names)
 
@@ -196,7 +167,7 @@ class Card:
         words = [
             (word, number)
             for number, key in enumerate(self.keys)
-            for word in (key, *self.aliases.get(key, ()))
+            for word in (key, *self.aliases.get(key, ()), *([str(number)] if self.label_is_line else []))
         ]
         yield False, unique_words(words, loose=False)
         yield True, unique_words(words, loose=True)
@@ -241,154 +212,3 @@ class Suite:
         if not self.metric:
             return card.metrics
         return (self.metric, *(metric for metric in card.metrics if metric != self.metric))
-
-
-def card_names() -> tuple[str, ...]:
-    """The datasets that clipkit has a card of."""
-    return tuple(sorted(path.stem for path in _DATASETS.glob("*.toml") if path.stem != _SUITES))
-
-
-@cache
-def load_card(name: str) -> Card:
-    """A dataset's card.
-
-    Raises:
-        DataError: there is none.
-    """
-    if name not in card_names():
-        raise DataError(f"there is no card of a dataset {name!r}: {nearest(name, card_names())}")
-    return read_card(_DATASETS / f"{name}.toml")
-
-
-def read_card(path: Path, *, name: str = "") -> Card:
-    """The card in a file, a user's own for instance; it is named like the file unless ``name`` is given.
-
-    Raises:
-        DataError: the file cannot be read, or something in it is wrong.
-    """
-    return _card(read_fields(path), name or path.stem)
-
-
-def parse_card(text: str, *, name: str, file: str) -> Card:
-    """The card in a text; ``file`` is what messages call it."""
-    return _card(parse_fields(text, file=file), name)
-
-
-def _card(fields: Fields, name: str) -> Card:
-    classes, keys = fields.whole("classes"), _keys(fields)
-    if keys and classes not in (None, len(keys)):
-        raise fields.wrong("classes", f"{len(keys)}, as many as there are keys")
-    if len(set(keys)) < len(keys):
-        doubled = next(key for number, key in enumerate(keys) if key in keys[:number])
-        raise fields.wrong("keys", f"a list in which no key stands twice, but {doubled!r} does")
-    sets, sources = fields.table("prompts"), fields.table("sources")
-    prompt_sets = prompts_of(sets, keys) if sets else {}
-    if (classes or keys) and "simple" not in prompt_sets:
-        names = next(iter(prompt_sets), None) if keys else FOLDER
-        prompt_sets["simple"] = Prompts(
-            name="simple", names=names or {}, templates=_SIMPLE, source="the plainest prompt there is"
-        )
-    metadata = fields.texts("metadata", ())
-    metrics = metrics_of(metadata)
-    splits, captions = fields.table("splits"), fields.table("captions")
-    card = Card(
-        name=name,
-        title=fields.text("title", name),
-        tasks=fields.some_of("tasks", CARD_TASKS),
-        metric=fields.one_of("metric", metrics),
-        further=fields.some_of("further", metrics, ()),
-        classes=len(keys) or classes,
-        keys=keys,
-        aliases=words_by_key(fields, "aliases", keys),
-        label_is_line=fields.flag("label_is_line"),
-        superclasses=superclasses_of(fields, keys),
-        multilabel=fields.flag("multilabel"),
-        splits={split: splits.whole(split) or 0 for split in splits.names()} if splits else {},
-        captions={split: captions.whole(split) or 0 for split in captions.names()} if captions else {},
-        prompt_sets=prompt_sets,
-        sources=sources_of(sources) if sources else Sources(),
-        metadata=metadata,
-        stand_in=fields.text("stand_in", ""),
-        get=fields.text("get", ""),
-        home=fields.text("home", ""),
-        license=fields.text("license", ""),
-        citation=fields.text("citation", ""),
-        note=fields.text("note", ""),
-        paper=paper_of(fields.table("paper")),
-        published=tuple(published_of(one, metrics) for one in fields.tables("published")),
-        expected=tuple(one for table in fields.tables("expected") for one in expected_of(table, metrics)),
-    )
-    fields.end()
-    _check(card, fields)
-    return card
-
-
-def _keys(fields: Fields) -> tuple[str, ...]:
-    """A list, or the name of the card whose keys these are too."""
-    if not isinstance(fields.raw("keys"), str):
-        return fields.texts("keys", ())
-    return load_card(fields.one_of("keys", [name for name in card_names() if name != "suites"])).keys
-
-
-def _check(card: Card, fields: Fields) -> None:
-    if card.metric in card.further:
-        raise fields.wrong("further", f"without {card.metric!r}, which is the metric already")
-    for name in card.prompt_sets:
-        _check_references(card, fields, name)
-    for prompts in (*(one.prompts for one in card.published), *(one.prompts for one in card.expected)):
-        if prompts and prompts not in card.prompt_sets:
-            raise DataError(
-                f"{fields.file}: published and expected scores are of the card's prompts, not {prompts!r}: "
-                f"{nearest(prompts, card.prompt_sets) if card.prompt_sets else 'it has none'}"
-            )
-    if len(set(card.aliases) | set(card.keys)) > len(card.keys):
-        raise fields.wrong("aliases", "of classes that stand in keys")
-
-
-def _check_references(card: Card, fields: Fields, name: str) -> None:
-    """A prompt set that takes names or templates of another must end at some."""
-    for what in ("names", "templates"):
-        seen = [name]
-        while (
-            isinstance(given := getattr(card.prompt_sets[seen[-1]], what), str) and given in card.prompt_sets
-        ):
-            if given in seen:
-                raise DataError(f"{fields.file}: prompts.{name}.{what} goes in a circle: {', '.join(seen)}")
-            seen.append(given)
-
-
-def suite_names() -> tuple[str, ...]:
-    """The suites that clipkit knows."""
-    return tuple(_suites())
-
-
-def load_suite(name: str) -> Suite:
-    """A suite of cards.
-
-    Raises:
-        DataError: there is none.
-    """
-    suites = _suites()
-    if name not in suites:
-        raise DataError(f"there is no suite {name!r}: {nearest(name, suites)}")
-    return suites[name]
-
-
-@cache
-def _suites() -> dict[str, Suite]:
-    fields = read_fields(_DATASETS / f"{_SUITES}.toml")
-    found = {}
-    for name in fields.names():
-        table = fields.table(name)
-        assert table is not None
-        found[name] = Suite(
-            name=name,
-            title=table.text("title"),
-            cards=table.some_of("cards", card_names()),
-            prompts=table.text("prompts", ""),
-            metric=table.one_of("metric", CARD_METRICS, ""),
-            note=table.text("note", ""),
-            source=table.text("source", ""),
-        )
-        table.end()
-    return found

@@ -43,7 +43,8 @@ def bind_keys(
         given: the dataset's own keys, in the order of its labels.
         keys: the card's.
         books: what stands for its classes, and whether loosely; the first that has a key decides.
-        lines: whether keys that cannot all be bound may be the card's line by line, if none contradicts it.
+        lines: whether keys of which some cannot be bound are the card's line by line, if most say so and none
+            contradicts it.
 
     Returns:
         By label, the number of the class on the card.
@@ -61,7 +62,7 @@ def bind_keys(
     bound = [number for number in found if number is not None]
     if len(bound) == len(given) == len(keys) == len(set(bound)):
         return tuple(bound)
-    if lines and len(given) == len(keys):
+    if lines and len(given) == len(keys) and 2 * len(bound) >= len(keys):
         for label, one in enumerate(found):
             if one not in (None, label):
                 raise DataError(

@@ -1,0 +1,181 @@
+"""Reads cards and suites from their TOML files, and checks them."""
+
+from functools import cache
+from pathlib import Path
+
+from clipkit.errors import DataError, nearest
+from eval.cards.card import Card, Suite
+from eval.cards.fields import Fields, parse_fields, read_fields
+from eval.cards.parts import (
+    CARD_METRICS,
+    CARD_TASKS,
+    DATASETS,
+    FOLDER,
+    Prompts,
+    Sources,
+    counts_of,
+    expected_of,
+    metrics_of,
+    paper_of,
+    prompts_of,
+    published_of,
+    sources_of,
+    superclasses_of,
+    words_by_key,
+)
+
+__all__ = ["card_names", "load_card", "load_suite", "parse_card", "read_card", "suite_names"]
+
+_SUITES = "suites"
+_SIMPLE = ("a photo of a {c}.",)
+
+
+def card_names() -> tuple[str, ...]:
+    """The datasets that clipkit has a card of."""
+    return tuple(sorted(path.stem for path in DATASETS.glob("*.toml") if path.stem != _SUITES))
+
+
+@cache
+def load_card(name: str) -> Card:
+    """A dataset's card.
+
+    Raises:
+        DataError: there is none.
+    """
+    if name not in card_names():
+        raise DataError(f"there is no card of a dataset {name!r}: {nearest(name, card_names())}")
+    return read_card(DATASETS / f"{name}.toml")
+
+
+def read_card(path: Path, *, name: str = "") -> Card:
+    """The card in a file, a user's own for instance; it is named like the file unless ``name`` is given.
+
+    Raises:
+        DataError: the file cannot be read, or something in it is wrong.
+    """
+    return _card(read_fields(path), name or path.stem)
+
+
+def parse_card(text: str, *, name: str, file: str) -> Card:
+    """The card in a text; ``file`` is what messages call it."""
+    return _card(parse_fields(text, file=file), name)
+
+
+def _card(fields: Fields, name: str) -> Card:
+    classes, keys = fields.whole("classes"), _keys(fields)
+    if keys and classes not in (None, len(keys)):
+        raise fields.wrong("classes", f"{len(keys)}, as many as there are keys")
+    if len(set(keys)) < len(keys):
+        doubled = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise fields.wrong("keys", f"a list in which no key stands twice, but {doubled!r} does")
+    sets, sources = fields.table("prompts"), fields.table("sources")
+    prompt_sets = prompts_of(sets, keys) if sets else {}
+    if (classes or keys) and "simple" not in prompt_sets:
+        names = next(iter(prompt_sets), None) if keys else FOLDER
+        prompt_sets["simple"] = Prompts(
+            name="simple", names=names or {}, templates=_SIMPLE, source="the plainest prompt there is"
+        )
+    metadata = fields.texts("metadata", ())
+    metrics = metrics_of(metadata)
+    card = Card(
+        name=name,
+        title=fields.text("title", name),
+        tasks=fields.some_of("tasks", CARD_TASKS),
+        metric=fields.one_of("metric", metrics),
+        further=fields.some_of("further", metrics, ()),
+        classes=len(keys) or classes,
+        keys=keys,
+        aliases=words_by_key(fields, "aliases", keys),
+        label_is_line=fields.flag("label_is_line"),
+        superclasses=superclasses_of(fields, keys),
+        multilabel=fields.flag("multilabel"),
+        splits=counts_of(fields, "splits"),
+        captions=counts_of(fields, "captions"),
+        items=counts_of(fields, "items"),
+        prompt_sets=prompt_sets,
+        sources=sources_of(sources) if sources else Sources(),
+        metadata=metadata,
+        stand_in=fields.text("stand_in", ""),
+        get=fields.text("get", ""),
+        home=fields.text("home", ""),
+        license=fields.text("license", ""),
+        citation=fields.text("citation", ""),
+        note=fields.text("note", ""),
+        paper=paper_of(fields.table("paper")),
+        published=tuple(published_of(one, metrics) for one in fields.tables("published")),
+        expected=tuple(one for table in fields.tables("expected") for one in expected_of(table, metrics)),
+    )
+    fields.end()
+    _check(card, fields)
+    return card
+
+
+def _keys(fields: Fields) -> tuple[str, ...]:
+    """A list, or the name of the card whose keys these are too."""
+    if not isinstance(fields.raw("keys"), str):
+        return fields.texts("keys", ())
+    return load_card(fields.one_of("keys", [name for name in card_names() if name != "suites"])).keys
+
+
+def _check(card: Card, fields: Fields) -> None:
+    if card.metric in card.further:
+        raise fields.wrong("further", f"without {card.metric!r}, which is the metric already")
+    for name in card.prompt_sets:
+        _check_references(card, fields, name)
+    for prompts in (*(one.prompts for one in card.published), *(one.prompts for one in card.expected)):
+        if prompts and prompts not in card.prompt_sets:
+            raise DataError(
+                f"{fields.file}: published and expected scores are of the card's prompts, not {prompts!r}: "
+                f"{nearest(prompts, card.prompt_sets) if card.prompt_sets else 'it has none'}"
+            )
+    if len(set(card.aliases) | set(card.keys)) > len(card.keys):
+        raise fields.wrong("aliases", "of classes that stand in keys")
+
+
+def _check_references(card: Card, fields: Fields, name: str) -> None:
+    """A prompt set that takes names or templates of another must end at some."""
+    for what in ("names", "templates"):
+        seen = [name]
+        while (
+            isinstance(given := getattr(card.prompt_sets[seen[-1]], what), str) and given in card.prompt_sets
+        ):
+            if given in seen:
+                raise DataError(f"{fields.file}: prompts.{name}.{what} goes in a circle: {', '.join(seen)}")
+            seen.append(given)
+
+
+def suite_names() -> tuple[str, ...]:
+    """The suites that clipkit knows."""
+    return tuple(_suites())
+
+
+def load_suite(name: str) -> Suite:
+    """A suite of cards.
+
+    Raises:
+        DataError: there is none.
+    """
+    suites = _suites()
+    if name not in suites:
+        raise DataError(f"there is no suite {name!r}: {nearest(name, suites)}")
+    return suites[name]
+
+
+@cache
+def _suites() -> dict[str, Suite]:
+    fields = read_fields(DATASETS / f"{_SUITES}.toml")
+    found = {}
+    for name in fields.names():
+        table = fields.table(name)
+        assert table is not None
+        found[name] = Suite(
+            name=name,
+            title=table.text("title"),
+            cards=table.some_of("cards", card_names()),
+            prompts=table.text("prompts", ""),
+            metric=table.one_of("metric", CARD_METRICS, ""),
+            note=table.text("note", ""),
+            source=table.text("source", ""),
+        )
+        table.end()
+    return found
