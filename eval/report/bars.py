@@ -56,12 +56,14 @@ def ranked_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> str:
     return f'<figure class="bars">{_caption(title, note)}<ol>{rows}</ol></figure>'
 
 
-def difference_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> str:
-    """Differences in -1 … 1 on both sides of a line at 0, the greatest first; "" if there is none."""
+def difference_bars(title: str, bars: Sequence[Bar], *, limits: tuple[float, float], note: str = "") -> str:
+    """Differences in -1 … 1 on both sides of a line at 0, the greatest first; "" if there is none.
+
+    ``limits`` are the least and greatest value of all figures that are to have one scale.
+    """
     if not bars:
         return ""
-    values = [bar.value for bar in bars]
-    low, high = min(0.0, *values), max(0.0, *values)
+    low, high = min(0.0, limits[0]), max(0.0, limits[1])
     span = (high - low) or 1.0
     rows = []
     for bar in sorted(bars, key=lambda bar: -bar.value):
@@ -123,7 +125,7 @@ def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> 
     )
     key = "".join(
         f'<li><i class="t{dot.tone}"></i><span class="name">{escape(dot.name)}</span>'
-        f"<span>{number(dot.x)} {escape(x_unit)}</span><b>{100 * dot.y:.1f}</b></li>"
+        f"<span>{number(dot.x)} {escape(x_unit.split()[0])}</span><b>{100 * dot.y:.1f}</b></li>"
         for dot in order
     )
     said = "; ".join(_told(dot, x_unit) for dot in order)

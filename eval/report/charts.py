@@ -127,7 +127,7 @@ def draw(chart: Chart) -> str:
     xs, ys = [x for x, _ in points], [y for _, y in points]
     ys += [y for line in drawn for _, low, high in line.band for y in (low, high)]
     ys += [y for y in (chart.floor, chart.ceiling) if y is not None]
-    scale = _scale(xs, ys)
+    scale = _scale(xs, ys, room=0.02 if any(line.mark for line in drawn) else 0.0)
     y_ticks = _inside(_ticks(scale.y0, scale.y1, 4), scale.y0, scale.y1)
     plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)
     inner = [_grid(y_ticks, scale)]
@@ -173,12 +173,12 @@ class _Scale:
         return self.y(value) / _SPAN * 100
 
 
-def _scale(xs: Sequence[float], ys: Sequence[float]) -> _Scale:
+def _scale(xs: Sequence[float], ys: Sequence[float], *, room: float = 0.0) -> _Scale:
     low, high = min(ys), max(ys)
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-15):  # a level line gets room on both sides
         pad = max(abs(high) * 0.05, 1e-6)
         low, high = low - pad, high + pad
-    return _Scale(x0=min(xs), x1=max(xs), y0=low, y1=high)
+    return _Scale(x0=min(xs) - room * (max(xs) - min(xs)), x1=max(xs), y0=low, y1=high)
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
@@ -261,7 +261,8 @@ def _key(lines: Sequence[Line], chart: Chart) -> str:
     items = []
     for line in shown:
         value = escape(line.summary or figure(line.points[-1][1], chart.unit))
-        name = f'<i class="t{line.tone}"></i>{escape(line.name)} ' if len(shown) > 1 else ""
+        kind = f"t{line.tone}{' dashed' if line.dashed else ''}"
+        name = f'<i class="{kind}"></i>{escape(line.name)} ' if len(shown) > 1 else ""
         items.append(f'<span class="key">{name}<b>{value}</b></span>')
     note = f'<span class="note">{escape(chart.note)}</span>' if chart.note else ""
     return "".join(items) + note

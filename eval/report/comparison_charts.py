@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from eval.report.bars import Bar, Dot, difference_bars, ranked_bars, scatter
 from eval.report.charts import Chart, Line, draw
@@ -18,6 +17,7 @@ _OPEN = 2  # figures of as many models are open; the others unfold
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _MOST_SUITES = 4
+_LABELS = 13  # of layers, on an axis as wide as a phone
 
 
 def leaders(table: ScoreTable) -> str:
@@ -54,30 +54,34 @@ def probe_differences(results: ResultSet, zero_shot: ScoreTable, probe: ScoreTab
     if probe is None:
         return ""
     before = {(line.dataset, line.metric): line for line in zero_shot.lines if line.counted}
-    figures = []
+    found: dict[str, list[Bar]] = {}
     for i, model in enumerate(results.models):
-        bars = []
         for line in probe.lines:
             other = before.get((line.dataset, line.metric))
             own, first = line.cells[i], other.cells[i] if other else None
             if line.counted and own is not None and first is not None:
-                bars.append(Bar(name=line.dataset, value=first.value - own.value))
+                bar = Bar(name=line.dataset, value=first.value - own.value)
+                found.setdefault(model.label, []).append(bar)
+    values = [bar.value for bars in found.values() for bar in bars]
+    limits = min(values, default=0.0), max(values, default=0.0)
+    figures = []
+    for label, bars in found.items():
         wins = sum(bar.value > 0 for bar in bars)
         note = f"zero-shot is ahead on {wins} of {len(bars)}"
-        figures.append(difference_bars(model.label, bars, note=note))
-    return unfolding([figure for figure in figures if figure], "models", _OPEN)
+        figures.append(difference_bars(label, bars, limits=limits, note=note))
+    return _unfolding(figures, "model")
 
 
-def unfolding(figures: Sequence[str], what: str, first: int) -> str:
-    """Some figures, and the rest behind a line to click on."""
+def _unfolding(figures: Sequence[str], what: str) -> str:
+    """The first figures, and the rest behind a line to click on."""
     if not figures:
         return ""
-    shown = f'<div class="charts">{"".join(figures[:first])}</div>'
-    rest = figures[first:]
+    shown = f'<div class="charts">{"".join(figures[:_OPEN])}</div>'
+    rest = figures[_OPEN:]
     if not rest:
         return shown
     return (
-        f"{shown}<details><summary>{len(rest)} more {escape(what)}</summary>"
+        f"{shown}<details><summary>{len(rest)} more {what}{'s' * (len(rest) > 1)}</summary>"
         f'<div class="charts">{"".join(rest)}</div></details>'
     )
 
@@ -172,13 +176,13 @@ def few_shot(results: ResultSet, zero_shot: ScoreTable) -> str:
         lines.append(_line(results, curve, curves, points, band, mark))
     kind = "± standard deviation over seeds" if deviations else "its interval"
     chart = Chart(
-        title="Few-shot",
+        title="Accuracy by pictures a class",
         note=f"mean of {_datasets(common, curves)}; band: {kind} of the mean; rings: zero-shot",
         lines=lines,
         unit="%",
         wide=True,
         x_name="pictures:",
-        x_ticks=[(place, f"{k} a class" if k == shots[-1] else str(k)) for k, place in at.items()],
+        x_ticks=[(place, str(k)) for k, place in at.items()],
     )
     return f'<div class="charts">{draw(chart)}</div>'
 
@@ -206,7 +210,12 @@ def layers(results: ResultSet) -> str:
         ]
         lines.append(_line(results, curve, curves, points, (), None))
     note = f"mean of {_datasets(common, curves)}; features before the projection, layer by layer"
-    chart = Chart(title="Accuracy by depth", note=note, lines=lines, unit="%", wide=True, x_name="layer")
+    depths = sorted({layer for curve in curves for layer in curve.points})
+    every = math.ceil(len(depths) / _LABELS)
+    ticks = [(float(layer), str(layer)) for layer in reversed(depths[::-1][::every])]
+    chart = Chart(
+        title="Accuracy by depth", note=note, lines=lines, unit="%", wide=True, x_name="layer", x_ticks=ticks
+    )
     return f'<div class="charts">{draw(chart)}</div>'
 
 

@@ -31,6 +31,7 @@ __all__ = ["build_comparison"]
 
 _BLOCKS = 96  # models on datasets that are shown in detail
 _HEADLINES = 4
+_SHORT = 12  # lines of a table that needs no unfolding
 _TITLES = {
     "zero-shot": "Zero-shot",
     "linear-probe": "Linear probe",
@@ -183,11 +184,15 @@ def _lead(table: ScoreTable) -> str:
 
 
 def _tables(tables: Mapping[str, ScoreTable]) -> str:
-    parts = []
+    parts: list[str] = []
     for task, table in tables.items():
         title = _TITLES.get(task, task)
-        heading = f"<h3>{escape(title)}</h3>" if len(tables) > 1 else ""
-        parts.append(heading + score_table_html(title, table))
+        html = score_table_html(title, table)
+        if not parts:
+            parts.append((f"<h3>{escape(title)}</h3>" if len(tables) > 1 else "") + html)
+        else:
+            opened = " open" if len(table.lines) <= _SHORT else ""
+            parts.append(f"<details{opened}><summary><b>{escape(title)}</b></summary>{html}</details>")
     return "".join(parts)
 
 

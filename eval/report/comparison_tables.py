@@ -46,11 +46,19 @@ def score_table_html(title: str, table: ScoreTable) -> str:
         for name in table.published
     )
     averages = "".join(_average_row(average) for average in table.averages)
-    lines = "".join(_line_row(line, few) for line in table.lines)
+    usual = _usual_metric(table)
+    lines = "".join(_line_row(line, few, usual) for line in table.lines)
     body = (f'<tbody class="means">{averages}</tbody>' if averages else "") + f"<tbody>{lines}</tbody>"
-    whole = f'<table><thead><tr><th scope="col">Dataset</th>{heads}</tr></thead>{body}</table>'
+    what = f"Dataset <small>{escape(metric_name(usual))}</small>"
+    whole = f'<table><thead><tr><th scope="col">{what}</th>{heads}</tr></thead>{body}</table>'
     kind = "grid few" if few else "grid"
     return scrolling(f"{title}: models and datasets", whole, kind=kind)
+
+
+def _usual_metric(table: ScoreTable) -> str:
+    """The metric of most lines, which only the others name."""
+    metrics = [line.metric for line in table.lines]
+    return max(dict.fromkeys(metrics), key=metrics.count)
 
 
 def _average_row(average: Average) -> str:
@@ -62,7 +70,7 @@ def _average_row(average: Average) -> str:
     return f'<tr><th scope="row">{name}</th>{cells}{published}</tr>'
 
 
-def _line_row(line: Line, few: bool) -> str:
+def _line_row(line: Line, few: bool, usual: str) -> str:
     values = [None if cell is None else cell.value for cell in line.cells]
     share = is_share(
         *values, *(one for cell in line.cells if cell for one in (cell.low, cell.high, cell.chance))
@@ -74,8 +82,9 @@ def _line_row(line: Line, few: bool) -> str:
         f'<td class="pub">{"" if one is None else f"{100 * one:.1f}" if share else number(one)}</td>'
         for one in line.published
     )
-    note = ", ".join(filter(None, (metric_name(line.metric), line.note)))
-    return f'<tr><th scope="row">{broken(line.dataset)} <small>{escape(note)}</small></th>{cells}{published}</tr>'
+    note = ", ".join(filter(None, (metric_name(line.metric) if line.metric != usual else "", line.note)))
+    small_print = f" <small>{escape(note)}</small>" if note else ""
+    return f'<tr><th scope="row">{broken(line.dataset)}{small_print}</th>{cells}{published}</tr>'
 
 
 def _numbers(

@@ -12,9 +12,9 @@ from eval.report.result_set import Model
 __all__ = ["Block", "blocks_html"]
 
 _LABELLED = 20  # classes: of more, the cells of a confusion matrix carry no words
+_WIDE = 12  # more rows with names need more room
 _SHADES = 6
 _LISTED = 8  # mistakes and classes
-_NAME = 22  # letters of a class name beside the matrix
 _PICTURES = 12 << 20  # letters of all pictures of a page
 
 
@@ -68,12 +68,10 @@ def _calibration(details: Details) -> str:
     for one in details.bins:
         x, width = 100 * one.low, 100 * (one.high - one.low)
         right, sure = 100 * one.accuracy, 100 * one.confidence
-        low, high = min(right, sure), max(right, sure)
         said = escape(f"{number(one.count)} pictures: {sure:.1f}% sure, {right:.1f}% right")
         bars.append(
-            f'<g><title>{said}</title><rect class="right" x="{x:.1f}" y="{100 - right:.1f}" width="{width:.1f}" '
-            f'height="{right:.1f}"/><rect class="gap" x="{x:.1f}" y="{100 - high:.1f}" width="{width:.1f}" '
-            f'height="{high - low:.1f}"/></g>'
+            f'<g><title>{said}</title><rect x="{x + 0.4:.1f}" y="{100 - right:.1f}" width="{width - 0.8:.1f}" '
+            f'height="{right:.1f}"/><path class="sure" d="M{x:.1f} {100 - sure:.1f}h{width:.1f}"/></g>'
         )
     said = f"expected calibration error {figure(100 * error, '%')}"
     return (
@@ -81,7 +79,7 @@ def _calibration(details: Details) -> str:
         f'<svg class="reliability" viewBox="0 0 100 100" role="img" aria-label="{said}">{"".join(bars)}'
         '<path class="diagonal" d="M0 100L100 0"/><path class="frame" d="M0 0V100H100"/></svg>'
         '<p class="axes"><span>0</span><span>how sure the model is</span><span>1</span></p>'
-        '<p class="note">Filled: the share that is right. Outlined: how far the model is off.</p></figure>'
+        '<p class="note">Bars: the share that is right. Lines: how sure the model was.</p></figure>'
     )
 
 
@@ -94,7 +92,7 @@ def _confusion(details: Details) -> str:
     drawn = _cells(details) if size <= _LABELLED else _drawing(details.matrix)
     told = f"rows are true, columns predicted; {said}"
     caption = f'<figcaption><b>Confusion</b> <span class="note">{told}</span></figcaption>'
-    wide = " wide" if size > 12 else ""
+    wide = " wide" if _WIDE < size <= _LABELLED else ""
     return f'<figure class="facet confusion{wide}">{caption}{drawn}</figure>'
 
 
@@ -104,9 +102,8 @@ def _cells(details: Details) -> str:
     cells = ["<span></span>", *(f"<span>{i + 1}</span>" for i in range(size))]
     for i, row in enumerate(details.matrix):
         total = sum(row) or 1
-        cells.append(
-            f'<span class="who" title="{escape(names[i])}">{escape(_cut(names[i]) or "–")} {i + 1}</span>'
-        )
+        who = escape(names[i])
+        cells.append(f'<span class="who" title="{who}"><span>{who or "–"}</span> <i>{i + 1}</i></span>')
         for j, count in enumerate(row):
             if not count:
                 cells.append("<b></b>")
@@ -167,7 +164,3 @@ def _pairs(details: Details) -> list[tuple[int, int]]:
 
 def _quoted(names: Sequence[str], label: int) -> str:
     return escape(names[label] or f"class {label}")
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _NAME else name[: _NAME - 1] + "…"

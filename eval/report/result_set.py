@@ -21,6 +21,7 @@ _SCORE = (
     "seconds",
 )  # fmt: skip
 _STEP = re.compile(r" at step \d+$")
+_SCHEME = re.compile(r"^[a-z_]{2,20}:(?=.)")  # "open_clip:" before the name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +117,13 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
         raise DataError(f"there are no scores in {named or 'the results, as no file is given'}")
     lines = _last_steps(lines, notes)
     numbers: dict[tuple[str, str], int] = {}
-    last: dict[tuple[Any, ...], Row] = {}
+    last: dict[tuple[int, tuple[str, ...]], Row] = {}
     newest: dict[int, _Line] = {}
     for line in lines:
         number = numbers.setdefault((line.name, line.weights), len(numbers))
         newest[number] = line
-        last[number, line.row.what] = replace(line.row, model=number)
-    rows = tuple(last.values())
+        last[number, line.row.what] = line.row
+    rows = tuple(replace(row, model=number) for (number, _), row in last.items())
     notes += _different_data(rows)
     return ResultSet(models=_models(newest), rows=rows, notes=tuple(notes))
 
@@ -214,11 +215,14 @@ def _different_data(rows: Sequence[Row]) -> list[str]:
 def _models(newest: Mapping[int, _Line]) -> tuple[Model, ...]:
     lines = [newest[number] for number in sorted(newest)]
     names = [line.name for line in lines]
-    shared = _shared_start(set(names))
+    short = {name: _SCHEME.sub("", name) for name in names}
+    if len(set(short.values())) < len(short):
+        short = {name: name for name in names}
+    shared = _shared_start(set(short.values()))
     labels: dict[str, None] = {}
     models = []
     for line in lines:
-        label = line.name[shared:]
+        label = short[line.name][shared:]
         if names.count(line.name) > 1:
             label += f" ({line.weights.removeprefix('sha256:')[:12] or 'unnamed weights'})"
         while label in labels:

@@ -1,0 +1,400 @@
+"""Whether one model is better than another beyond chance: paired tests on what each item got, dataset by dataset.
+
+Accuracies and recalls are tested by McNemar's exact test, means and other metrics by a paired bootstrap (see
+eval/metrics/compare.py). What does not compare is refused with a line that says why: other pictures, other prompts,
+another number of items. Testing many datasets finds differences by chance alone, so p is corrected by Holm's
+procedure (1979, "A simple sequentially rejective multiple test procedure") over the datasets of each task, setting
+and metric: in such a family, the chance of naming any difference that is none stays below 5%.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from clipkit.errors import ConfigError, DataError, nearest
+from eval.dataset import some
+from eval.details import Details, read_details
+from eval.metrics import (
+    Comparison,
+    compare_correct,
+    compare_means,
+    compare_statistics,
+    roc_auc_statistic,
+)
+from eval.report.result_set import Model, ResultSet, Row, read_result_set
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Difference", "ModelComparison", "compare", "comparison_table"]
+
+_LEVEL = 0.05
+_LEAST_DIGITS = 6  # of a hash, to name weights by how they begin
+_Kind = tuple[str, str, str, str]  # dataset, split, task, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One metric of two models on one dataset.
+
+    Attributes:
+        dataset: its name.
+        task: as in the scores.
+        setting: as in the scores.
+        prompt_set: that both were scored with.
+        metric: as in the scores.
+        first: the first model's value.
+        second: the second model's value.
+        test: the second less the first, with its 95% interval and the uncorrected p.
+        p: corrected by Holm's procedure.
+    """
+
+    dataset: str
+    task: str
+    setting: str
+    prompt_set: str
+    metric: str
+    first: float
+    second: float
+    test: Comparison
+    p: float
+
+    @property
+    def beyond_chance(self) -> bool:
+        """Whether there is a difference, at 5%."""
+        return self.p < _LEVEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelComparison:
+    """Two models by their labels, what was tested, and a line for each thing that could not be."""
+
+    first: str
+    second: str
+    differences: tuple[Difference, ...]
+    refused: tuple[str, ...]
+
+
+def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison:
+    """Test which differences between two models are beyond chance.
+
+    Args:
+        results: ``results.jsonl`` files with their details beside them.
+        first: a model by its name, its label on the page, or its weights (or how these begin); or a results file
+            that holds one model.
+        second: another.
+
+    Raises:
+        ConfigError: there is no such model, several have the name, or both are the same.
+        DataError: a file cannot be read, or the models have no dataset and task in common.
+    """
+    files = list(dict.fromkeys([*results, *(Path(one) for one in (first, second) if _is_results(one))]))
+    found = read_result_set(files)
+    one, other = _model(found, first), _model(found, second)
+    if one == other:
+        raise ConfigError(f"{first!r} and {second!r} are the same model: name two")
+    details: dict[tuple[str, ...], Details] = {}
+    refused: list[str] = []
+    for path in files:
+        read, notes = read_details(path)
+        details.update({each.key: each for each in read})
+        refused += notes
+    rows = [_by_kind(found, model) for model in (one, other)]
+    shared = [kind for kind in rows[0] if kind in rows[1]]
+    labels = found.models[one].label, found.models[other].label
+    if not shared:
+        raise DataError(
+            f"{labels[0]} and {labels[1]} have no dataset and task in common, so nothing compares"
+        )
+    weights = found.models[one].weights, found.models[other].weights
+    findings = _Findings(differences=[], refused=refused, untested={})
+    for kind in shared:
+        _compare_kind(kind, (rows[0][kind], rows[1][kind]), weights, details, findings)
+    for (task, metric), datasets in findings.untested.items():
+        refused.append(
+            f"{task} {metric}: no test on {some(datasets)}, as the details do not hold it item by item"
+        )
+    for label, own, others in ((labels[0], rows[0], rows[1]), (labels[1], rows[1], rows[0])):
+        missing = [_said(kind) for kind in own if kind not in others]
+        if missing:
+            refused.append(f"{some(missing)}: only {label} has scores")
+    return ModelComparison(
+        first=labels[0],
+        second=labels[1],
+        differences=tuple(_holm(findings.differences)),
+        refused=tuple(refused),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Findings:
+    """What is gathered kind by kind; ``untested`` gives the datasets by (task, metric)."""
+
+    differences: list[Difference]
+    refused: list[str]
+    untested: dict[tuple[str, str], list[str]]
+
+
+def _said(kind: _Kind) -> str:
+    dataset, split, task, setting = kind
+    return " ".join(filter(None, (dataset, "" if split == "test" else split, task, setting)))
+
+
+def _is_results(name: str) -> bool:
+    return name.endswith(".jsonl") and Path(name).is_file()
+
+
+def _model(found: ResultSet, name: str) -> int:
+    """The number of a model.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if _is_results(name):
+        labels = {(model.name, model.weights) for model in read_result_set([Path(name)]).models}
+        matches = [i for i, model in enumerate(found.models) if (model.name, model.weights) in labels]
+    else:
+        matches = [i for i, model in enumerate(found.models) if _goes_by(model, name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        several = ", ".join(found.models[i].label for i in matches)
+        raise ConfigError(f"{name!r} is several models: name one of {several}")
+    raise ConfigError(
+        f"no results of a model {name!r}: {nearest(name, [model.label for model in found.models])}"
+    )
+
+
+def _goes_by(model: Model, name: str) -> bool:
+    start = name.removeprefix("sha256:")
+    begins = len(start) >= _LEAST_DIGITS and model.weights.removeprefix("sha256:").startswith(start)
+    return name in (model.label, model.name, model.weights) or begins
+
+
+def _by_kind(found: ResultSet, model: int) -> dict[_Kind, list[Row]]:
+    kinds: dict[_Kind, list[Row]] = {}
+    for row in found.rows:
+        if row.model == model:
+            kinds.setdefault((row.dataset, row.split, row.task, row.setting), []).append(row)
+    return kinds
+
+
+def _compare_kind(
+    kind: _Kind,
+    rows: tuple[Sequence[Row], Sequence[Row]],
+    weights: tuple[str, str],
+    details: Mapping[tuple[str, ...], Details],
+    findings: _Findings,
+) -> None:
+    """Test one dataset, task and setting, with every prompt set that both models were scored with."""
+    dataset, split, task, setting = kind
+    prompts = [list(dict.fromkeys(row.prompt_set for row in own)) for own in rows]
+    common = [one for one in prompts[0] if one in prompts[1]]
+    if not common:
+        differ = f"{prompts[0][0] or 'none'} and {prompts[1][0] or 'none'}"
+        findings.refused.append(f"{_said(kind)}: the prompt sets differ ({differ})")
+    for prompt_set in common:
+        first, second = ({row.metric: row for row in own if row.prompt_set == prompt_set} for own in rows)
+        scores = [(row, second[metric]) for metric, row in first.items() if metric in second]
+        pair = [details.get((one, dataset, split, task, prompt_set, setting)) for one in weights]
+        why = _incomparable(scores)
+        if why is not None:
+            findings.refused.append(f"{_said(kind)}: {why}")
+        elif pair[0] is None or pair[1] is None:
+            findings.refused.append(f"{_said(kind)}: there are no details of what each item got")
+        elif (why := _different_items(pair[0], pair[1])) is not None:
+            findings.refused.append(f"{_said(kind)}: {why}")
+        else:
+            _compare_scores(scores, pair[0], pair[1], findings)
+
+
+def _compare_scores(
+    scores: Sequence[tuple[Row, Row]], first: Details, second: Details, findings: _Findings
+) -> None:
+    for row, other in scores:
+        try:
+            test = _test(row.metric, first, second)
+        except DataError as error:
+            findings.refused.append(f"{row.dataset} {row.task} {row.metric}: {error}")
+            continue
+        if test is None:
+            findings.untested.setdefault((row.task, row.metric), []).append(row.dataset)
+            continue
+        findings.differences.append(
+            Difference(
+                dataset=row.dataset,
+                task=row.task,
+                setting=row.setting,
+                prompt_set=row.prompt_set,
+                metric=row.metric,
+                first=row.value,
+                second=other.value,
+                test=test,
+                p=test.p,
+            )
+        )
+
+
+def _incomparable(pairs: Sequence[tuple[Row, Row]]) -> str | None:
+    """Why scores of two models do not compare; None if they do."""
+    for first, second in pairs:
+        if first.data_revision and second.data_revision and first.data_revision != second.data_revision:
+            return f"the data revisions differ ({first.data_revision} and {second.data_revision})"
+        if first.n != second.n:
+            return f"the numbers of items differ ({first.n or 0:,} and {second.n or 0:,})"
+        if first.task == "zero-shot" and first.prompts and second.prompts and first.prompts != second.prompts:
+            return f"the prompts of set {first.prompt_set or 'own'} differ ({first.prompts} and {second.prompts})"
+    return None if pairs else "there is no metric that both have"
+
+
+def _different_items(first: Details, second: Details) -> str | None:
+    """Why details are not of the same items."""
+    if first.data_revision and second.data_revision and first.data_revision != second.data_revision:
+        return f"the details are of other data ({first.data_revision} and {second.data_revision})"
+    if first.n != second.n:
+        return f"the details are of other numbers of items ({first.n:,} and {second.n:,})"
+    if (first.labels is None) != (second.labels is None):
+        return "only one model's details hold the labels"
+    try:
+        same = first.labels is None or _labels(first).equal(_labels(second))
+    except DataError as error:
+        return str(error)
+    return None if same else "the details are of items in another order, or with other labels"
+
+
+def _test(metric: str, first: Details, second: Details) -> Comparison | None:
+    """The paired test of a metric; None if the details do not hold what it needs.
+
+    Raises:
+        DataError: what they hold does not unpack, or is of different lengths.
+    """
+    if metric in first.right and metric in second.right:
+        bits = _pair(first.right[metric].tensor(), second.right[metric].tensor())
+        return compare_correct(bits[0], bits[1])
+    if metric in first.values and metric in second.values:
+        pair = _pair(first.values[metric].tensor(), second.values[metric].tensor())
+        if metric != "roc_auc":
+            return compare_means(pair[0], pair[1])
+        labels = _of(_labels(first), pair[0])
+        areas = roc_auc_statistic(pair[0], labels), roc_auc_statistic(pair[1], labels)
+        return compare_statistics(areas[0], areas[1], len(labels))
+    if (
+        metric == "mean_per_class_recall"
+        and first.labels
+        and "acc1" in first.right
+        and "acc1" in second.right
+    ):
+        pair = _pair(first.right["acc1"].tensor(), second.right["acc1"].tensor())
+        weights = _weights(_of(_labels(first), pair[0]))
+        return compare_means(pair[0] * weights, pair[1] * weights)
+    if metric in ("mean_of_top1_and_top5", "mean_top1_top5") and all(
+        {"acc1", "acc5"} <= set(one.right) for one in (first, second)
+    ):
+        tops = _pair(_mean_of_tops(first), _mean_of_tops(second))
+        return compare_means(tops[0], tops[1])
+    return None
+
+
+def _weights(labels: Tensor) -> Tensor:
+    """(N,) float64, with which the mean over pictures is the mean over classes: those of a small class weigh more.
+
+    As values of the pictures, they make the bootstrap as fast as that of a mean.
+    """
+    counts = labels.bincount()  # (C,)
+    return (len(labels) / (int((counts > 0).sum()) * counts.double()))[labels]
+
+
+def _mean_of_tops(details: Details) -> Tensor:
+    one, five = _pair(details.right["acc1"].tensor(), details.right["acc5"].tensor())
+    return (one.double() + five.double()) / 2
+
+
+def _pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return first, _of(second, first)
+
+
+def _of(values: Tensor, like: Tensor) -> Tensor:
+    if len(values) != len(like) or not len(values):
+        raise DataError(f"the details are of {len(like):,} and {len(values):,} items")
+    return values
+
+
+def _labels(details: Details) -> Tensor:
+    assert details.labels is not None
+    return details.labels.tensor()
+
+
+def _holm(differences: Sequence[Difference]) -> list[Difference]:
+    """Corrected over the datasets of each task, setting and metric."""
+    families: dict[tuple[str, str, str], list[int]] = {}
+    for i, one in enumerate(differences):
+        families.setdefault((one.task, one.setting, one.metric), []).append(i)
+    corrected = list(differences)
+    for family in families.values():
+        least = 0.0
+        for place, i in enumerate(sorted(family, key=lambda i: differences[i].p)):
+            least = max(least, min(1.0, (len(family) - place) * differences[i].p))
+            corrected[i] = replace(differences[i], p=least)
+    return corrected
+
+
+def comparison_table(comparison: ModelComparison) -> "Table":
+    """The differences as a table of at most 80 columns; A is the first model and B the second."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    count = sum(one.beyond_chance for one in comparison.differences)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        width=80,
+        title=Text(f"A: {comparison.first}\nB: {comparison.second}"),
+        title_justify="left",
+        caption=Text(
+            f"{count} of {len(comparison.differences)} differences are beyond chance (p < {_LEVEL:g}, corrected by "
+            "Holm's procedure over the datasets of each task and metric). Intervals are of one difference each."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("dataset", overflow="fold", ratio=3)
+    table.add_column("metric", overflow="fold", ratio=3)
+    for heading in ("A %", "B %", "B − A [95%]", "p", "better"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    before: tuple[str, str] | None = None
+    for one in sorted(comparison.differences, key=lambda one: (one.task, one.setting)):
+        kind = one.task, one.setting
+        if kind != before:
+            if before is not None:
+                table.add_section()
+            table.add_row(Text(" ".join(filter(None, kind)), style="bold"))
+            before = kind
+        table.add_row(*(Text(text) for text in _texts(one)), style="bold" if one.beyond_chance else "")
+    return table
+
+
+def _texts(one: Difference) -> tuple[str, ...]:
+    share = all(0 <= value <= 1 for value in (one.first, one.second))
+    factor = 100 if share else 1
+    low, high = factor * one.test.low, factor * one.test.high
+    better = "–"
+    if one.beyond_chance:
+        up = one.test.difference > 0
+        better = "B" if up != _lower_is_better(one.metric) else "A"
+    name = f"{one.dataset} ({one.prompt_set})" if one.prompt_set not in ("", "own") else one.dataset
+    return (
+        name,
+        one.metric,
+        f"{factor * one.first:.1f}",
+        f"{factor * one.second:.1f}",
+        f"{factor * one.test.difference:+.1f} [{low:+.1f}, {high:+.1f}]",
+        "<0.001" if one.p < 0.001 else f"{one.p:.3f}",
+        better,
+    )
+
+
+def _lower_is_better(metric: str) -> bool:
+    return metric.endswith("_rank") or metric == "ece"

@@ -1,0 +1,180 @@
+"""Two models compared: tests agree with the metrics, what does not compare is refused, p is corrected."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from clipkit.errors import ConfigError, DataError
+from eval.comparison import ModelComparison, compare, comparison_table
+from eval.dataset import EvalDataset
+from eval.details import item_details, pack, prediction_details, write_details
+from eval.metrics import compare_correct, mcnemar, mean_per_class_recall, roc_auc
+
+N, C = 400, 5
+LABELS = torch.arange(N) ** 2 % C  # classes of different sizes
+
+
+def dataset(name: str, revision: str = "r1") -> EvalDataset:
+    return EvalDataset(
+        name=name,
+        class_names=tuple("abcde"),
+        templates=("{c}",),
+        shards=(),  # type: ignore[arg-type]
+        labels=LABELS,
+        captions=None,
+        revision=revision,
+        tasks=("zero-shot",),
+    )
+
+
+def guesses(right: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.where(torch.rand(N, generator=generator) < right, LABELS, (LABELS + 1) % C)
+
+
+def add(
+    results: Path, model: str, name: str, predicted: Tensor, *, details: bool = True, **more: Any
+) -> None:
+    correct = predicted == LABELS
+    values = {
+        "acc1": correct.float().mean().item(),
+        "mean_per_class_recall": mean_per_class_recall(correct, LABELS),
+    }
+    line: dict[str, Any] = {
+        "model": model,
+        "weights": f"sha256:{model}000000",
+        "dataset": name,
+        "task": "zero-shot",
+        "n": N,
+    }
+    line |= {"data_revision": "r1", "prompt_set": "own", "prompts": "p1", "split": "test", **more}
+    with results.open("a") as file:
+        for metric, value in {**values, "ece": 0.1}.items():
+            file.write(json.dumps({**line, "metric": metric, "value": value}) + "\n")
+    if details:
+        found = prediction_details(dataset(name, line["data_revision"]), predicted, task="zero-shot")
+        write_details(
+            results, type(found)(**{**vars(found), "prompt_set": line["prompt_set"]}), weights=line["weights"]
+        )
+
+
+def printed(comparison: ModelComparison) -> str:
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(comparison_table(comparison))
+    return console.export_text()
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return tmp_path / "results.jsonl"
+
+
+def test_differences_are_those_of_the_metrics(results: Path) -> None:
+    pair = guesses(0.6, 1), guesses(0.8, 2)
+    for name in ("digits", "glyphs", "icons"):
+        add(results, "small", name, pair[0])
+        add(results, "large", name, pair[1] if name == "digits" else pair[0])
+    found = compare([results], "small", "large")
+    assert (found.first, found.second) == ("small", "large")
+    by_key = {(one.dataset, one.metric): one for one in found.differences}
+    assert len(by_key) == 6
+    bits = pair[0] == LABELS, pair[1] == LABELS
+    one = by_key["digits", "acc1"]
+    assert one.test == compare_correct(*bits)
+    assert one.test.p == mcnemar(int((bits[0] & ~bits[1]).sum()), int((bits[1] & ~bits[0]).sum()))
+    assert one.p == pytest.approx(3 * one.test.p)  # Holm: the least of three
+    recall = by_key["digits", "mean_per_class_recall"]
+    assert recall.test.difference == pytest.approx(recall.second - recall.first)
+    assert recall.beyond_chance
+    assert by_key["glyphs", "acc1"].p == 1.0
+    assert found.refused == (
+        "zero-shot ece: no test on digits, glyphs, icons, as the details do not hold it item by item",
+    )
+    text = printed(found)
+    assert "2 of 6 differences are beyond chance" in " ".join(text.split())
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"data_revision": "r2"}, "the data revisions differ (r1 and r2)"),
+        ({"n": 399}, "the numbers of items differ (400 and 399)"),
+        ({"prompt_set": "openai"}, "the prompt sets differ (own and openai)"),
+        ({"prompts": "p2"}, "the prompts of set own differ (p1 and p2)"),
+        ({"details": False}, "there are no details of what each item got"),
+    ],
+)
+def test_what_does_not_compare_is_refused(results: Path, more: dict[str, Any], said: str) -> None:
+    add(results, "small", "digits", guesses(0.6, 1))
+    add(results, "large", "digits", guesses(0.8, 2), **more)
+    add(results, "large", "glyphs", guesses(0.8, 2))
+    found = compare([results], "small", "large")
+    assert found.differences == ()
+    assert found.refused == (f"digits zero-shot: {said}", "glyphs zero-shot: only large has scores")
+    assert "0 of 0 differences" in printed(found)
+
+
+def test_items_in_another_order_are_refused(results: Path) -> None:
+    add(results, "small", "digits", guesses(0.6, 1))
+    add(results, "large", "digits", guesses(0.8, 2), details=False)
+    details = prediction_details(dataset("digits"), guesses(0.8, 2), task="zero-shot")
+    moved = {**vars(details), "labels": pack(LABELS.flip(0))}
+    write_details(results, type(details)(**moved), weights="sha256:large000000")
+    assert "in another order" in compare([results], "small", "large").refused[0]
+
+
+def test_means_and_areas(results: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(N) % 2
+    noise = torch.rand(2, N, generator=generator)
+    for i, model in enumerate(("small", "large")):
+        scores = noise[i] + labels * (0.2 + i)
+        found = item_details(
+            dataset("memes"), task="zero-shot", n=N, values={"roc_auc": scores, "mean_rank": noise[i]}
+        )
+        write_details(
+            results, type(found)(**{**vars(found), "labels": pack(labels)}), weights=f"sha256:{model}"
+        )
+        for metric, value in (
+            ("roc_auc", roc_auc(scores, labels).value),
+            ("mean_rank", float(noise[i].mean())),
+        ):
+            line = {
+                "model": model,
+                "weights": f"sha256:{model}",
+                "dataset": "memes",
+                "task": "zero-shot",
+                "metric": metric,
+            }
+            with results.open("a") as file:
+                file.write(json.dumps({**line, "value": value, "n": N, "prompt_set": "own"}) + "\n")
+    area, rank = compare([results], "small", "large").differences
+    assert area.test.difference == pytest.approx(area.second - area.first, abs=1e-6)
+    assert area.beyond_chance
+    assert rank.test.difference == pytest.approx(rank.second - rank.first, abs=1e-6)
+
+
+def test_models_are_found_by_name_weights_or_file(results: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    add(results, "small", "digits", guesses(0.6, 1))
+    add(other, "large", "digits", guesses(0.8, 2))
+    expected = compare([results, other], "small", "large").differences
+    assert compare([], str(results), str(other)).differences == expected
+    assert compare([results, other], "sha256:small0", "large000").differences == expected
+    with pytest.raises(ConfigError, match="no results of a model 'huge'"):
+        compare([results, other], "small", "huge")
+    with pytest.raises(ConfigError, match="are the same model"):
+        compare([results, other], "small", "small")
+    add(other, "small", "digits", guesses(0.6, 1), weights="sha256:x")
+    with pytest.raises(ConfigError, match=r"is several models: name one of small \(small0*\), small \(x\)"):
+        compare([results, other], "small", "large")
+    add(other, "tiny", "icons", guesses(0.6, 1))
+    with pytest.raises(DataError, match="no dataset and task in common"):
+        compare([results, other], "large", "tiny")
