@@ -26,13 +26,12 @@ from data.captions import CaptionRule
 from data.manifest import make_manifest
 from data.selection import Selection
 from data.shard_file import ShardFile, is_remote
-from data.shards import Shards
 from eval.dataset import DEFAULT_TEMPLATES, TASKS, TEST, EvalDataset, Pictures
 from eval.json_text import parse_json
 from eval.readers.annotations import Annotations, annotations_of, columns_of, multi_hot
 from eval.readers.checks import checked_set
 from eval.readers.places import address_of, shards_of_split
-from eval.readers.some_pictures import SomePictures
+from eval.readers.some_pictures import EveryPicture, SomePictures
 from eval.readers.text_files import beside, lines_of, text_of
 
 __all__ = ["CACHE_GB", "open_published"]
@@ -104,16 +103,16 @@ def open_published(
     )
 
 
-def _shards(found: Sequence[ShardFile], cache_gb: float) -> Shards:
+def _shards(found: Sequence[ShardFile], cache_gb: float) -> EveryPicture:
     """Their samples; counted anew, since statistics beside them may be of other shards."""
     cache = shard_cache([shard.url for shard in found], cache_gb)
     if cache is not None:
         cache.prefetch([shard for shard in found if shard.is_remote], threads=_FETCHING)
     selection = Selection(need=("image",), captions=CaptionRule())
-    return Shards(make_manifest([found], selection, cache=cache, stats=False), selection, cache=cache)
+    return EveryPicture(make_manifest([found], selection, cache=cache, stats=False), selection, cache=cache)
 
 
-def _check_count(name: str, shards: Shards, split: str, card: dict[str, Any]) -> None:
+def _check_count(name: str, shards: EveryPicture, split: str, card: dict[str, Any]) -> None:
     stated = card.get("samples", {}).get(split) if isinstance(card.get("samples"), dict) else None
     if shards.skipped or stated not in (None, len(shards)):
         expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
@@ -124,7 +123,7 @@ def _check_count(name: str, shards: Shards, split: str, card: dict[str, Any]) ->
 
 
 def _annotated(
-    name: str, shards: Shards, found: Annotations, *, may_lack_captions: bool
+    name: str, shards: EveryPicture, found: Annotations, *, may_lack_captions: bool
 ) -> tuple[Pictures, Tensor | None, tuple[tuple[str, ...], ...] | None]:
     """The pictures with labels and captions: each either of every sample or of none.
 

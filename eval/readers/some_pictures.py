@@ -1,4 +1,4 @@
-"""Some pictures of a dataset, in their order, as a set of their own."""
+"""The pictures of shards, and some of them, in their order, as a set of their own."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from data.shards import Sample, Shards
 
-__all__ = ["SomePictures"]
+__all__ = ["EveryPicture", "SomePictures"]
+
+
+class EveryPicture(Shards):
+    """All samples of shards."""
+
+    def stamp(self) -> str:
+        """16 hexadecimal digits that change with the samples, and with the time or etag of any shard's content."""
+        shards = [self.manifest.shard(number) for number in range(len(self.counts))]
+        states = [(shard.size, shard.version) for shard in shards]
+        return hashlib.sha256(repr((self.fingerprint(), states)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,7 +28,7 @@ class SomePictures:
         numbers: of these, of the ones that are scored.
     """
 
-    every: Shards
+    every: EveryPicture
     numbers: Sequence[int]
 
     def __len__(self) -> int:
@@ -41,3 +51,7 @@ class SomePictures:
         digest = hashlib.sha256(self.every.fingerprint().encode())
         digest.update(",".join(map(str, self.numbers)).encode())
         return digest.hexdigest()[:16]
+
+    def stamp(self) -> str:
+        """The same, which also changes with the shards' own stamp."""
+        return hashlib.sha256(f"{self.fingerprint()} {self.every.stamp()}".encode()).hexdigest()[:16]

@@ -266,3 +266,16 @@ def test_statistics_beside_shards_are_not_believed(tmp_path: Path) -> None:
     root = publish(tmp_path / "x", labelled([0, 1, 2]))
     (root / "test" / "0_stats.json").write_text(json.dumps({"successes": 1}))
     assert len(open_dataset(root)) == 3
+
+
+def test_a_shard_that_was_written_anew_has_another_stamp(tmp_path: Path) -> None:
+    """Features are looked up by it: other pixels may take as many bytes."""
+    root = publish(tmp_path / "x", labelled([0, 1, 2]))
+    first = open_dataset(root)
+    assert open_dataset(root).stamp == first.stamp
+    shard = root / "test" / "1.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content.replace(picture(2)[-9:], bytes(9)))
+    assert shard.stat().st_size == len(content) and shard.read_bytes() != content
+    second = open_dataset(root)
+    assert second.revision == first.revision and second.stamp != first.stamp
