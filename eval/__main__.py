@@ -17,13 +17,15 @@ from clipkit.checkpoint import resolve_checkpoint
 from clipkit.errors import ClipkitError, ConfigError, run_command
 from clipkit.open_clip_run import newest_epoch
 from data.cache import cache_folder
-from eval.dataset import EvalDataset
+from eval.dataset import EvalDataset, Lacks
 from eval.ranks import Ranks
 from eval.results import check_appendable, weights_id
 from eval.run import Scored, run_model
 from eval.score_table import score_table
 from eval.targets import Missing, Target, find_targets
 from eval.tasks import KNOWN_TASKS, Options, check_tasks
+from eval.tasks.few_shot import ESTIMATORS, SHOTS
+from eval.tasks.knn import KS
 
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs
@@ -57,8 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--task", action="append", default=[], choices=[*KNOWN_TASKS], help="may be repeated", metavar="TASK"
     )
+    _add_task_options(run, [*KNOWN_TASKS])
     for name, task in KNOWN_TASKS.items():
-        _add_scoring(commands.add_parser(name, help=task.what, description=_sentence(task.what)))
+        command = commands.add_parser(name, help=task.what, description=_sentence(task.what))
+        _add_scoring(command)
+        _add_task_options(command, [name])
     report = commands.add_parser(
         "report", help="build a run's report.html", description="Build a run's report.html."
     )
@@ -129,6 +134,53 @@ def _add_scoring(command: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of whatever is drawn (default: 0)")
 
 
+def _add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
+    """Options that some tasks have."""
+    add = command.add_argument
+    if "linear-probe" in tasks:
+        add(
+            "--layers",
+            nargs="*",
+            type=_positive,
+            metavar="K",
+            help="linear-probe: probe the image tower behind these blocks too (all where none is named)",
+        )
+    if "few-shot" in tasks:
+        shots = " ".join(map(str, SHOTS))
+        add(
+            "--shots",
+            nargs="+",
+            type=_positive,
+            default=SHOTS,
+            metavar="N",
+            help=f"few-shot: default {shots}",
+        )
+        add(
+            "--seeds",
+            nargs="+",
+            type=int,
+            default=(0, 1, 2),
+            metavar="S",
+            help="few-shot: draws (default: 0 1 2)",
+        )
+        add("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default both")
+    if "knn" in tasks:
+        add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
+
+
+def _options(options: argparse.Namespace) -> Options:
+    """Of the command line, for the tasks that it has."""
+    layers = getattr(options, "layers", None)
+    return Options(
+        seed=options.seed,
+        layers=False if layers is None else tuple(layers) or True,
+        shots=tuple(getattr(options, "shots", SHOTS)),
+        seeds=tuple(getattr(options, "seeds", (0, 1, 2))),
+        estimators=tuple(getattr(options, "estimators", ESTIMATORS)),
+        neighbours=tuple(getattr(options, "neighbours", KS)),
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command."""
     options = _parser().parse_args(arguments)
@@ -193,7 +245,7 @@ def _score_model(
                 targets,
                 out=out,
                 tasks=tasks,
-                options=Options(seed=options.seed),
+                options=_options(options),
                 skip_existing=options.skip_existing,
                 store=_store(options.features),
                 ranks=ranks,
@@ -214,8 +266,8 @@ def _score_model(
 
 
 def _tell_trouble(trouble: Sequence[Missing | ClipkitError], scored: Scored) -> int:
-    """Every dataset without scores, a line each; the exit status."""
-    broken = [one for one in trouble if not isinstance(one, Missing)]
+    """Every dataset, or task on one, without scores, a line each; the exit status."""
+    broken = [one for one in trouble if not isinstance(one, Missing | Lacks)]
     if distributed.rank() == 0:
         for one in trouble:
             if isinstance(one, Missing):

@@ -19,7 +19,17 @@ from clipkit.errors import DataError
 from clipkit.zero_shot import fill_template
 from data.shards import Sample
 
-__all__ = ["DEFAULT_TEMPLATES", "TASKS", "TEST", "EvalDataset", "NoSplit", "Pictures", "checked", "some"]
+__all__ = [
+    "DEFAULT_TEMPLATES",
+    "TASKS",
+    "TEST",
+    "EvalDataset",
+    "Lacks",
+    "NoSplit",
+    "Pictures",
+    "checked",
+    "some",
+]
 
 TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
 TEST = "test"  # the split that scores are of
@@ -27,7 +37,11 @@ DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
 _log = logging.getLogger("eval")
 
 
-class NoSplit(DataError):
+class Lacks(DataError):
+    """A dataset lacks what a task needs; nothing about it is wrong."""
+
+
+class NoSplit(Lacks):
     """A dataset has no split of the name that is asked for."""
 
 

@@ -182,6 +182,7 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
         weights: which weights they are, as ``weights_id`` names them or in own words.
     """
     prompts = dataset.prompts()
+    choices = [caption for several in dataset.choices or () for caption in several]
     captions = [caption for several in dataset.captions or () for caption in several]
     return {
         "weights": weights,
@@ -190,6 +191,7 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
         "prompts": _digest(prompt for own in prompts for prompt in ("", *own)),
         "prompt_count": sum(map(len, prompts)),
         "captions": _digest(captions) if captions else None,
+        "choices": _digest(choices) if choices else None,
         "dtype": dtype_name(model),
         "preprocessing": model.preprocess.to_dict(),
         "clipkit": _version(),

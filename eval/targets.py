@@ -35,6 +35,7 @@ class Target:
         dataset: the split that is scored, with the prompts of its card.
         metrics: the primary metric first; none where there is no card.
         card: what is known of it, if anything is.
+        keys: what the dataset itself calls its classes.
         source: what it was opened from.
         root: where it was looked for.
     """
@@ -42,6 +43,7 @@ class Target:
     dataset: EvalDataset
     metrics: tuple[str, ...] = ()
     card: Card | None = None
+    keys: tuple[str, ...]
     source: str
     root: Path | str | None = None
 
@@ -53,10 +55,10 @@ class Target:
             DataError: it is broken, or its classes are others.
         """
         found = _open(self.source, split, self.root, self.card)
-        if len(found.class_names) != len(self.dataset.class_names):
+        if found.class_names != self.keys:
             raise DataError(
-                f"dataset {self.dataset.name} has {len(self.dataset.class_names)} classes in split "
-                f"{self.dataset.split!r} and {len(found.class_names)} in split {split!r}"
+                f"dataset {self.dataset.name} has other classes in split {split!r} than in split "
+                f"{self.dataset.split!r}, or in another order"
             )
         bound = self.dataset
         return replace(
@@ -133,6 +135,7 @@ def _of_card(
         dataset=_with_prompts(card, dataset, prompts),
         metrics=tuple(metrics or card.metrics),
         card=card,
+        keys=dataset.class_names,
         source=source,
         root=root,
     )
@@ -142,11 +145,13 @@ def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, promp
     """A dataset without a card, or with one of its own beside its pictures."""
     own = Path(source).expanduser() / _OWN_CARD
     if not own.is_file():
-        return Target(dataset=dataset, source=source, root=root)
+        return Target(dataset=dataset, keys=dataset.class_names, source=source, root=root)
     card = read_card(own, name=dataset.name)
     _check_size(card, dataset)
     bound = _with_prompts(card, dataset, prompts)
-    return Target(dataset=bound, metrics=card.metrics, card=card, source=source, root=root)
+    return Target(
+        dataset=bound, metrics=card.metrics, card=card, keys=dataset.class_names, source=source, root=root
+    )
 
 
 def _source(card: Card, root: Path | str | None) -> str | None:

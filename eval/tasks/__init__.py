@@ -5,11 +5,15 @@ from dataclasses import dataclass
 
 from clipkit.errors import ConfigError, nearest
 from eval.dataset import TASKS, EvalDataset
-from eval.details import zero_shot_details
+from eval.details import prediction_details, zero_shot_details
 from eval.details_file import Details
 from eval.results import Score
 from eval.subject import Subject
 from eval.tasks.classification import labels_of
+from eval.tasks.compositional import choices_of, compositional
+from eval.tasks.few_shot import ESTIMATORS, SHOTS, few_shot
+from eval.tasks.knn import KS, knn
+from eval.tasks.linear_probe import linear_probes
 from eval.tasks.retrieval import captions_of, retrieval
 from eval.tasks.zero_shot import zero_shot
 
@@ -21,17 +25,33 @@ class Options:
     """What a user may choose of the tasks.
 
     Attributes:
-        seed: of whatever is drawn: examples shown, splits carved, pictures of few shots.
+        seed: of whatever is drawn: examples shown, validation pictures carved from the training ones.
+        layers: blocks of the image tower whose class token is probed too, from 1; True for all.
+        shots: pictures a class that few-shot learning gets.
+        seeds: of its draws.
+        estimators: that it learns with.
+        neighbours: how many vote.
         details: whether what a page shows beside the scores is made too.
     """
 
     seed: int = 0
+    layers: bool | tuple[int, ...] = False
+    shots: tuple[int, ...] = SHOTS
+    seeds: tuple[int, ...] = (0, 1, 2)
+    estimators: tuple[str, ...] = ESTIMATORS
+    neighbours: tuple[int, ...] = KS
     details: bool = True
 
     def text_of(self, task: str) -> str:
         """The options that the scores of a task depend on, for its lines."""
-        del task
-        return ""
+        return " ".join(f"{name}={getattr(self, name)}" for name in _OPTIONS_OF.get(task, ()))
+
+
+_OPTIONS_OF: Mapping[str, tuple[str, ...]] = {
+    "linear-probe": ("seed", "layers"),
+    "few-shot": ("shots", "seeds", "estimators"),
+    "knn": ("neighbours",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +71,7 @@ class Task:
         run: scores a model on a dataset.
         check: raises DataError where a dataset lacks what it needs.
         texts: those of a dataset that it will have encoded.
+        learns: whether it needs the training split.
         depends_on: facts of provenance that its scores depend on besides weights and pictures.
     """
 
@@ -58,6 +79,7 @@ class Task:
     run: Callable[[Subject, Options], Outcome]
     check: Callable[[EvalDataset], object]
     texts: Callable[[EvalDataset], Iterable[str]] = lambda _: ()
+    learns: bool = False
     depends_on: tuple[str, ...] = ()
 
 
@@ -75,12 +97,42 @@ def _zero_shot(subject: Subject, options: Options) -> Outcome:
     return Outcome(scores=zero_shot(subject), details=[details])
 
 
+def _linear_probe(subject: Subject, options: Options) -> Outcome:
+    scores: list[Score] = []
+    details: list[Details] = []
+    for probe in linear_probes(subject, layers=options.layers, seed=options.seed):
+        scores += probe.scores
+        if options.details and probe.answers.labels.dim() == 1:
+            top = probe.answers.top
+            details.append(
+                prediction_details(
+                    subject.dataset,
+                    top.classes[:, 0],
+                    task="linear-probe",
+                    setting=probe.setting,
+                    confidence=top.probabilities[:, 0],
+                    chosen_c=probe.chosen_c,
+                )
+            )
+    return Outcome(scores=scores, details=details)
+
+
+def _few_shot(subject: Subject, options: Options) -> Outcome:
+    scores = few_shot(subject, shots=options.shots, seeds=options.seeds, estimators=options.estimators)
+    return Outcome(scores=scores)
+
+
 def _prompts(dataset: EvalDataset) -> Iterable[str]:
     return (prompt for own in dataset.prompts() for prompt in own)
 
 
 def _captions(dataset: EvalDataset) -> Iterable[str]:
     return (caption for own in dataset.captions or () for caption in own)
+
+
+def _choices(dataset: EvalDataset) -> Iterable[str]:
+    yield from (caption for own in dataset.choices or () for caption in own)
+    yield from _captions(dataset)
 
 
 KNOWN_TASKS: Mapping[str, Task] = {
@@ -97,6 +149,28 @@ KNOWN_TASKS: Mapping[str, Task] = {
         check=captions_of,
         texts=_captions,
         depends_on=("captions",),
+    ),
+    "linear-probe": Task(
+        what="logistic regression on the image tower's features, as in the CLIP paper",
+        run=_linear_probe,
+        check=labels_of,
+        learns=True,
+    ),
+    "few-shot": Task(
+        what="learn classes from 1, 2, 4, 8 and 16 pictures each", run=_few_shot, check=labels_of, learns=True
+    ),
+    "knn": Task(
+        what="classify pictures by their nearest neighbours in the training split",
+        run=lambda subject, options: Outcome(scores=knn(subject, ks=options.neighbours)),
+        check=labels_of,
+        learns=True,
+    ),
+    "compositional": Task(
+        what="tell a right caption from wrong ones (Winoground, SugarCrepe, ARO, WinoGAViL)",
+        run=lambda subject, _: Outcome(scores=compositional(subject)),
+        check=choices_of,
+        texts=_choices,
+        depends_on=("captions", "choices"),
     ),
 }
 assert set(KNOWN_TASKS) <= set(TASKS)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset
+from eval.dataset import EvalDataset, Lacks
 from eval.metrics import (
     Estimate,
     TopClasses,
@@ -134,12 +134,12 @@ def labels_of(dataset: EvalDataset) -> Tensor:
     """The labels, (N,) int64 or (N, C) bool.
 
     Raises:
-        DataError: the dataset has none, or no class names for them.
+        Lacks: the dataset has none, or no class names for them.
     """
     if dataset.labels is None:
-        raise DataError(f"dataset {dataset.name} has no labels, which classification needs")
+        raise Lacks(f"dataset {dataset.name} has no labels, which classification needs")
     if not dataset.class_names:
-        raise DataError(f"dataset {dataset.name} has no classnames.txt, which classification needs")
+        raise Lacks(f"dataset {dataset.name} has no classnames.txt, which classification needs")
     return dataset.labels
 
 

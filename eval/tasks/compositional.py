@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset
+from eval.dataset import EvalDataset, Lacks
 from eval.metrics import (
     Estimate,
     jaccard_index,
@@ -40,10 +40,10 @@ def choices_of(dataset: EvalDataset) -> EvalDataset:
     """The dataset, if it has choices between captions, or cues with candidates.
 
     Raises:
-        DataError: it has neither.
+        Lacks: it has neither.
     """
     if dataset.choices is None and (_ASSOCIATION not in dataset.metadata or dataset.items is None):
-        raise DataError(
+        raise Lacks(
             f"dataset {dataset.name} has no captions to choose between, which the compositional task needs"
         )
     return dataset

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.representations import layer_count
-from eval.dataset import EvalDataset, some
+from eval.dataset import EvalDataset, NoSplit, some
 from eval.metrics import (
     Statistic,
     average_precisions,
@@ -301,7 +301,7 @@ def learned(subject: Subject, split: str, who: str) -> EvalDataset:
     """
     dataset, train = subject.dataset, subject.split(split)
     if train is None:
-        raise DataError(f"dataset {dataset.name} has no {split} split, which {who} learns from")
+        raise NoSplit(f"dataset {dataset.name} has no {split} split, which {who} learns from")
     if train.split == dataset.split:
         raise DataError(f"dataset {dataset.name}: {who} learns from {split}, so score it on another split")
     labels = labels_of(train)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset
+from eval.dataset import EvalDataset, Lacks
 from eval.metrics import Estimate, chance_of_recall, match_ranks, mean_rank, median_rank, recall_at_k
 from eval.results import Score
 from eval.subject import Subject
@@ -27,10 +27,11 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     """The captions of each picture.
 
     Raises:
-        DataError: the dataset has none, or they are all the same.
+        Lacks: the dataset has none.
+        DataError: they are all the same.
     """
     if dataset.captions is None:
-        raise DataError(f"dataset {dataset.name} has no captions, which retrieval needs")
+        raise Lacks(f"dataset {dataset.name} has no captions, which retrieval needs")
     if len({caption for own in dataset.captions for caption in own}) < 2:
         raise DataError(
             f"dataset {dataset.name} has one caption for all pictures: there is nothing to retrieve"
