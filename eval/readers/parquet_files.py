@@ -1,7 +1,8 @@
 """The parquet files of a dataset, as Hugging Face keeps them: which belong to a split, and their columns.
 
 Files are ``data/SPLIT-00000-of-00002.parquet``, ``SPLIT/0000.parquet``, ``SPLIT.parquet`` or the like; those that
-name no split are taken for the one that is scored, if no other file names one.
+name no split are taken for the one that is scored, if no other file names one. Of a dataset at Hugging Face that
+has none, such as one made by a script, those are read to which the hub has converted it.
 """
 
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from clipkit.urls import shown
 from data.cache import shard_cache
+from data.remote.patience import Unreachable
 from data.shard_file import ShardFile
 from eval.dataset import TEST, NoSplit, some
 from eval.readers.places import files_in
@@ -31,7 +33,14 @@ _NAMES = {
     "train": ("train", "training"),
     TEST: (TEST, "testing"),
 }
-_INSIDE = ("", "data", "default")  # folders of a dataset that hold its files
+_INSIDE = (
+    "",
+    "data",
+    "default",
+    "TEST",
+)  # folders of a dataset that hold its files; TEST for those of nlphuji
+_CONVERTED = "@refs/convert/parquet"  # the branch where the hub puts what it converts
+_HUB_DATASET = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+", flags=re.ASCII)
 _FETCHING = 2  # files at a time
 
 
@@ -169,6 +178,18 @@ def _stem(file: ShardFile) -> str:
 
 def _candidates(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
     """All parquet files with the name of their split, empty where none is named."""
+    found = _in_folders(place, split)
+    if not found and isinstance(place, str) and _HUB_DATASET.fullmatch(place):
+        try:
+            return _in_folders(f"{place}{_CONVERTED}", split)
+        except Unreachable:
+            raise
+        except DataError:  # there is no such branch
+            return []
+    return found
+
+
+def _in_folders(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
     names = _NAMES.get(split, (split,))
     found = []
     for inside in _INSIDE:
@@ -176,6 +197,8 @@ def _candidates(place: str | Path, split: str) -> list[tuple[str, ShardFile]]:
         found += [(_split_of(file), file) for file in _parquet_in(folder)]
         for name in names:
             found += [(name, file) for file in _parquet_in(beside(folder, name))]
+        if found:
+            break  # each look is a question to the store
     return found
 
 

@@ -231,3 +231,25 @@ def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPa
     assert read(dataset) == [b"picture %d" % seed for seed in range(5)]
     assert dataset.where(0).endswith(f"hf://datasets/who/pets/{name}")
     assert len(open_dataset("pets", root="hf://datasets/who")) == 5
+
+    sample = {"image": images(2), "caption": [["a"], ["b"]]}
+    content = write(tmp_path / "0000.parquet", sample).read_bytes()
+    etag_of = nginx.html / "datasets/who/script/resolve/refs/convert/parquet/TEST/test/0000.parquet"
+    nginx.put(str(etag_of.relative_to(nginx.html)), content)
+    entry = {"type": "file", "path": "TEST/test/0000.parquet", "size": len(content)}
+    entry["oid"] = f"{int(etag_of.stat().st_mtime):x}-{len(content):x}"
+    nginx.put("converted", json.dumps([entry]).encode())
+    api = "/api/datasets/who/script"
+    nginx.add(f"""
+        location /api/ {{ add_header X-Error-Code EntryNotFound always; return 404; }}
+        location = {api} {{ default_type application/json; try_files /about =404; }}
+        location = {api}/revision/main {{ default_type application/json; try_files /about =404; }}
+        location = {api}/revision/refs/convert/parquet {{ default_type application/json; try_files /about =404; }}
+        location = {api}/tree/main {{ default_type application/json; try_files /tree =404; }}
+        location = {api}/tree/refs/convert/parquet/TEST/test {{
+            default_type application/json; try_files /converted =404;
+        }}
+    """)
+    nginx.put("tree", json.dumps([readme]).encode())
+    converted = open_dataset("hf://datasets/who/script")
+    assert converted.captions == (("a",), ("b",)) and read(converted) == [b"picture 0", b"picture 1"]
