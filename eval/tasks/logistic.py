@@ -168,15 +168,13 @@ class LogisticProblem:
             if not descent.exhausted and (not converged or tolerance < _FLOAT32_LIMIT):
                 descent.in_float64()
                 converged = descent.run(tolerance, max_iterations)
-            return self._fit(C, descent, converged)
+        return self._fit(C, descent, converged)
 
     def _zero(self) -> Tensor:
         return torch.zeros(self._logits, self._rows.width + 1, dtype=torch.float64, device=self._device)
 
     def _fit(self, C: float, descent: "_Descent", converged: bool) -> LogisticFit:
         weight, bias = (one.cpu() for one in self._unfold(descent.point.at))
-        if self._softmax:  # what all classes have in common changes no probability, and is 0 at the minimum
-            weight, bias = weight - weight.mean(dim=0), bias - bias.mean()
         if self._binary:  # logits of ∓ half have the probabilities of the single one
             weight, bias = torch.cat([-weight, weight]) / 2, torch.cat([-bias, bias]) / 2
         all_weights = torch.zeros(self._classes, self._rows.width, dtype=torch.float64)
@@ -199,7 +197,14 @@ class LogisticProblem:
         if self._binary:
             weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
         weight, bias = weight.to(self._device), bias.to(self._device)
-        return torch.cat([weight @ self._directions, (bias + weight @ self._mean)[:, None]], dim=1)
+        return self._apart(
+            torch.cat([weight @ self._directions, (bias + weight @ self._mean)[:, None]], dim=1)
+        )
+
+    def _apart(self, vector: Tensor) -> Tensor:
+        """(K, P) without what all classes of a softmax have in common: it changes no probability, and only the
+        penalty would draw it to 0, where it is at the minimum."""
+        return vector - vector.mean(dim=0) if self._softmax else vector
 
     def _unfold(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (K, W) and biases (K,) of features as they are, from (K, P) along the directions, centred."""
@@ -283,7 +288,7 @@ class _Descent:
             inverse = self._inverse()
             direction = self._direction(inverse)
             # the step may be small because the last one was; so may the plain one where curvature is far from even
-            steps = (direction, self.point.gradient * inverse)
+            steps = (direction, self._problem._apart(self.point.gradient * inverse))
             change = max(float((one.square() * variance).sum()) for one in steps)
             if change <= tolerance**2 * float((self.point.at.square() * variance).sum()):
                 return True
@@ -314,7 +319,7 @@ class _Descent:
         if self._steps:  # its size as the last step found it
             _, turn, product = self._steps[-1]
             inverse = inverse * (product / float((turn.square() * inverse).sum()))
-        vector = vector * inverse
+        vector = self._problem._apart(vector * inverse)
         for (step, turn, product), share in zip(self._steps, reversed(shares), strict=True):
             vector = vector + (share - float((turn * vector).sum()) / product) * step
         return -vector

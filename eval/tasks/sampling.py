@@ -21,7 +21,7 @@ def shuffled_classes(labels: Tensor, classes: int, *, revision: str, seed: int) 
     """
     order = torch.argsort(labels, stable=True)
     ends = torch.bincount(labels, minlength=classes).cumsum(0).tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]
     return [
         _shuffled(order[start:end], f"{revision} {seed} {label}")
         for label, (start, end) in enumerate(zip(starts, ends, strict=True))
@@ -42,10 +42,10 @@ def carve(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
     Returns:
         The numbers of the pictures, sorted, both int64; the second is empty where no class has two pictures.
     """
+    if not len(labels):
+        return torch.arange(0), torch.arange(0)
     if labels.ndim == 1:
-        of = shuffled_classes(
-            labels, int(labels.max()) + 1 if len(labels) else 0, revision=revision, seed=seed
-        )
+        of = shuffled_classes(labels, int(labels.max()) + 1, revision=revision, seed=seed)
     else:
         of = [_shuffled(torch.arange(len(labels)), f"{revision} {seed}")]
     taken = [min(max(1, round(len(own) / CARVED)), max(0, len(own) - 1)) for own in of]
