@@ -28,17 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["ParquetFiles", "has_parquet", "open_parquet_files"]
 
 _PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
-_NAMES = {
-    "val": ("val", "validation", "valid", "dev"),
-    "train": ("train", "training"),
-    TEST: (TEST, "testing"),
-}
+_NAMES = {"val": ("val", "validation", "valid", "dev"), "train": ("train",), TEST: (TEST,)}
 _INSIDE = (
     "",
     "data",
     "default",
     "TEST",
-)  # folders of a dataset that hold its files; TEST for those of nlphuji
+)  # folders that hold files; the last is of a set that CLIP papers use
 _CONVERTED = "@refs/convert/parquet"  # the branch where the hub puts what it converts
 _HUB_DATASET = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+", flags=re.ASCII)
 _FETCHING = 2  # files at a time

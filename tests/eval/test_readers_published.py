@@ -21,6 +21,7 @@ from eval.readers.npy import array_of
 from eval.readers.places import address_of
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx
+from tests.data.remote.test_hub import use
 
 impatient = servers.impatient
 nginx = servers.nginx
@@ -215,6 +216,26 @@ def test_over_the_network(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.Monk
     nginx.put("datasets/who/wds_many/resolve/main/classnames.txt", b"caf\xe9\n")
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"2\n")
     assert "classnames.txt is not UTF-8 text" in refusal(page)
+
+
+def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    root = publish(tmp_path / "wds_pets", labelled([0, 1, 4]))
+    serve(nginx, root, "datasets/who/wds_pets/resolve/main")
+    nginx.put("about", b'{"id": "who/wds_pets", "_id": "1", "sha": "1", "siblings": [], "tags": []}')
+    nginx.put("tree", b'[{"type": "file", "path": "README.md", "size": 3, "oid": "3"}]')
+    nginx.add("""
+        location /api/ { add_header X-Error-Code EntryNotFound always; return 404; }
+        location = /api/datasets/who/wds_pets { default_type application/json; try_files /about =404; }
+        location = /api/datasets/who/wds_pets/revision/main { default_type application/json; try_files /about =404; }
+        location = /api/datasets/who/wds_pets/tree/main { default_type application/json; try_files /tree =404; }
+    """)
+    use(nginx.url("").rstrip("/"), monkeypatch)
+    dataset = open_dataset("pets", root="hf://datasets/who")
+    assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 4]
+    assert pixels(dataset) == pixels(open_dataset(root)) and dataset.name == "pets"
+    with pytest.raises(NoSplit, match="has no split 'train': no tar in hf://datasets/who/wds_pets/train"):
+        open_dataset("hf://datasets/who/wds_pets", split="train")
 
 
 def test_a_set_is_found_by_its_name(tmp_path: Path, nginx: Nginx) -> None:
