@@ -25,6 +25,7 @@ from eval.metrics import (
     roc_auc_statistic,
 )
 from eval.report.result_set import Model, ResultSet, Row, read_result_set
+from eval.report.scores import metric_name
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Difference", "ModelComparison", "compare", "comparison_table"]
 
 _LEVEL = 0.05
+_ROUNDING = 1e-4  # between a score and the mean of what each item got
 _LEAST_DIGITS = 6  # of a hash, to name weights by how they begin
 _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
 
@@ -110,17 +112,14 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
             f"{labels[0]} and {labels[1]} have no dataset and task in common, so nothing compares"
         )
     weights = found.models[one].weights, found.models[other].weights
-    findings = _Findings(differences=[], refused=refused, untested={})
+    findings = _Findings(differences=[], refused={})
     for kind in shared:
         _compare_kind(kind, (rows[0][kind], rows[1][kind]), weights, details, findings)
-    for (task, metric), datasets in findings.untested.items():
-        refused.append(
-            f"{task} {metric}: no test on {some(datasets)}, as the details do not hold it item by item"
-        )
     for label, own, others in ((labels[0], rows[0], rows[1]), (labels[1], rows[1], rows[0])):
-        missing = [_said(kind) for kind in own if kind not in others]
-        if missing:
-            refused.append(f"{some(missing)}: only {label} has scores")
+        for kind in own:
+            if kind not in others:
+                findings.refuse(kind, f"only {label} has scores")
+    refused += [f"{task} on {some(list(names))}: {why}" for (task, why), names in findings.refused.items()]
     return ModelComparison(
         first=labels[0],
         second=labels[1],
@@ -131,16 +130,15 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
 
 @dataclass(frozen=True, kw_only=True)
 class _Findings:
-    """What is gathered kind by kind; ``untested`` gives the datasets by (task, metric)."""
+    """What is gathered kind by kind; ``refused`` gives the datasets by task and reason."""
 
     differences: list[Difference]
-    refused: list[str]
-    untested: dict[tuple[str, str], list[str]]
+    refused: dict[tuple[str, str], dict[str, None]]
 
-
-def _said(kind: _Kind) -> str:
-    dataset, split, task, setting = kind
-    return " ".join(filter(None, (dataset, "" if split == "test" else split, task, setting)))
+    def refuse(self, kind: _Kind, why: str) -> None:
+        dataset, split, task, _ = kind
+        name = dataset if split == "test" else f"{dataset} {split}"
+        self.refused.setdefault((task, why), {})[name] = None
 
 
 def _is_results(name: str) -> bool:
@@ -195,33 +193,38 @@ def _compare_kind(
     common = [one for one in prompts[0] if one in prompts[1]]
     if not common:
         differ = f"{prompts[0][0] or 'none'} and {prompts[1][0] or 'none'}"
-        findings.refused.append(f"{_said(kind)}: the prompt sets differ ({differ})")
+        findings.refuse(kind, f"the prompt sets differ ({differ})")
     for prompt_set in common:
         first, second = ({row.metric: row for row in own if row.prompt_set == prompt_set} for own in rows)
         scores = [(row, second[metric]) for metric, row in first.items() if metric in second]
         pair = [details.get((one, dataset, split, task, prompt_set, setting)) for one in weights]
         why = _incomparable(scores)
         if why is not None:
-            findings.refused.append(f"{_said(kind)}: {why}")
+            findings.refuse(kind, why)
         elif pair[0] is None or pair[1] is None:
-            findings.refused.append(f"{_said(kind)}: there are no details of what each item got")
+            findings.refuse(kind, "there are no details of what each item got")
         elif (why := _different_items(pair[0], pair[1])) is not None:
-            findings.refused.append(f"{_said(kind)}: {why}")
+            findings.refuse(kind, why)
         else:
-            _compare_scores(scores, pair[0], pair[1], findings)
+            _compare_scores(kind, scores, pair[0], pair[1], findings)
 
 
 def _compare_scores(
-    scores: Sequence[tuple[Row, Row]], first: Details, second: Details, findings: _Findings
+    kind: _Kind, scores: Sequence[tuple[Row, Row]], first: Details, second: Details, findings: _Findings
 ) -> None:
     for row, other in scores:
         try:
             test = _test(row.metric, first, second)
         except DataError as error:
-            findings.refused.append(f"{row.dataset} {row.task} {row.metric}: {error}")
+            findings.refuse(kind, f"{row.metric}: {error}")
+            continue
+        if test is not None and abs(test.difference - (other.value - row.value)) > _ROUNDING * max(
+            1.0, row.value
+        ):
+            findings.refuse(kind, f"{row.metric}: the details are not those of these scores")
             continue
         if test is None:
-            findings.untested.setdefault((row.task, row.metric), []).append(row.dataset)
+            findings.refuse(kind, f"no test of {row.metric}, which the details do not hold item by item")
             continue
         findings.differences.append(
             Difference(
@@ -364,19 +367,24 @@ def comparison_table(comparison: ModelComparison) -> "Table":
     table.add_column("metric", overflow="fold", ratio=3)
     for heading in ("A %", "B %", "B − A [95%]", "p", "better"):
         table.add_column(heading, justify="right", no_wrap=True)
-    before: tuple[str, str] | None = None
-    for one in sorted(comparison.differences, key=lambda one: (one.task, one.setting)):
-        kind = one.task, one.setting
+    before: tuple[str, ...] | None = None
+    named = ""
+    for one in sorted(comparison.differences, key=lambda one: (one.task, one.setting, one.prompt_set)):
+        kind = one.task, one.setting, one.prompt_set and f"prompts {one.prompt_set}"
         if kind != before:
             if before is not None:
                 table.add_section()
             table.add_row(Text(" ".join(filter(None, kind)), style="bold"))
-            before = kind
-        table.add_row(*(Text(text) for text in _texts(one)), style="bold" if one.beyond_chance else "")
+            before, named = kind, ""
+        dataset = one.dataset if one.dataset != named else ""  # named once
+        named = one.dataset
+        style = "bold" if one.beyond_chance else ""
+        table.add_row(Text(dataset), *(Text(text) for text in _texts(one)), style=style)
     return table
 
 
 def _texts(one: Difference) -> tuple[str, ...]:
+    """The row behind the dataset's name."""
     share = all(0 <= value <= 1 for value in (one.first, one.second))
     factor = 100 if share else 1
     low, high = factor * one.test.low, factor * one.test.high
@@ -384,10 +392,8 @@ def _texts(one: Difference) -> tuple[str, ...]:
     if one.beyond_chance:
         up = one.test.difference > 0
         better = "B" if up != _lower_is_better(one.metric) else "A"
-    name = f"{one.dataset} ({one.prompt_set})" if one.prompt_set not in ("", "own") else one.dataset
     return (
-        name,
-        one.metric,
+        metric_name(one.metric),
         f"{factor * one.first:.1f}",
         f"{factor * one.second:.1f}",
         f"{factor * one.test.difference:+.1f} [{low:+.1f}, {high:+.1f}]",

@@ -93,9 +93,8 @@ def test_differences_are_those_of_the_metrics(results: Path) -> None:
     assert recall.test.difference == pytest.approx(recall.second - recall.first)
     assert recall.beyond_chance
     assert by_key["glyphs", "acc1"].p == 1.0
-    assert found.refused == (
-        "zero-shot ece: no test on digits, glyphs, icons, as the details do not hold it item by item",
-    )
+    said = "zero-shot on digits, glyphs, icons: no test of ece, which the details do not hold item by item"
+    assert found.refused == (said,)
     text = printed(found)
     assert "2 of 6 differences are beyond chance" in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= 80
@@ -117,7 +116,7 @@ def test_what_does_not_compare_is_refused(results: Path, more: dict[str, Any], s
     add(results, "large", "glyphs", guesses(0.8, 2))
     found = compare([results], "small", "large")
     assert found.differences == ()
-    assert found.refused == (f"digits zero-shot: {said}", "glyphs zero-shot: only large has scores")
+    assert found.refused == (f"zero-shot on digits: {said}", "zero-shot on glyphs: only large has scores")
     assert "0 of 0 differences" in printed(found)
 
 
@@ -128,6 +127,23 @@ def test_items_in_another_order_are_refused(results: Path) -> None:
     moved = {**vars(details), "labels": pack(LABELS.flip(0))}
     write_details(results, type(details)(**moved), weights="sha256:large000000")
     assert "in another order" in compare([results], "small", "large").refused[0]
+
+
+def test_details_of_other_scores_are_refused(results: Path) -> None:
+    add(results, "small", "digits", guesses(0.6, 1))
+    add(results, "large", "digits", guesses(0.8, 2))
+    with results.open("a") as file:
+        line = {
+            "model": "large",
+            "weights": "sha256:large000000",
+            "dataset": "digits",
+            "task": "zero-shot",
+            "n": N,
+        }
+        file.write(json.dumps({**line, "prompt_set": "own", "metric": "acc1", "value": 0.123}) + "\n")
+    found = compare([results], "small", "large")
+    assert [one.metric for one in found.differences] == ["mean_per_class_recall"]
+    assert "zero-shot on digits: acc1: the details are not those of these scores" in found.refused
 
 
 def test_means_and_areas(results: Path) -> None:
