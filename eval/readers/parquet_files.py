@@ -29,12 +29,8 @@ __all__ = ["ParquetFiles", "has_parquet", "open_parquet_files"]
 
 _PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
 _NAMES = {"val": ("val", "validation", "valid", "dev"), "train": ("train",), TEST: (TEST,)}
-_INSIDE = (
-    "",
-    "data",
-    "default",
-    "TEST",
-)  # folders that hold files; the last is of a set that CLIP papers use
+# folders of a dataset that hold its files; the last is what the hub names those of nlphuji's retrieval sets
+_INSIDE = ("", "data", "default", "TEST")
 _CONVERTED = "@refs/convert/parquet"  # the branch where the hub puts what it converts
 _HUB_DATASET = re.compile(r"hf://datasets/[\w.-]+/[\w.-]+", flags=re.ASCII)
 _FETCHING = 2  # files at a time

@@ -1,10 +1,10 @@
 """Whether a model tells captions apart that differ in the order or choice of words, and what belongs to a cue.
 
-Winoground          ``text_score``, ``image_score``, ``group_score``: datasets with ``choices`` and two pictures an
-                    item
-SugarCrepe, ARO     ``pairwise_accuracy``: other datasets with ``choices``; ``mean_per_group_accuracy`` where the
-                    metadata says the relation or attribute that a picture tests
-WinoGAViL           ``jaccard``, and ``jaccard_5`` … by the number of candidates: datasets with an ``association``
+Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two pictures an item
+SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``; ``mean_per_group_accuracy`` where the metadata
+                    says the relation or attribute that a picture tests
+WinoGAViL           ``jaccard``, and by the number of candidates ``jaccard_5`` …, and ``jaccard_10-12``, which DataComp
+                    counts: datasets with an ``association``
 
 A tie is counted as wrong everywhere. Equal captions are encoded once.
 
@@ -69,9 +69,7 @@ def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Score]
     similarity = _similarities(subject, choices)  # (N, longest), -inf where a picture has fewer
     correct = pairwise_correct(similarity[:, 0], similarity[:, 1:])  # (N,)
     chance = float(torch.tensor([1 / len(own) for own in choices], dtype=torch.float64).mean())
-    scores = [
-        _score(subject.dataset, "pairwise_accuracy", proportion(int(correct.sum()), len(correct)), chance)
-    ]
+    scores = [_score(subject.dataset, "accuracy", proportion(int(correct.sum()), len(correct)), chance)]
     for name in _GROUPS:
         if longest == 2 and name in subject.dataset.metadata:
             _, group = subject.dataset.metadata[name].unique(return_inverse=True)
@@ -100,9 +98,9 @@ def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Scor
     similarity = torch.stack([own_first[:, 0], own_first[:, 1].flip(1)], dim=1)  # (I, 2, 2) picture, caption
     found = winoground(similarity)
     return [
-        _score(dataset, "text_score", found.text, 1 / 4),
-        _score(dataset, "image_score", found.image, 1 / 4),
-        _score(dataset, "group_score", found.group, 1 / 6),
+        _score(dataset, "text", found.text, 1 / 4),
+        _score(dataset, "image", found.image, 1 / 4),
+        _score(dataset, "group", found.group, 1 / 6),
     ]
 
 
@@ -117,9 +115,11 @@ def _associations(subject: Subject) -> list[Score]:
     picks = torch.bincount(case, right.double())
     chance = _jaccard_of_chance(sizes, picks)
     scores = [_score(dataset, "jaccard", mean_estimate(index), float(chance.mean()))]
-    for size in sizes.unique().tolist() if len(sizes.unique()) > 1 else []:
-        of = sizes == size
-        scores.append(_score(dataset, f"jaccard_{size}", mean_estimate(index[of]), float(chance[of].mean())))
+    parts = {f"jaccard_{size}": sizes == size for size in sizes.unique().tolist()}
+    parts["jaccard_10-12"] = (sizes >= 10) & (sizes <= 12)
+    for name, of in parts.items():
+        if bool(of.any()):
+            scores.append(_score(dataset, name, mean_estimate(index[of]), float(chance[of].mean())))
     return scores
 
 

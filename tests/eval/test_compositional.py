@@ -109,9 +109,9 @@ def test_as_clip_benchmark_scores_it(pictures: int) -> None:
         found = scored(dataset, images, texts)
         assert {name: one.value for name, one in found.items()} == pytest.approx(
             {
-                "text_score": expected["text_acc"],
-                "image_score": expected["image_acc"],
-                "group_score": expected["acc"],
+                "text": expected["text_acc"],
+                "image": expected["image_acc"],
+                "group": expected["acc"],
             }
         )
         assert [round(one.chance or 0, 4) for one in found.values()] == [0.25, 0.25, 0.1667]
@@ -124,8 +124,8 @@ def test_as_clip_benchmark_scores_it(pictures: int) -> None:
         assert scored(dataset, images[mixed], texts) == found
     else:
         found = scored(dataset_of(items, choices=tuple(pairs)), images, texts)
-        assert found["pairwise_accuracy"].value == pytest.approx(expected["text_acc"])
-        assert (found["pairwise_accuracy"].n, found["pairwise_accuracy"].chance) == (items, 0.5)
+        assert found["accuracy"].value == pytest.approx(expected["text_acc"])
+        assert (found["accuracy"].n, found["accuracy"].chance) == (items, 0.5)
 
 
 def test_ties_are_wrong_and_lists_may_differ_in_length() -> None:
@@ -133,9 +133,9 @@ def test_ties_are_wrong_and_lists_may_differ_in_length() -> None:
     texts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [1.0, 0.0]])
     choices = (("0 right", "1", "2"), ("0 right", "3 the same"), ("1", "0 right", "2"))
     found = scored(dataset_of(3, choices=choices), images, texts)
-    assert found["pairwise_accuracy"].value == pytest.approx(2 / 3)
-    assert found["pairwise_accuracy"].chance == pytest.approx((1 / 3 + 1 / 2 + 1 / 3) / 3)
-    assert scored(dataset_of(1, choices=(("0 a", "0 a"),)), images[:1], texts)["pairwise_accuracy"].value == 0
+    assert found["accuracy"].value == pytest.approx(2 / 3)
+    assert found["accuracy"].chance == pytest.approx((1 / 3 + 1 / 2 + 1 / 3) / 3)
+    assert scored(dataset_of(1, choices=(("0 a", "0 a"),)), images[:1], texts)["accuracy"].value == 0
 
 
 def test_means_of_groups() -> None:
@@ -144,7 +144,7 @@ def test_means_of_groups() -> None:
     choices = (("0", "1"), ("0", "1"), ("0", "1"), ("1", "0"))
     metadata = {"relation": torch.tensor([5, 5, 5, 2])}
     found = scored(dataset_of(4, choices=choices, metadata=metadata), images, texts)
-    assert (found["pairwise_accuracy"].value, found["mean_per_group_accuracy"].value) == (0.75, 0.5)
+    assert (found["accuracy"].value, found["mean_per_group_accuracy"].value) == (0.75, 0.5)
     assert found["mean_per_group_accuracy"].n == 2
 
 
@@ -163,6 +163,20 @@ def test_associations() -> None:
     )
     assert found["jaccard_2"].chance == pytest.approx(0.5)  # one of two, picked at random
     assert found["jaccard_3"].chance == pytest.approx((1 + 1 / 3 + 1 / 3) / 3)  # two of three
+
+
+def test_the_cases_that_datacomp_counts() -> None:
+    sizes = [5, 10, 12, 11, 6]
+    right = [[1] + [0] * (size - 1) for size in sizes]
+    scores = {5: 0.0, 10: 1.0, 12: 0.0, 11: 1.0, 6: 0.0}  # the right one is picked or not
+    images = torch.cat([torch.tensor([[scores[size], 1.0]] + [[0.5, 1.0]] * (size - 1)) for size in sizes])
+    items = torch.arange(5).repeat_interleave(torch.tensor(sizes))
+    association = torch.tensor([one for own in right for one in own])
+    captions = (("0",),) * len(items)
+    dataset = dataset_of(len(items), captions=captions, items=items, metadata={"association": association})
+    found = scored(dataset, images, torch.tensor([[1.0, 0.0]]))
+    assert (found["jaccard"].value, found["jaccard_10-12"].value) == pytest.approx((2 / 5, 2 / 3))
+    assert (found["jaccard_10-12"].n, found["jaccard_10"].value, found["jaccard_5"].value) == (3, 1, 0)
 
 
 @given(st.lists(st.integers(0, 1), min_size=2, max_size=6).filter(any))
@@ -218,9 +232,9 @@ def test_a_model_on_winoground_and_winogavil(model: CLIP, tmp_path: Any) -> None
         for score in compositional(Subject(encoder, open_dataset(tmp_path / name)))
     ]
     assert [score.metric for score in found] == [
-        "text_score",
-        "image_score",
-        "group_score",
+        "text",
+        "image",
+        "group",
         "jaccard",
         "jaccard_2",
         "jaccard_3",

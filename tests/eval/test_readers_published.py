@@ -224,11 +224,12 @@ def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPa
     serve(nginx, root, "datasets/who/wds_pets/resolve/main")
     nginx.put("about", b'{"id": "who/wds_pets", "_id": "1", "sha": "1", "siblings": [], "tags": []}')
     nginx.put("tree", b'[{"type": "file", "path": "README.md", "size": 3, "oid": "3"}]')
-    nginx.add("""
-        location /api/ { add_header X-Error-Code EntryNotFound always; return 404; }
-        location = /api/datasets/who/wds_pets { default_type application/json; try_files /about =404; }
-        location = /api/datasets/who/wds_pets/revision/main { default_type application/json; try_files /about =404; }
-        location = /api/datasets/who/wds_pets/tree/main { default_type application/json; try_files /tree =404; }
+    api = "/api/datasets/who/wds_pets"
+    nginx.add(f"""
+        location /api/ {{ add_header X-Error-Code EntryNotFound always; return 404; }}
+        location = {api} {{ default_type application/json; try_files /about =404; }}
+        location = {api}/revision/main {{ default_type application/json; try_files /about =404; }}
+        location = {api}/tree/main {{ default_type application/json; try_files /tree =404; }}
     """)
     use(nginx.url("").rstrip("/"), monkeypatch)
     dataset = open_dataset("pets", root="hf://datasets/who")
