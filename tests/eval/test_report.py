@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +17,12 @@ from eval.report import build_report
 from eval.report.charts import Chart, Line, draw
 from eval.snapshot import Snapshot, write_snapshot
 from eval.snapshot_file import Example, Guess, Hit, Matrix, Picture, Query
+from tests.eval.made_up_results import EVIL, PNG
+from tests.eval.web_page import Page
 
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGNgYGD4z8AAAAMCAQABGdcNAAAAAElFTkSuQmCC"
-EVIL = "<script>alert('x')</script>\"><img src=http://evil.example/x>&"
 CONFIG = (
     'steps = 300\n[model]\nname = "ViT-Ti-4-32"\n[eval]\ndata = ["digits", "glyphs"]\nevery_steps = 100\n'
 )
-_VOID = {"meta", "br", "path", "polyline", "polygon"}
-
-
-class Page(HTMLParser):
-    """Checks the nesting of a page and collects what a test asks for."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.scripts: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.open == [], f"not closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert len({name for name, _ in attrs}) == len(attrs), f"doubled attribute in {tag}"
-        self.tags.append((tag, dict(attrs)))
-        if tag not in _VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts.append(data)
-        elif self.open and self.open[-1] != "style":
-            self.text.append(data)
-
-    @property
-    def words(self) -> str:
-        return " ".join(" ".join(self.text).split())
 
 
 def snapshot(step: int, *, dataset: str = "digits", words: str = "a photo of a digit") -> Snapshot:

@@ -1,0 +1,261 @@
+"""The page over many models and datasets: well-formed, self-contained, and honest about what is missing."""
+
+import csv
+import io
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipkit.errors import DataError
+from eval.report import as_csv, as_latex, as_markdown, build_comparison
+from eval.report.result_set import read_result_set
+from eval.report.score_table import score_table
+from tests.eval.made_up_results import DATASETS, EVIL, MODELS, PNG, add_details, line, made_up, write
+from tests.eval.web_page import Page
+
+FULL = ("zero-shot", "linear-probe", "few-shot", "layers")
+SUITES = {"paper": DATASETS[:3], "more": DATASETS[1:6]}
+PUBLISHED = {dataset: {"ViT-B-32": 0.5, "ViT-X": 0.9} for dataset in DATASETS[:3]}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    path = write(tmp_path / "results.jsonl", made_up(3, DATASETS[:5], tasks=FULL))
+    add_details(path, 2, DATASETS[:2])
+    return path
+
+
+def built(*results: Path, **more: Any) -> Any:
+    out = build_comparison(results, results[0].with_name("page.html"), **more)
+    return Page(out.read_text(encoding="utf-8"))
+
+
+def test_page_shows_every_part(results: Path) -> None:
+    page = built(results, suites=SUITES, published=PUBLISHED, primary={"cifar10": "acc5"})
+    ids = [a["id"] for _, a in page.tags if "id" in a]
+    assert ids == ["scores", "probe", "cost", "few-shot", "layers", "datasets", "all", "about"]
+    assert "3 models on 5 datasets" in page.words
+    assert "over 4 of 5 datasets; 1 is not there for all models" in page.words
+    assert "ViT-B-32 published" in page.words
+    assert "ViT-X" not in page.words  # no such model is shown
+    assert "mean of 5 datasets" in page.words  # of the few-shot curves
+    assert "expected calibration error" in page.words
+    assert "on the diagonal" in page.words
+    assert "rank 7 of 10" in page.words
+    assert "sha256:0000000000000000" in page.words
+    assert not any(a.get("class") == "notes" for _, a in page.tags)
+    plots = [a for _, a in page.tags if a.get("class") == "plot"]
+    assert len(plots) == 3
+    assert all(a.get("aria-label") for a in plots)
+
+
+def test_nothing_is_fetched_and_text_is_escaped(tmp_path: Path) -> None:
+    lines = [
+        line(i, EVIL + str(j), EVIL if j else "acc1", 0.5, task=EVIL if j > 1 else "zero-shot")
+        for i in (0, 1)
+        for j in range(3)
+    ]
+    lines += [
+        {**one, "model": f"{EVIL}{i}", "weights": EVIL, "architecture": EVIL, "dtype": EVIL, "setting": EVIL}
+        for i, one in enumerate(lines)
+    ]
+    lines += [
+        line(0, EVIL, "acc1", 0.5, task=task, setting=f"{setting}, {EVIL}")
+        for task, setting in (
+            ("few-shot", "4-shot"),
+            ("few-shot", "8-shot"),
+            ("linear-probe", "layer 1"),
+            ("linear-probe", "layer 2"),
+        )
+    ]
+    path = write(tmp_path / "results.jsonl", lines)
+    add_details(path, 1, [EVIL + "0"], pictures=[PNG, "AAAA)}</style><script>alert(1)</script>"])
+    html = build_comparison(
+        [path], tmp_path / "page.html", suites={EVIL: [EVIL + "0", EVIL + "1"]}
+    ).read_text()
+    page = Page(html)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert html.count("</style>") == 1
+    assert EVIL in "".join(page.text)
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "img")
+        assert not any(name.startswith("on") or name == "src" for name in attributes)
+    assert set(re.findall(r"url\((.{15})", html)) == {"data:image/png;"}
+    (policy,) = (str(a["content"]) for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+
+
+def test_missing_cells_and_averages_over_what_all_have(tmp_path: Path) -> None:
+    values = {0: (0.2, 0.4, 0.6), 1: (0.4, 0.6, None), 2: (None, None, None)}
+    lines = [
+        line(model, DATASETS[i], "acc1", value)
+        for model, row in values.items()
+        for i, value in enumerate(row)
+        if value is not None
+    ]
+    lines.append(line(2, "elsewhere", "acc1", 0.9))
+    found = read_result_set([write(tmp_path / "results.jsonl", lines)])
+    table = score_table(found, suites={"paper": DATASETS[:3], "empty": ("nothing",)}, published=PUBLISHED)
+    assert [one.dataset for one in table.lines] == [*DATASETS[:3], "elsewhere"]
+    assert [cell is None for cell in table.lines[2].cells] == [False, True, True]
+    assert table.published == ("ViT-B-32",)
+    paper = table.averages[0]
+    assert (paper.suite, paper.over, paper.of) == ("paper", 2, 3)
+    assert paper.cells[:2] == pytest.approx((0.3, 0.5))
+    assert paper.cells[2] is None
+    assert paper.published == (0.5,)
+
+
+def test_prompt_sets_and_directions_do_not_mix(tmp_path: Path) -> None:
+    lines = [
+        line(0, "digits", "acc1", 0.4),
+        line(0, "digits", "acc1", 0.9, prompt_set="own"),
+        line(1, "digits", "acc1", 0.5),
+    ]
+    pair = {"task": "retrieval", "prompt_set": ""}
+    lines += [
+        line(0, "coco", f"{way}_R@1", value, **pair)
+        for way, value in (("image_to_text", 0.6), ("text_to_image", 0.4))
+    ]
+    lines += [line(0, "digits", "mean_rank", 30.0, **pair, low=None, high=None)]
+    table = score_table(
+        read_result_set([write(tmp_path / "r.jsonl", lines)]), suites={"all": ["digits", "coco"]}
+    )
+    shown = [(one.dataset, one.note, one.metric, one.counted) for one in table.lines]
+    assert shown == [
+        ("digits", "zero-shot, prompts openai", "acc1", True),
+        ("digits", "zero-shot, prompts own", "acc1", False),
+        ("digits", "retrieval", "mean_rank", False),
+        ("coco", "", "image_to_text_R@1", True),
+        ("coco", "", "text_to_image_R@1", True),
+    ]
+    assert table.averages == ()  # no two datasets that both models have
+    alone = score_table(
+        read_result_set([write(tmp_path / "r.jsonl", [one for one in lines if one["model"] == MODELS[0][0]])])
+    )
+    assert alone.averages[0].cells[0] == pytest.approx((0.4 + 0.5) / 2)
+
+
+def test_old_lines_broken_lines_and_steps(tmp_path: Path) -> None:
+    old = {
+        "step": 100,
+        "dataset": "digits",
+        "task": "zero-shot",
+        "metric": "acc1",
+        "value": 0.1,
+        "n": 1797,
+        "weights": "run at step 100",
+    }
+    path = write(
+        tmp_path / "results.jsonl", [old, {**old, "step": 200, "value": 0.3, "weights": "run at step 200"}]
+    )
+    with path.open("ab") as file:
+        file.write(
+            b'[1]\nnull\n{"dataset": "digits", "task": "zero-shot", "metric": "acc1", "value": NaN}\n{"cut'
+        )
+    write(
+        tmp_path / "b.jsonl",
+        [
+            line(0, "digits", "acc1", 0.5, n=1797),
+            line(0, "digits", "acc1", 0.6, n=1797),
+            line(1, "digits", "acc1", 0.7),
+        ],
+    )
+    found = read_result_set([path, tmp_path / "b.jsonl"])
+    assert [model.label for model in found.models] == ["run", "ViT-B-32/openai", "ViT-B-32/laion2b_s34b_b79k"]
+    assert [row.value for row in found.rows] == [0.3, 0.6, 0.7]  # the last step, the last line
+    assert found.rows[0].split == "test"
+    text = " ".join(found.notes)
+    assert "3 lines cut short or broken" in text
+    assert "1 line without a dataset, task, metric or finite value" in text
+    assert "1 score of earlier steps" in text
+    assert "not scored with the same pictures on digits" in text or "with the same pictures on digits" in text
+    with pytest.raises(DataError, match="there are no scores in"):
+        read_result_set([write(tmp_path / "empty.jsonl", [])])
+    with pytest.raises(DataError, match="no results file at"):
+        build_comparison([tmp_path / "nothing"], tmp_path / "page.html")
+
+
+def test_one_model_alone_and_weights_of_one_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", made_up(1, DATASETS[:1]))
+    page = built(path)
+    assert "ViT-B-32/openai on imagenet1k" in page.words
+    assert "95% interval" in page.words
+    write(path, [line(0, "digits", "acc1", 0.5), line(0, "digits", "acc1", 0.6, weights="sha256:ffff")])
+    labels = [model.label for model in read_result_set([path]).models]
+    assert labels == ["ViT-B-32/openai (000000000000)", "ViT-B-32/openai (ffff)"]
+
+
+def test_few_shot_curves_take_what_all_have(tmp_path: Path) -> None:
+    lines = []
+    for model in (0, 1):
+        for i, dataset in enumerate(("a", "b", "c")[: 3 - model]):
+            lines.append(line(model, dataset, "acc1", 0.5))
+            for k in (1, 4):
+                more = {"task": "few-shot", "setting": f"{k}-shot", "prompt_set": ""}
+                lines += [
+                    line(model, dataset, "acc1", 0.2 + 0.1 * i + 0.1 * k, **more),
+                    line(model, dataset, "acc1_std", 0.02, **more),
+                ]
+    page = built(write(tmp_path / "results.jsonl", lines))
+    assert (
+        "mean of the 2 of 3 datasets that all have; band: ± standard deviation over seeds of the mean"
+        in page.words
+    )
+    chart = json.loads(next(str(a["data-chart"]) for _, a in page.tags if "data-chart" in a))
+    assert chart["ticks"] == {"0": "0", "1": "1", "2": "4"}
+    assert chart["lines"][0]["x"] == [0, 1, 2]
+    assert chart["lines"][0]["y"] == pytest.approx([50, 35, 65])
+
+
+def test_same_results_same_bytes_in_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", made_up(20, DATASETS))
+    started = time.process_time()
+    first = build_comparison([path], tmp_path / "page.html", suites={"all": DATASETS}).read_bytes()
+    assert time.process_time() - started < 4
+    assert len(first) < 5_000_000
+    assert build_comparison([path], tmp_path / "again.html", suites={"all": DATASETS}).read_bytes() == first
+
+
+def test_many_details_stay_small(tmp_path: Path) -> None:
+    path = write(tmp_path / "results.jsonl", made_up(12, DATASETS[:10]))
+    add_details(path, 12, DATASETS[:10], classes=30)
+    (path.with_name("results.details") / "broken.json").write_text("{")
+    page = built(path)
+    assert "Of each dataset the first 9 are shown." in page.words
+    assert "results.details: broken.json cannot be read" in page.words
+    assert page.words.count("expected calibration error") == 90
+
+
+def test_tables_as_text(tmp_path: Path) -> None:
+    lines = made_up(2, DATASETS[:3], tasks=("zero-shot", "linear-probe"))
+    lines.append(
+        line(1, "[odd] | 50%_\\~ & \ud800", "mean_rank", 12.5, task="retrieval", low=None, high=None)
+    )
+    path = write(tmp_path / "results.jsonl", lines)
+    more: dict[str, Any] = {"suites": SUITES, "published": PUBLISHED, "primary": {"cifar10": "acc5"}}
+    text = as_csv([path], **more)
+    rows = list(csv.reader(io.StringIO(text)))
+    assert rows[0] == ["dataset", "task", "metric", "openai", "laion2b_s34b_b79k", "ViT-B-32 (published)"]
+    assert {len(row) for row in rows} == {6}
+    assert rows[1][:3] == ["mean of paper", "zero-shot", "over 3"]
+    assert rows[1][5] == "0.5"
+    byname = {(row[0], row[1]): row for row in rows}
+    assert float(byname["imagenet1k", "linear-probe"][3]) == pytest.approx(lines[3]["value"], rel=1e-5)
+    assert byname["[odd] | 50%_\\~ & ?", "retrieval"][3:] == ["", "12.5", ""]
+    assert as_csv([path], **more) == text
+    latex = as_latex([path], **more)
+    assert "\\begin{tabular}{lllrrr}" in latex
+    assert latex.count("\\midrule") == 3
+    assert (
+        "\n{[}odd] | 50\\%\\_\\textbackslash{}\\textasciitilde{} \\& ? & retrieval & mean rank & -- & 12.5"
+        in latex
+    )
+    assert latex.count("\\textbf{") == len(rows) - 2  # every row but the header and the one of one model
+    markdown = as_markdown([path], **more)
+    assert "| \\[odd\\] \\| 50%\\_\\\\~ & ? | retrieval | mean rank |  | 12.5 |  |" in markdown
+    assert markdown.count("\n") == len(rows) + 1
