@@ -4,27 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipkit.errors import ClipkitError, DataError, nearest
+from clipkit.errors import DataError, nearest
 from eval.cards import Card, card_names, load_card, load_suite, read_card, suite_names
 from eval.dataset import TEST, EvalDataset
 from eval.readers import find_published, open_dataset, open_datasets
 
-__all__ = ["Missing", "Target", "find_targets"]
+__all__ = ["OWN_CARD", "Missing", "Target", "find_suites", "find_targets"]
 
-_OWN_CARD = "card.toml"
+OWN_CARD = "card.toml"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Missing:
-    """A dataset that is not to be had here.
-
-    Attributes:
-        name: of it.
-        how: to get it, in a line.
-    """
-
-    name: str
-    how: str
+class Missing(DataError):
+    """A dataset is not to be had here; says how to get it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,70 +58,66 @@ class Target:
         )  # fmt: skip
 
 
-def find_targets(
-    names: Sequence[str],
-    suites: Sequence[str] = (),
-    *,
-    root: Path | str | None = None,
-    prompts: str = "",
-) -> tuple[list[Target], list[Missing | ClipkitError]]:
-    """Open what a user wants to score on.
+def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompts: str = "") -> list[Target]:
+    """Open the datasets that a user names one by one.
 
     Args:
-        names: datasets: names of cards, folders, URLs, and whatever else ``open_dataset`` takes.
-        suites: names of suites.
+        names: of cards, folders, URLs, and whatever else ``open_dataset`` takes.
         root: where datasets are looked for by their cards' names.
-        prompts: the prompt set to use where a card has it; "" for the suite's or the card's own choice.
-
-    Returns:
-        The targets, and what cannot be scored on: datasets of a suite that are not here, or broken. Of those
-        that are named one by one, the first that cannot be is raised.
+        prompts: the prompt set to use where a card has it; "" for the card's own choice.
 
     Raises:
-        DataError: a dataset that is named is missing or broken, or there is no such suite.
+        DataError: one is missing or broken.
     """
-    targets: dict[str, Target] = {}
-    trouble: list[Missing | ClipkitError] = []
-    plain: list[str] = []
-    for name in names:
-        if name in card_names() and not Path(name).is_dir():
-            target = _of_card(load_card(name), root, prompts=prompts)
-            if isinstance(target, Missing):
-                raise DataError(f"dataset {name} is not here: {target.how}")
-            targets[target.dataset.name] = target
-        else:
-            plain.append(name)
+    cards = [name for name in names if name in card_names() and not Path(name).is_dir()]
+    plain = [name for name in names if name not in cards]
+    targets = {name: _of_card(load_card(name), root, prompts=prompts) for name in cards}
     for source, dataset in zip(plain, open_datasets(plain, root=root), strict=True):
         if dataset.name in targets:
             raise DataError(f"two datasets would both be named {dataset.name}: rename the folder {source}")
         targets[dataset.name] = _of_folder(source, dataset, root, prompts)
-    for suite in suites:
-        if suite not in suite_names():
-            raise DataError(f"there is no suite {suite!r}: {nearest(suite, suite_names())}")
-        known = load_suite(suite)
-        for name in known.cards:
-            card = load_card(name)
-            chosen = prompts if prompts in card.prompt_sets else known.prompts_for(card)
+    return list(targets.values())
+
+
+def find_suites(
+    suites: Sequence[str], *, root: Path | str | None = None, prompts: str = ""
+) -> tuple[list[Target], list[DataError]]:
+    """Open the datasets of suites, each once; what is missing or broken does not keep the others from being scored.
+
+    Args:
+        suites: their names.
+        root: where datasets are looked for by their cards' names.
+        prompts: the prompt set to use where a card has it; "" for the suite's or the card's own choice.
+
+    Returns:
+        The datasets that are here, and why others cannot be scored on.
+
+    Raises:
+        DataError: there is no such suite.
+    """
+    targets: dict[str, Target] = {}
+    trouble: list[DataError] = []
+    for name in suites:
+        if name not in suite_names():
+            raise DataError(f"there is no suite {name!r}: {nearest(name, suite_names())}")
+        suite = load_suite(name)
+        for card in map(load_card, suite.cards):
+            chosen = prompts if prompts in card.prompt_sets else suite.prompts_for(card)
             try:
-                found = _of_card(card, root, prompts=chosen, metrics=known.metrics_for(card))
+                found = _of_card(card, root, prompts=chosen, metrics=suite.metrics_for(card))
             except DataError as error:
                 trouble.append(error)
-                continue
-            if isinstance(found, Missing):
-                trouble.append(found)
             else:
-                targets.setdefault(name, found)
+                targets.setdefault(card.name, found)
     return list(targets.values()), trouble
 
 
-def _of_card(
-    card: Card, root: Path | str | None, *, prompts: str, metrics: Sequence[str] = ()
-) -> Target | Missing:
+def _of_card(card: Card, root: Path | str | None, *, prompts: str, metrics: Sequence[str] = ()) -> Target:
     source = _source(card, root)
     if source is None:
-        return Missing(name=card.name, how=_how(card, root))
+        raise Missing(f"{card.name}: {_how(card, root)}")
     dataset = replace(_open(source, TEST, root, card), name=card.name)
-    _check_size(card, dataset)
+    card.check_size(TEST, len(dataset))
     return Target(
         dataset=_with_prompts(card, dataset, prompts),
         metrics=tuple(metrics or card.metrics),
@@ -143,11 +130,11 @@ def _of_card(
 
 def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, prompts: str) -> Target:
     """A dataset without a card, or with one of its own beside its pictures."""
-    own = Path(source).expanduser() / _OWN_CARD
+    own = Path(source).expanduser() / OWN_CARD
     if not own.is_file():
         return Target(dataset=dataset, keys=dataset.class_names, source=source, root=root)
     card = read_card(own, name=dataset.name)
-    _check_size(card, dataset)
+    card.check_size(TEST, len(dataset))
     bound = _with_prompts(card, dataset, prompts)
     return Target(
         dataset=bound, metrics=card.metrics, card=card, keys=dataset.class_names, source=source, root=root
@@ -157,38 +144,20 @@ def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, promp
 def _source(card: Card, root: Path | str | None) -> str | None:
     if card.sources.builtin:
         return card.sources.builtin
-    if root is None:
-        return None
-    names = [name for name in (card.sources.clip_benchmark, card.sources.datacomp, card.name) if name]
-    return find_published(root, names)
+    return None if root is None else find_published(root, [*card.sources.folders, card.name])
 
 
 def _how(card: Card, root: Path | str | None) -> str:
     """To get a dataset, in a line."""
-    if root is not None:
-        return f"not under {root}; {card.get or f'see {card.home}'}"
-    known = card.sources.clip_benchmark
-    ready = " (hf://datasets/clip-benchmark has it ready to read)" if known else ""
-    return f"say where it lies with --data-root{ready}; {card.get or f'see {card.home}'}"
+    where = f"not under {root}" if root is not None else "say where it lies with --data-root"
+    ready = f"published at {card.sources.urls[0]}" if card.sources.urls else card.get or f"see {card.home}"
+    other = f"; {card.stand_in} may stand in for it" if card.stand_in else ""
+    return f"{where}; {ready}{other}"
 
 
 def _open(source: str, split: str, root: Path | str | None, card: Card | None) -> EvalDataset:
-    dataset = open_dataset(
-        source, split=split, root=root, metadata_names=card.metadata if card is not None else ()
-    )
-    if card is not None and split != TEST:
-        _check_size(card, dataset)
-    return dataset
-
-
-def _check_size(card: Card, dataset: EvalDataset) -> None:
-    """A score of another number of pictures is of another dataset, or of part of one."""
-    stated = card.splits.get(dataset.split)
-    if stated is not None and stated != len(dataset):
-        raise DataError(
-            f"dataset {card.name} has {len(dataset)} pictures in split {dataset.split!r}, its card says {stated}: "
-            "get the whole of it, or name its folder itself if it is another edition"
-        )
+    names = card.metadata if card is not None else ()
+    return open_dataset(source, split=split, root=root, metadata_names=names)
 
 
 def _with_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset:

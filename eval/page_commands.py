@@ -1,0 +1,141 @@
+"""``python -m eval report``, ``compare`` and ``list``: what came out, and what there is, to be looked at."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from clipkit.errors import ConfigError
+from eval.card_facts import primary_metrics, published_scores, suites_of
+from eval.cards import load_card, load_suite, suite_names
+from eval.results import read_results
+
+__all__ = ["add_page_commands"]
+
+_FORMS = ("csv", "latex", "markdown")
+
+
+def add_page_commands(commands: Any) -> None:
+    """Add them to the command line; each sets ``run``."""
+    what = "build a run's report.html, or a page or table over the results of many models"
+    report = commands.add_parser("report", help=what, description=what[0].upper() + what[1:] + ".")
+    report.add_argument(
+        "source",
+        type=Path,
+        nargs="+",
+        metavar="RUN|RESULTS",
+        help="one run folder; or results.jsonl files, or several run folders",
+    )
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: RUN/report.html, or report.html beside the first results",
+    )
+    for form in _FORMS:
+        report.add_argument(
+            f"--{form}",
+            type=Path,
+            metavar="FILE",
+            help="write the table of results there as well; - prints it",
+        )
+    report.set_defaults(run=_report)
+    what = "tell which differences between two models are beyond chance"
+    compare = commands.add_parser("compare", help=what, description=what[0].upper() + what[1:] + ".")
+    compare.add_argument(
+        "first", metavar="A", help="a results file of one model, or a model's name in --results"
+    )
+    compare.add_argument("second", metavar="B", help="another")
+    compare.add_argument(
+        "--results",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="where both are; may be repeated",
+    )
+    compare.set_defaults(run=_compare)
+    what = "list the suites and their datasets"
+    listing = commands.add_parser("list", help=what, description=what[0].upper() + what[1:] + ".")
+    listing.add_argument("suite", nargs="?", metavar="SUITE", help="its datasets only")
+    listing.set_defaults(run=_list)
+
+
+def _report(options: argparse.Namespace) -> int:
+    tables = {form: getattr(options, form) for form in _FORMS if getattr(options, form) is not None}
+    if len(options.source) == 1 and options.source[0].is_dir() and not tables:
+        from eval.report import build_report
+
+        print(f"wrote {build_report(options.source[0], options.out)}")
+        return 0
+    from eval.report.comparison_page import build_comparison
+    from eval.report.tables import as_csv, as_latex, as_markdown
+
+    files = [source / "results.jsonl" if source.is_dir() else source for source in options.source]
+    if missing := [file for file in files if not file.is_file()]:
+        raise ConfigError(f"no results at {missing[0]}: name a results.jsonl or the folder of a run")
+    facts = _facts(files)
+    if options.out is not None or not tables:
+        out = options.out or files[0].with_name("report.html")
+        print(f"wrote {build_comparison(files, out, **facts)}")
+    writers: Mapping[str, Callable[..., str]] = {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}
+    for form, path in tables.items():
+        text = writers[form](files, **facts)
+        if str(path) == "-":
+            print(text, end="" if text.endswith("\n") else "\n")
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
+    return 0
+
+
+def _facts(files: Sequence[Path]) -> dict[str, Any]:
+    """What cards say of the datasets in the results."""
+    datasets = {str(line["dataset"]) for file in files for line in read_results(file)}
+    return {
+        "published": published_scores(datasets),
+        "suites": suites_of(datasets),
+        "primary": primary_metrics(datasets),
+    }
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from eval.comparison import compare, comparison_table
+
+    found = compare(options.results, options.first, options.second)
+    console = Console(highlight=False)
+    console.print(comparison_table(found))
+    for line in found.refused:
+        console.print(f"not compared: {line}", markup=False)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    if options.suite is not None and options.suite not in suite_names():
+        raise ConfigError(f"there is no suite {options.suite!r}: {', '.join(suite_names())}")
+    console = Console(highlight=False)
+    for name in suite_names() if options.suite is None else (options.suite,):
+        suite = load_suite(name)
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, title=f"{name}: {suite.title}", title_justify="left"
+        )
+        table.add_column("dataset", overflow="fold")
+        table.add_column("task", no_wrap=True)
+        table.add_column("metric", overflow="fold")
+        table.add_column("classes", justify="right", no_wrap=True)
+        table.add_column("test", justify="right", no_wrap=True)
+        for card in map(load_card, suite.cards):
+            size, classes = card.splits.get("test"), card.classes
+            table.add_row(
+                card.name,
+                card.tasks[0],
+                suite.metrics_for(card)[0],
+                "" if classes is None else f"{classes:,}",
+                "" if size is None else f"{size:,}",
+            )
+        console.print(table)
+    return 0

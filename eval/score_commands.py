@@ -1,0 +1,389 @@
+"""``python -m eval run``, ``verify`` and a command for each task: models are scored on datasets."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import clipkit
+from clipkit import distributed
+from clipkit.checkpoint import resolve_checkpoint
+from clipkit.errors import ConfigError, DataError
+from clipkit.open_clip_run import newest_epoch
+from data.cache import cache_folder
+from eval.cards import card_names, load_card
+from eval.dataset import EvalDataset, Lacks
+from eval.ranks import Ranks
+from eval.results import check_appendable, weights_id
+from eval.run import Scored, run_model
+from eval.score_table import score_table
+from eval.targets import Missing, Target, find_suites, find_targets
+from eval.tasks import KNOWN_TASKS, Options, check_tasks
+from eval.tasks.few_shot import ESTIMATORS, SHOTS
+from eval.tasks.knn import KS
+from eval.verify import Check, checks_of, expected_of, print_checks
+
+__all__ = ["add_score_commands"]
+
+_MAX_BATCH = 65_536
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_score_commands(commands: Any) -> None:
+    """Add them to the command line; each sets ``run``."""
+    what = "score models on datasets and suites, each on its main task or on those named"
+    run = commands.add_parser("run", help=what, description=_sentence(what))
+    _add_data(run)
+    _add_model(run)
+    run.add_argument(
+        "--task", action="append", default=[], choices=[*KNOWN_TASKS], help="may be repeated", metavar="TASK"
+    )
+    _add_task_options(run, [*KNOWN_TASKS])
+    run.set_defaults(run=_started(_score))
+    for name, task in KNOWN_TASKS.items():
+        command = commands.add_parser(name, help=task.what, description=_sentence(task.what))
+        _add_data(command)
+        _add_model(command)
+        _add_task_options(command, [name])
+        command.set_defaults(run=_started(_score))
+    what = "check that a model reaches the scores that are known for it"
+    verify = commands.add_parser("verify", help=what, description=_sentence(what))
+    _add_data(verify)
+    _add_model(verify)
+    verify.add_argument(
+        "--as",
+        dest="known_as",
+        default="",
+        metavar="NAME",
+        help="the name that its scores are known under (default: MODEL)",
+    )
+    verify.set_defaults(run=_started(_verify))
+
+
+def _started(
+    command: Callable[[argparse.Namespace, torch.device], int],
+) -> Callable[[argparse.Namespace], int]:
+    """A command among all ranks that torchrun has started."""
+
+    def run(options: argparse.Namespace) -> int:
+        device = distributed.start()
+        try:
+            return command(options, device)
+        finally:
+            distributed.stop()
+
+    return run
+
+
+def _sentence(what: str) -> str:
+    return what[0].upper() + what[1:] + "."
+
+
+def _add_data(command: argparse.ArgumentParser) -> None:
+    """What to score on."""
+    add = command.add_argument
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME|FOLDER",
+        help="a dataset's name, a dataset folder or URL, or a folder of pictures by class; may be repeated",
+    )
+    add(
+        "--suite",
+        action="append",
+        default=[],
+        metavar="SUITE",
+        help="datasets by their suite's name; may be repeated",
+    )
+    add(
+        "--data-root",
+        metavar="FOLDER",
+        help="where datasets are looked for by name; hf://datasets/clip-benchmark for the published ones",
+    )
+    add(
+        "--prompts",
+        default="",
+        metavar="SET",
+        help="prompt set, where a dataset has it (openai, clip_benchmark …)",
+    )
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    """What to score, and how."""
+    add = command.add_argument
+    add(
+        "--model",
+        required=True,
+        action="append",
+        help="a run folder, a checkpoint, or what clipkit.load takes; may be repeated",
+    )
+    add(
+        "--name",
+        default="",
+        metavar="ARCHITECTURE",
+        help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
+    )
+    add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
+    add(
+        "--features",
+        metavar="FOLDER",
+        help="where encoded pictures and texts are kept (default: features in the cache); '' keeps none",
+    )
+    add("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
+    add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
+    add("--precision", default="fp32", choices=[*_PRECISIONS], help="what the towers run in (default: fp32)")
+    add("--seed", type=int, default=0, help="of whatever is drawn (default: 0)")
+
+
+def _add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
+    """Options that some tasks have."""
+    add = command.add_argument
+    if "linear-probe" in tasks:
+        add(
+            "--layers",
+            nargs="*",
+            type=_positive,
+            metavar="K",
+            help="linear-probe: probe the image tower behind these blocks too (all where none is named)",
+        )
+    if "few-shot" in tasks:
+        shots = " ".join(map(str, SHOTS))
+        add(
+            "--shots",
+            nargs="+",
+            type=_positive,
+            default=SHOTS,
+            metavar="N",
+            help=f"few-shot: default {shots}",
+        )
+        add(
+            "--seeds",
+            nargs="+",
+            type=int,
+            default=(0, 1, 2),
+            metavar="S",
+            help="few-shot: draws (default: 0 1 2)",
+        )
+        add("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default both")
+    if "knn" in tasks:
+        add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
+
+
+def _options(options: argparse.Namespace) -> Options:
+    """Of the command line, for the tasks that it has."""
+    layers = getattr(options, "layers", None)
+    return Options(
+        seed=options.seed,
+        layers=False if layers is None else tuple(layers) or True,
+        shots=tuple(getattr(options, "shots", SHOTS)),
+        seeds=tuple(getattr(options, "seeds", (0, 1, 2))),
+        estimators=tuple(getattr(options, "estimators", ESTIMATORS)),
+        neighbours=tuple(getattr(options, "neighbours", KS)),
+    )
+
+
+def _score(options: argparse.Namespace, device: torch.device) -> int:
+    """Score every model on every dataset; whatever ends it, the scores that there are stand on the terminal."""
+    place = _device(options.device, device)
+    tasks = tuple(options.task) if options.command == "run" else (options.command,)
+    if not options.data and not options.suite:
+        raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
+    named = find_targets(options.data, root=options.data_root, prompts=options.prompts)
+    for target in named:  # what was named one by one fails before anything is scored
+        check_tasks(target.dataset, tasks or None)
+    others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
+    names = {target.dataset.name for target in named}
+    targets = [*named, *(target for target in others if target.dataset.name not in names)]
+    models = [_Model.of(name, options.out) for name in options.model]  # while nothing is lost yet
+    scored = Scored()
+    for model in models:
+        if len(models) > 1 and distributed.rank() == 0:
+            print(f"\n{model.name}")
+        _score_model(model, targets, tasks, options, place, scored)
+    return _tell_trouble([*trouble, *scored.trouble], scored)
+
+
+def _verify(options: argparse.Namespace, device: torch.device) -> int:
+    """Measure what cards expect of a model, prompt set by prompt set, and hold it beside that."""
+    place = _device(options.device, device)
+    if len(options.model) > 1:
+        raise ConfigError("verify checks one --model at a time")
+    model = _Model.of(options.model[0], options.out)
+    known_as = options.known_as or model.name
+    targets, trouble = _expecting(options, known_as)
+    if not targets and not trouble:
+        raise ConfigError(
+            f"nothing is known of {known_as!r} on these datasets: name published weights by --as, or data by --data"
+        )
+    scored, checks = Scored(), list[Check]()
+    for target in targets:
+        tasks = tuple(dict.fromkeys(one.task for one in expected_of(target, known_as)))
+        before = len(scored.scores)
+        _score_model(model, [target], tasks, options, place, scored)
+        checks += checks_of(target, known_as, scored.scores[before:])
+    status = _tell_trouble([*trouble, *scored.trouble], scored)
+    return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
+
+
+def _expecting(options: argparse.Namespace, model: str) -> tuple[list[Target], list[DataError]]:
+    """The datasets whose cards expect something of a model, in each of the prompt sets that they expect it in."""
+    targets: list[Target] = []
+    trouble: dict[str, DataError] = {}
+    named = options.data or [
+        name for name in card_names() if any(one.model == model for one in load_card(name).expected)
+    ]
+    for name in named:
+        try:
+            first = find_targets([name], root=options.data_root)[0]
+        except DataError as error:
+            trouble[str(error)] = error
+            continue
+        assert first.card is not None or not expected_of(first, model)
+        every = first.card.expected if first.card is not None else ()
+        prompt_sets = dict.fromkeys(one.prompts for one in every if one.model == model)
+        for prompts in [one for one in prompt_sets if one] or list(prompt_sets):
+            targets += find_targets([name], root=options.data_root, prompts=prompts)
+    return targets, list(trouble.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """A model as the user names it, the one checkpoint that is meant, and where its scores go."""
+
+    name: str
+    source: str
+    out: Path
+
+    @classmethod
+    def of(cls, name: str, out: Path | None) -> "_Model":
+        source, run = _checkpoint(name)
+        out = out or (run or Path()) / "results.jsonl"
+        check_appendable(out)
+        return cls(name=name, source=source, out=out)
+
+
+def _score_model(
+    wanted: _Model,
+    targets: Sequence[Target],
+    tasks: Sequence[str],
+    options: argparse.Namespace,
+    device: str,
+    scored: Scored,
+) -> None:
+    model = clipkit.load(wanted.source, name=options.name, device=device)
+    weights, step = weights_id(wanted.source)
+    ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
+    own = Scored(trouble=scored.trouble)
+    try:
+        with _progress(ranks) as progress, _autocast(device, options.precision):
+
+            def started(dataset: EvalDataset) -> Callable[[int], None]:
+                bar = progress.add_task(dataset.name, total=len(dataset))
+                return lambda pictures: progress.advance(bar, pictures * ranks.world)
+
+            run_model(
+                model,
+                targets,
+                out=wanted.out,
+                tasks=tasks,
+                options=_options(options),
+                skip_existing=options.skip_existing,
+                store=_store(options.features),
+                ranks=ranks,
+                batch_size=options.batch_size,
+                origin={"model": wanted.name, "weights": weights},
+                step=step,
+                started=started,
+                scored=own,
+            )
+    finally:
+        scored.scores += own.scores
+        scored.found += own.found
+        if own.scores and ranks.rank == 0:
+            Console(highlight=False).print(score_table(own.scores))
+    if ranks.rank == 0:
+        there = f", {own.found} were there already" if options.skip_existing else ""
+        print(f"wrote {len(own.scores)} lines to {wanted.out.absolute()}{there}")
+
+
+def _tell_trouble(trouble: Sequence[DataError], scored: Scored) -> int:
+    """Every dataset, or task on one, without scores, a line each; the exit status."""
+    broken = [one for one in trouble if not isinstance(one, Missing | Lacks)]
+    if distributed.rank() == 0:
+        for one in trouble:
+            print(f"{'not here' if isinstance(one, Missing) else 'not scored'}: {one}", file=sys.stderr)
+    return 1 if broken or not (scored.scores or scored.found) else 0
+
+
+def _store(features: str | None) -> Path | None:
+    if features is None:
+        return cache_folder() / "features"
+    return Path(features).expanduser() if features else None
+
+
+def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
+    dtype = _PRECISIONS[precision]
+    return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype)
+
+
+def _checkpoint(source: str) -> tuple[str, Path | None]:
+    """Settle on one checkpoint of a run, which may be writing another meanwhile; and that run's folder.
+
+    A run is clipkit's or open_clip's.
+    """
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
+            path = newest_epoch(path) or resolve_checkpoint(path)
+            source = str(path)
+    except RuntimeError as error:
+        raise ConfigError(f"no model at {source[:200]!r}: there is no such user") from error
+    except OSError as error:
+        raise ConfigError(f"no model at {source[:200]!r}: {error.strerror}") from error
+    folder = path.absolute().parent
+    return source, path.parent.parent if folder.name == "checkpoints" else None
+
+
+def _device(name: str, started: torch.device) -> str:
+    if name == "auto":
+        return str(started)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device: give auto, cpu or cuda") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
+def _progress(ranks: Ranks) -> Progress:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = not sys.stderr.isatty() or ranks.rank > 0
+    return Progress(*columns, console=console, transient=True, disable=hidden)
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= value <= _MAX_BATCH:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MAX_BATCH}")
+    return value
