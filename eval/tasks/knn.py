@@ -154,8 +154,9 @@ def knn(subject: Subject, *, ks: Sequence[int] = KS, temperature: float = TEMPER
             f"dataset {dataset.name} has {len(labels)} pictures to vote, ask for as few neighbours"
         )
     if left_out := sorted({k for k in ks if k > len(labels)}):
+        named = ", ".join(map(str, left_out))
         _log.warning(
-            "dataset %s: k=%s left out, it has %d pictures to vote", dataset.name, left_out, len(labels)
+            "dataset %s: k=%s left out, it has %d pictures to vote", dataset.name, named, len(labels)
         )
     found = nearest_neighbours(
         subject.images().projected, subject.images("train").projected, possible[-1], device=subject.device

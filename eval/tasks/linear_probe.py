@@ -62,7 +62,6 @@ __all__ = [
 
 STEPS = 96  # of λ from 1e-6 to 1e6
 _FIRST = 16  # steps between the points that are tried first: two decades
-_SWEPT, _TESTED = 1e-3, 1e-4  # tolerances: of the fits that are compared, and of the one that is tested
 _log = logging.getLogger("eval")
 
 
@@ -142,7 +141,7 @@ def sweep(
     def value_at(step: int) -> float:
         nearest = min(fits, key=lambda other: (abs(other - step), other), default=None)
         start = None if nearest is None else fits[nearest]
-        fit = problem.fit(1 / penalty_of(step), start=start, tolerance=_SWEPT)
+        fit = problem.fit(1 / penalty_of(step), start=start)
         if not fit.converged:
             unconverged.append(fit.C)
         fits[step] = fit
@@ -152,7 +151,7 @@ def sweep(
     step = halving_search(value_at)
     if refit:
         problem = LogisticProblem(train + val, torch.cat([train_labels, val_labels]), classes, device=device)
-    fit = problem.fit(1 / penalty_of(step), start=fits[step], tolerance=_TESTED)
+    fit = problem.fit(1 / penalty_of(step), start=fits[step])
     return LinearSweep(fit=fit, tried=tried, unconverged=tuple(unconverged))
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +198,7 @@ def test_a_fifth_of_each_class_is_carved_off(sizes: list[int], seed: int) -> Non
 
 
 def subject_of(
-    model: CLIP, write: WriteDataset, *, metrics: tuple[str, ...] = (), **splits: list[int]
+    model: CLIP, write: WriteDataset, splits: Mapping[str, list[int]], *, metrics: tuple[str, ...] = ()
 ) -> Subject:
     """A model on splits of random pictures with these labels; the same place holds the same picture in all."""
     folders = {split: write(f"set-{split}", labels=labels, split=split) for split, labels in splits.items()}
@@ -215,7 +215,7 @@ LABELS = [i % 4 for i in range(32)]
 def test_the_probe_of_a_dataset(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subject = subject_of(model, write_dataset, test=LABELS[:20], train=LABELS, val=LABELS)
+    subject = subject_of(model, write_dataset, {"test": LABELS[:20], "train": LABELS, "val": LABELS})
     probes = list(linear_probes(subject, layers=[1]))
     assert [(probe.setting, probe.tuned_on, probe.tuned_by) for probe in probes] == [
         ("", "val", "acc1"),
@@ -231,7 +231,7 @@ def test_the_probe_of_a_dataset(
     ]
     assert scores[0].low is not None and scores[0].low < 1.0
     assert (scores[0].n, scores[0].split, scores[0].prompt_set) == (20, "test", "")
-    assert linear_probe(subject, layers=[1]) == [score for probe in probes for score in probe.scores]
+    assert linear_probe(subject) == list(scores)
     assert "classes without a picture to learn from" in caplog.text  # three of the seven names
     with pytest.raises(ConfigError, match="layer 9"):
         linear_probe(subject, layers=[9])
@@ -241,7 +241,7 @@ def test_a_dataset_without_a_split_to_tune_on(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = ("mean_per_class_recall", "acc1")
-    subject = subject_of(model, write_dataset, test=LABELS, train=[*LABELS, 6], metrics=metrics)
+    subject = subject_of(model, write_dataset, {"test": LABELS, "train": [*LABELS, 6]}, metrics=metrics)
     (probe,) = linear_probes(subject)
     assert (probe.tuned_on, probe.tuned_by) == ("a fifth of train", "mean_per_class_recall")
     assert [score.metric for score in probe.scores] == list(metrics)
@@ -270,5 +270,5 @@ def test_too_little_to_learn_from(
 ) -> None:
     caplog.set_level(logging.ERROR)
     with pytest.raises(DataError, match=message) as caught:
-        linear_probe(subject_of(model, write_dataset, **splits))
+        linear_probe(subject_of(model, write_dataset, splits))
     assert "\n" not in str(caught.value)
