@@ -183,10 +183,11 @@ def _check_labels(name: str, dataset: Any, labels: Sequence[int]) -> None:
         raise DataError(f"dataset {name} has no picture")
     for number in {0, len(labels) // 2, len(labels) - 1}:
         try:
-            given = int(dataset[number][1])
+            image, given = dataset[number]
+            image.close()
         except (OSError, SyntaxError) as error:
             raise DataError(f"dataset {name}: picture {number} does not decode: {error}") from error
-        assert given == labels[number], f"torchvision has changed where {name} keeps its labels"
+        assert int(given) == labels[number], f"torchvision has changed where {name} keeps its labels"
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:
@@ -222,7 +223,8 @@ class ArrayPictures:
         """
         shard, key = self.locate(number)
         try:
-            image = png_of(self._dataset[number][0])
+            with self._dataset[number][0] as picture:
+                image = png_of(picture)
         except (OSError, SyntaxError, ValueError) as error:
             raise DataError(f"it does not decode: {' '.join(str(error).split())[:200]}") from error
         return Sample(
