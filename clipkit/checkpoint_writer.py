@@ -1,9 +1,10 @@
 """Writes the checkpoints of a run while it trains on; what is in one, clipkit/checkpoint.py says.
 
 The state is copied at once (on a GPU: while the next step is computed), written aside by a thread, synced and
-renamed, and only then LATEST moves: whatever ends the process, the former checkpoint stays whole. A model on one
-rank or replicated is written by the chief; of a sharded one every rank writes its shards to the folder, which all
-share, and the chief joins them to the same files, so that it does not matter later how many ranks there were.
+renamed, and only then LATEST moves: whatever ends the process, the former checkpoint stays whole. Weights that are
+not finite are not written, so that they never take the place of good ones. A model on one rank or replicated is
+written by the chief; of a sharded one every rank writes its shards to the folder, which all share, and the chief
+joins them to the same files, so that it does not matter later how many ranks there were.
 """
 
 import json
@@ -43,6 +44,7 @@ from clipkit.distributed import background_group, barrier, rank, sum_over_ranks
 from clipkit.errors import CheckpointError
 from clipkit.model import CLIP
 from clipkit.model_folder import model_card, weights_of
+from clipkit.not_finite import line_of_weights, spoilt_weight
 from clipkit.training_state import LoopState, optimizer_tensors
 
 __all__ = ["CheckpointWriter", "save_checkpoint"]
@@ -111,11 +113,14 @@ class CheckpointWriter:
         """Write ``checkpoints/step_<8 digits>``; all ranks call this. The former one is waited for.
 
         Raises:
-            CheckpointError: the former one was not written, or this one cannot be begun; others are untouched.
+            CheckpointError: the former one was not written, or this one cannot be begun, or its weights are not
+                finite; others are untouched.
         """
         self.finish()
-        self._step = state.step
         files = _files(model, optimizer, averaged)
+        if spoilt := spoilt_weight({**files["model.safetensors"], **files.get("trained.safetensors", {})}):
+            raise CheckpointError(line_of_weights(self._run, state.step, spoilt, saved=self._saved))
+        self._step = state.step
         sharded = any(isinstance(tensor, DTensor) for tensor in files["model.safetensors"].values())
         if rank() and not sharded:
             self._saved = state.step

@@ -1,28 +1,31 @@
-"""A loss or gradient that is no number: which samples it was made of, and where in the model it begins.
+"""A loss, gradient or weight that is no number: which samples it was made of, where in the model it begins.
 
 RUN/not_finite.jsonl          the samples of that batch, a line each; of rank 3: not_finite-3.jsonl
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from clipkit.accumulation import Features
-from clipkit.distributed import world_size
+from clipkit.distributed import gather_objects, world_size
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
+from clipkit.shards import local_part
 from clipkit.training_step import PairBatch, TrainingStep
 
-__all__ = ["Finding", "find", "line", "replayed", "write_down"]
+__all__ = ["Finding", "find", "line", "line_of_weights", "replayed", "spoilt_weight", "write_down"]
 
 _SHOWN_ROWS = 10
+_ADVICE = "for a new run try a lower optim.lr, a longer optim.warmup, optim.skip_above or precision=fp32"
 
 
 def write_down(run: Path, names: Sequence[tuple[str, str]], *, step: int, rank: int) -> Path:
@@ -47,9 +50,45 @@ def line(run: Path, step: int, loss: float, norm: float) -> str:
         what = f"the gradient of step {step + 1} is {norm}"
     return (
         f"{what}; step {step} is saved, and {run}/not_finite*.jsonl lists the samples: the same command with "
-        "--replay, in one process, computes the step again and tells where it begins; for a new run try a lower "
-        "optim.lr, a longer optim.warmup, optim.skip_above or precision=fp32"
+        f"--replay, in one process, computes the step again and tells where it begins; {_ADVICE}"
     )
+
+
+def line_of_weights(run: Path, step: int, name: str, *, saved: int | None) -> str:
+    """What is said of weights that are not saved, as they are not finite.
+
+    Args:
+        run: the run folder.
+        step: updates made.
+        name: of the first such tensor.
+        saved: the step of the newest checkpoint; None where there is none.
+    """
+    if not step:
+        return f"the weights that {run} begins with are not finite, first {name}: give other model.weights"
+    kept = "no step before it was"
+    if saved is not None:
+        kept = f"step {saved} was the last: a new run goes on from its weights with model.weights={run}"
+    return f"the weights after step {step} are not finite, first {name}; it is not saved, {kept}; {_ADVICE}"
+
+
+@torch.no_grad()
+def spoilt_weight(tensors: Mapping[str, Tensor]) -> str:
+    """The name of the first tensor with a number that is not finite, "" where there is none; all ranks call this.
+
+    One fused pass over the tensors on their device and one wait for it: only a tensor whose norm is not finite is
+    looked at number by number, as the squares of finite ones may be too large.
+
+    Args:
+        tensors: by name, on any device; each rank may hold a part of each. Those of whole numbers count as finite.
+    """
+    parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
+    parts = {name: part for name, part in parts.items() if part.numel()}
+    found = ""
+    if parts:
+        finite = torch.stack(torch._foreach_norm(list(parts.values()))).isfinite().tolist()
+        large = (name for name, is_finite in zip(parts, finite, strict=True) if not is_finite)
+        found = next((name for name in large if not bool(parts[name].isfinite().all())), "")
+    return next(filter(None, gather_objects(found)), "")
 
 
 @dataclass(frozen=True, kw_only=True)

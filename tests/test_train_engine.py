@@ -153,6 +153,16 @@ def test_a_loss_that_is_no_number_ends_the_run_and_can_be_replayed(
     assert hashes(out) == before
 
 
+def test_a_last_step_that_spoils_the_weights_is_not_saved_and_is_no_end(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    out, settings = tmp_path / "run", ("optim.lr=1e38", "optim.warmup=0")
+    error = error_of(trainings.run(out, "steps=1", *settings, status=1))
+    assert error.startswith("error: the weights after step 1 are not finite, first ")
+    assert "; it is not saved, no step before it was; " in error
+    assert not (out / "checkpoints").exists() and not (out / "report.html").exists()
+
+
 def test_a_first_loss_that_is_no_number_is_replayed_too(trainings: Trainings, tmp_path: Path) -> None:
     weights, out = tmp_path / "weights", tmp_path / "run"
     model = clipkit.create("ViT-Ti-4-16", seed=0)

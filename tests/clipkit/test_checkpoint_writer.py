@@ -148,6 +148,35 @@ def test_what_fails_beside_the_training_is_told_at_the_next_occasion(
     assert latest_checkpoint(tmp_path) == folder(tmp_path, 3)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("weight", ["logit_scale", "token_embedding.weight"])
+def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(
+    value: float, weight: str, small: CLIP, optimizer: torch.optim.Optimizer, tmp_path: Path
+) -> None:
+    writer = CheckpointWriter(tmp_path, CONFIG, keep=1)
+    good = small.state_dict()[weight].clone()
+    small.state_dict()[weight].view(-1)[-1] = value
+    with pytest.raises(CheckpointError, match=f"begins with are not finite, first {weight}: give other"):
+        writer.save_now(small, optimizer, state(0))
+    assert not (tmp_path / "checkpoints").exists()
+    small.state_dict()[weight].copy_(good)
+    writer.save_now(small, optimizer, state(1))
+
+    averaged = AveragedWeights(small, 0.9)
+    small.state_dict()[weight].view(-1)[-1] = value
+    for average in (None, averaged):
+        with pytest.raises(CheckpointError) as caught:
+            writer.save_now(small, optimizer, state(2), average)
+        message = str(caught.value)
+        assert message.startswith(f"the weights after step 2 are not finite, first {weight}")
+        assert "; it is not saved, step 1 was the last: " in message and "\n" not in message
+        assert latest_checkpoint(tmp_path) == folder(tmp_path, 1) and writer.saved_step == 1
+    small.state_dict()[weight].copy_(good.fill_(3e38))  # large, and finite
+    writer.save_now(small, optimizer, state(2), averaged)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000002"]
+    writer.close()
+
+
 def test_before_the_first_update_there_is_no_state_and_none_is_missed(
     small: CLIP, writer: CheckpointWriter, tmp_path: Path
 ) -> None:
