@@ -23,7 +23,7 @@ from eval.readers.text_files import text_of
 
 __all__ = ["open_caption_choices"]
 
-_FOLDERS = ("images", "val2017", "../images", "../val2017", "../coco/val2017", "../images/val2017")
+_FOLDERS = ("images", "val2017", "../images", "../val2017", "../coco/val2017", "../../coco/val2017")
 _MAX_BYTES = 256 << 20
 _FORMS = (  # picture, right caption, wrong caption
     ("filename", "caption", "negative_caption"),

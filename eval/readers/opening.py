@@ -6,9 +6,10 @@ root is given, the name of a published set under it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clipkit.errors import DataError, nearest
 from data.corpora.builtin import BUILTIN, built_in
@@ -32,13 +33,14 @@ _HUB_PARTS = ("https:", "http:", "hf:", "datasets", "resolve")  # of a URL, that
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class _Options:
     """How to open a set, where its reader has a use for it; see ``open_dataset``."""
 
     split: str
     root: Path | str | None
     metadata_names: tuple[str, ...]
     images: Path | str | None
+    arguments: Mapping[str, Any]
     cache_gb: float
 
 
@@ -64,6 +66,7 @@ def open_dataset(
     root: Path | str | None = None,
     metadata_names: Sequence[str] = (),
     images: Path | str | None = None,
+    arguments: Mapping[str, Any] | None = None,
     cache_gb: float = CACHE_GB,
 ) -> EvalDataset:
     """Open a dataset, wherever it lies; a built-in one is made on first use.
@@ -77,6 +80,7 @@ def open_dataset(
             sets, where their files lie.
         metadata_names: of the columns that a published set's ``npy`` has beside the label, all in their order.
         images: where the pictures of a ``.json`` file lie, if not in ``images`` or ``val2017`` beside it.
+        arguments: what torchvision's class is told besides its split.
         cache_gb: how much of remote shards this machine keeps.
 
     Raises:
@@ -84,8 +88,13 @@ def open_dataset(
             later; one that does not decode is then an error too, so a score is never of fewer pictures than
             the dataset has.
     """
-    options = Options(
-        split=split, root=root, metadata_names=tuple(metadata_names), images=images, cache_gb=cache_gb
+    options = _Options(
+        split=split,
+        root=root,
+        metadata_names=tuple(metadata_names),
+        images=images,
+        arguments=arguments or {},
+        cache_gb=cache_gb,
     )
     return _open_all([source], options)[0]
 
@@ -101,11 +110,13 @@ def open_datasets(
     Raises:
         DataError: as for ``open_dataset``; or a dataset is given twice.
     """
-    options = Options(split=split, root=root, metadata_names=(), images=None, cache_gb=CACHE_GB)
+    options = _Options(
+        split=split, root=root, metadata_names=(), images=None, arguments={}, cache_gb=CACHE_GB
+    )
     return _open_all(sources, options)
 
 
-def _open_all(sources: Sequence[str | Path], options: Options) -> tuple[EvalDataset, ...]:
+def _open_all(sources: Sequence[str | Path], options: _Options) -> tuple[EvalDataset, ...]:
     located = [_locate(str(one), options.root) for one in sources]
     names = _distinct_names(located)
     return tuple(_open(*one, options) for one in zip(located, names, strict=True))
@@ -185,7 +196,7 @@ def _distinct_names(located: Sequence[_Located]) -> list[str]:
     return names
 
 
-def _open(located: _Located, name: str, options: Options) -> EvalDataset:
+def _open(located: _Located, name: str, options: _Options) -> EvalDataset:
     name = utf8_name(name)
     try:
         if isinstance(located.place, Path):
@@ -200,7 +211,7 @@ def _open(located: _Located, name: str, options: Options) -> EvalDataset:
         raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
 
 
-def _open_folder(folder: Path, name: str, options: Options) -> EvalDataset:
+def _open_folder(folder: Path, name: str, options: _Options) -> EvalDataset:
     marks = ("classnames.txt", "dataset_type.txt", "card.json", "nshards.txt")
     if (
         any((folder / mark).is_file() for mark in marks)
@@ -213,7 +224,7 @@ def _open_folder(folder: Path, name: str, options: Options) -> EvalDataset:
     return open_image_folder(folder, name, split=options.split)
 
 
-def _open_remote(address: str, name: str, options: Options) -> EvalDataset:
+def _open_remote(address: str, name: str, options: _Options) -> EvalDataset:
     """Of a web server only the published layout is read, as it may not list its folders."""
     if not address.startswith(("http://", "https://")):
         stated = text_of(f"{address}/{options.split}/nshards.txt")
@@ -222,7 +233,7 @@ def _open_remote(address: str, name: str, options: Options) -> EvalDataset:
     return _open_published(address, name, options)
 
 
-def _open_published(place: Path | str, name: str, options: Options) -> EvalDataset:
+def _open_published(place: Path | str, name: str, options: _Options) -> EvalDataset:
     return open_published(
         place,
         name,
@@ -232,16 +243,17 @@ def _open_published(place: Path | str, name: str, options: Options) -> EvalDatas
     )
 
 
-def _open_parquet(place: Path | str, name: str, options: Options) -> EvalDataset:
+def _open_parquet(place: Path | str, name: str, options: _Options) -> EvalDataset:
     return open_hugging_face(place, name, split=options.split, cache_gb=options.cache_gb)
 
 
-def _open_file(file: Path, name: str, options: Options) -> EvalDataset:
+def _open_file(file: Path, name: str, options: _Options) -> EvalDataset:
     return open_caption_choices(file, name, split=options.split, images=options.images)
 
 
-def _open_torchvision(source: str, name: str, options: Options) -> EvalDataset:
+def _open_torchvision(source: str, name: str, options: _Options) -> EvalDataset:
     if options.root is None or is_remote(str(options.root)):
         raise DataError(f"dataset {name}: say in which folder torchvision's files lie (--data-root FOLDER)")
     kind = source.removeprefix(_TORCHVISION)
-    return open_torchvision(kind, _expanded(str(options.root)), name=name, split=options.split)
+    folder = _expanded(str(options.root))
+    return open_torchvision(kind, folder, name=name, split=options.split, arguments=options.arguments)

@@ -46,8 +46,10 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
     """The first of a dataset's names under which a set lies in a folder of sets, as a source to open.
 
     For the name ``vtab/dtd`` these are looked for, in this order: ``wds_vtab-dtd``, ``wds_vtab-dtd_test`` (as
-    CLIP_benchmark and DataComp name their folders), ``vtab-dtd`` and ``vtab/dtd``. Where folders can be listed,
-    other sets than published ones are found so too.
+    CLIP_benchmark and DataComp name their folders), ``vtab-dtd`` and ``vtab/dtd``. On this machine, and in stores
+    that list their folders, other sets than published ones are found so too; and of ``sugar_crepe-swap_obj`` and
+    ``aro-relation`` the files ``sugar_crepe/swap_obj.json`` (or in its ``data``) and
+    ``aro/visual_genome_relation.json``.
 
     Args:
         root: a folder of this machine or a store, or an owner at Hugging Face (``hf://datasets/clip-benchmark``).
@@ -63,9 +65,21 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
             place = beside(root, candidate)
             if isinstance(place, Path):
                 if place.expanduser().is_dir():
-                    return str(place)
+                    return str(place.expanduser())
             elif _is_set(address_of(place)):
                 return place
+        if (file := _json_file(root, flat)) is not None:
+            return str(file)
+    return None
+
+
+def _json_file(root: str | Path, name: str) -> Path | None:
+    """The file of a set that is one of several in a folder of their common name."""
+    family, _, own = name.partition("-")
+    for inside in (f"{own}.json", f"data/{own}.json", f"visual_genome_{own}.json"):
+        place = beside(root, family, inside)
+        if own and isinstance(place, Path) and place.expanduser().is_file():
+            return place.expanduser()
     return None
 
 

@@ -75,6 +75,20 @@ def test_aro_cuts_out_the_box(tmp_path: Path) -> None:
         dataset.shards.read(0)
 
 
+def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
+    (tmp_path / "coco/val2017").mkdir(parents=True)
+    (tmp_path / "coco/val2017/1.jpg").write_bytes(png(1))
+    (tmp_path / "aro/images").mkdir(parents=True)
+    (tmp_path / "aro/images/a.png").write_bytes(png(1))
+    write(tmp_path / "sugar_crepe/data/swap_obj.json", PAIRS)
+    entry = {"image_path": "a.png", "true_caption": "x", "false_caption": "y"}
+    write(tmp_path / "aro/visual_genome_relation.json", [entry])
+    sugar, aro = (open_dataset(name, root=tmp_path) for name in ("sugar_crepe-swap_obj", "aro-relation"))
+    assert (sugar.name, len(sugar), aro.name, len(aro)) == ("sugar_crepe-swap_obj", 2, "aro-relation", 1)
+    with pytest.raises(DataError, match="nor a set under"):
+        open_dataset("sugar_crepe-add_att", root=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
