@@ -219,7 +219,7 @@ def _open_folder(folder: Path, name: str, options: _Options) -> EvalDataset:
         or any(folder.glob("*/*.tar"))
     ):
         return _open_published(folder, name, options)
-    if any(folder.glob("*.parquet")) or any(folder.glob("*/*.parquet")):
+    if has_parquet(folder, options.split):
         return _open_parquet(folder, name, options)
     return open_image_folder(folder, name, split=options.split)
 

@@ -81,8 +81,10 @@ class ParquetFiles:
 
 
 def has_parquet(place: str | Path, split: str) -> bool:
-    """Whether there are parquet files of a split, or of any other."""
-    return any(_candidates(place, split))
+    """Whether there are parquet files of a split; on this machine also where there are such of other splits."""
+    if _candidates(place, split):
+        return True
+    return isinstance(place, Path) and any(_candidates(place, other) for other in _NAMES)
 
 
 def open_parquet_files(name: str, place: Path | str, split: str, cache_gb: float) -> ParquetFiles:

@@ -162,12 +162,16 @@ def _bytes_of(value: Any, place: int) -> bytes:
     if not value.is_valid:
         raise DataError("there is no picture")
     if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):
+        if not 0 <= place < len(value.values):
+            raise DataError(f"there are {len(value.values)} pictures, none is number {place}")
         value = value.values[place]
     if types.is_struct(value.type):
         names = [field.name for field in value.type]
         if "bytes" not in names or not value["bytes"].is_valid:
             raise DataError("it holds no picture, only where one was: write the set with its pictures in it")
         value = value["bytes"]
+    if not value.is_valid or not (types.is_binary(value.type) or types.is_large_binary(value.type)):
+        raise DataError(f"it holds {value.type if value.is_valid else 'nothing'}, no bytes of a picture")
     if value.as_buffer().size > _MAX_PICTURE_BYTES:
         raise DataError(
             f"a picture of {value.as_buffer().size} bytes is over the limit of {_MAX_PICTURE_BYTES}"

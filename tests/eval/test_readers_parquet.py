@@ -166,6 +166,11 @@ def test_winogavil(tmp_path: Path, kind: str) -> None:
     assert dataset.captions == (("night",),) * 3 + (("day",),) * 2
     assert dataset.items is not None and dataset.items.tolist() == [0, 0, 0, 1, 1]
     assert dataset.metadata["association"].tolist() == [1, 1, 0, 0, 1]
+    if kind == "column":
+        fewer = {**columns, "candidates_images": [[image(0, of="owl")], [image(0, of="owl")]]}
+        write(tmp_path / "w/test.parquet", fewer)
+        with pytest.raises(DataError, match="there are 1 pictures, none is number 1"):
+            open_dataset(tmp_path / "w").shards.read(1)
     write(tmp_path / "w/test.parquet", {**columns, "associations": [["owl"], ["cat"]]})
     assert "row 1 has no cue, a candidate twice, or associations" in refusal(tmp_path / "w")
 
@@ -198,6 +203,9 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     two = write(tmp_path / "two/test-00000-of-00002.parquet", {"image": images(2), "label": [0, 1]})
     write(two.with_name("test-00001-of-00002.parquet"), {"image": images(2), "label": ["a", "b"]})
     assert "has other columns than" in refusal(two.parent)
+    paths = open_dataset(write(tmp_path / "paths/test.parquet", {"image": ["1.jpg"], "label": [0]}).parent)
+    with pytest.raises(DataError, match="it holds string, no bytes of a picture"):
+        paths.shards.read(0)
     lost = {"image": [image(0), {"bytes": None, "path": "1.jpg"}], "label": [0, 0]}
     dataset = open_dataset(write(tmp_path / "lost/test.parquet", lost).parent)
     with pytest.raises(DataError, match="it holds no picture, only where one was"):
