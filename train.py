@@ -58,6 +58,7 @@ from clipkit.run_folder import (
     too_many_bad,
 )
 from clipkit.running_statistics import RunningStatistics
+from clipkit.settings_reference import settings_reference
 from clipkit.spikes import is_spike, next_usual
 from clipkit.step_metrics import StepMetrics
 from clipkit.stopwatch import Stopwatch
@@ -85,6 +86,9 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 def main() -> int:
     # 1. This process among the others, and its device.
     options = parse_arguments()
+    if options.settings is not None:
+        print(*settings_reference(options.settings), sep="\n")
+        return 0
     stop = StopRequest()
     distributed.check_launch()
     device = distributed.start()
@@ -130,7 +134,10 @@ def main() -> int:
         )
 
         # 5. The model and all that is built around it, from the inside out; and the batches that it wants.
-        model = first_model(config.model, config.loss, shape, seed=config.seed, small=config.small)
+        checkpoint = checkpoint_of_all(run)
+        model = first_model(
+            config.model, config.loss, shape, seed=config.seed, small=config.small, checkpoint=checkpoint
+        )
         weights = model.state_dict()
         sharded = config.sharding != "none" and not options.replay  # which is of one process
         if sharded:
@@ -185,7 +192,7 @@ def main() -> int:
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
         state = LoopState(step=0, data=shards.fingerprint())
-        checkpoint, planned = checkpoint_of_all(run), config.steps
+        planned = config.steps
         if checkpoint is not None:
             found = load_training(checkpoint, model, optimizer, averaged, partly=unfreezing is not None)
             if found.data != state.data:
@@ -404,7 +411,20 @@ def parse_arguments() -> argparse.Namespace:
         epilog="example: torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR optim.lr=1e-3",
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="default: configs/quickstart.toml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings instead of the file's")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings instead of the file's; --settings lists them all",
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="print every setting, or those whose name begins with NAME (such as optim or optim.lr), with its "
+        "default, what it does and which values fit, and stop",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the configuration and what the run would cost, and stop"
     )
@@ -516,6 +536,8 @@ def beginning(run: Path, step: int, config: Config, *, planned: int) -> str:
     if step >= config.steps:
         return f"{run} has made all its {config.steps} steps"
     line = f"resuming {run} at step {step}" if step else f"starting {run}"
+    if step and config.model.weights:
+        line += f"; all weights are its own by now, and model.weights = {config.model.weights!r} is not read"
     if config.steps != planned:
         line += (
             f"; steps = {config.steps} now, and were {planned}: the rate follows the "

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from clipkit import urls
-from clipkit.config import Config, require, shown
+from clipkit.config import Config
 from clipkit.errors import ConfigError, nearest
+from clipkit.setting import require, shown
 
-__all__ = ["changes", "load_config", "to_toml"]
+__all__ = ["changes", "literal", "load_config", "nearest_key", "to_toml"]
 
 # what may differ when a run is resumed: it changes neither the data's order nor the maths, but for ``steps``, which
 # a run is extended by, and whose schedule of the rate train.py then tells of
@@ -29,6 +30,7 @@ RESUMABLE = (
     "reshard",
     "recompute",
     "compile",
+    "model.weights",  # may be moved or gone: a checkpoint holds all weights
     "data.train",  # data may be moved; the manifest tells whether they are the same
     "data.workers",
     "data.max_bad",
@@ -71,9 +73,9 @@ def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
         if is_dataclass(value):
             settings = [(k, v) for k, v in _items(value) if other is None or v != getattr(other, k)]
             if settings:
-                sections.append("\n".join([f"\n[{name}]", *(f"{k} = {_literal(v)}" for k, v in settings)]))
+                sections.append("\n".join([f"\n[{name}]", *(f"{k} = {literal(v)}" for k, v in settings)]))
         elif differing_from is None or value != other:
-            lines.append(f"{name} = {_literal(value)}")
+            lines.append(f"{name} = {literal(value)}")
     return "\n".join([*lines, *sections]) + "\n"
 
 
@@ -81,7 +83,7 @@ def changes(before: Config, after: Config) -> list[str]:
     """The settings that differ and may not when a run is resumed, as ``key: before → after``."""
     old, new = _flat(before), _flat(after)
     return [
-        f"{key}: {_literal(old[key])} → {_literal(new[key])}"
+        f"{key}: {literal(old[key])} → {literal(new[key])}"
         for key in old
         if old[key] != new[key] and key not in RESUMABLE and key.split(".")[0] not in RESUMABLE
     ]
@@ -101,14 +103,15 @@ def _flat(config: Config) -> dict[str, Any]:
     return flat
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """A value as TOML has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
         return f'"{escaped}"'
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(literal, value)) + "]"
     return repr(value)
 
 
@@ -133,7 +136,7 @@ def _refuse_given_twice(overrides: Sequence[str]) -> None:
 
 def _list_form(key: str, values: Sequence[Any]) -> str:
     """How a list is written on a command line."""
-    return f"{key}='[{','.join(map(_literal, values))}]'"
+    return f"{key}='[{','.join(map(literal, values))}]'"
 
 
 def _set(values: dict[str, Any], override: str) -> None:
@@ -171,7 +174,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
             while isinstance(value, Mapping) and value:  # of an unknown section, the setting that was meant
                 inner, value = next(iter(value.items()))
                 unknown += f".{inner}"
-            raise ConfigError(f"{unknown} is unknown: {_nearest_key(unknown)}")
+            raise ConfigError(f"{unknown} is unknown: {nearest_key(unknown)}")
     given = {key: _fit(hints[key], value, prefix + key) for key, value in values.items()}
     return kind(**given)
 
@@ -185,7 +188,8 @@ _ALSO_CALLED = {
 }  # fmt: skip
 
 
-def _nearest_key(key: str) -> str:
+def nearest_key(key: str) -> str:
+    """A hint for an unknown setting: the one that may be meant."""
     known = list(_flat(Config()))
     if also := _ALSO_CALLED.get(key.rsplit(".", 1)[-1]):
         return f"did you mean {also!r}?"

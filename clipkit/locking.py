@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from clipkit.config import require
 from clipkit.depth import TOWERS, Place, places, tower_of
 from clipkit.errors import ConfigError
 from clipkit.model import CLIP
+from clipkit.setting import require
 
 __all__ = ["Unfreezing", "free_depths", "lock", "still_statistics"]
 

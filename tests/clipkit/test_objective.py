@@ -41,7 +41,9 @@ def test_without_a_teacher_it_is_the_contrastive_one(name: str) -> None:
 @pytest.mark.parametrize("weight", [0.25, 1.0])
 def test_a_teacher_has_its_share(name: str, weight: float) -> None:
     batch = given(12).slice(slice(None))
-    loss = batch_loss(settings_of(name), DistillConfig(weight=weight), batch.identities, teaching(batch))
+    loss = batch_loss(
+        settings_of(name), DistillConfig(teacher="another", weight=weight), batch.identities, teaching(batch)
+    )
     found = value(loss, batch, bias=True)
     wanted = weight * plain("distillation", batch) + (1 - weight) * plain(name, batch)
     torch.testing.assert_close(found, wanted)

@@ -1,0 +1,51 @@
+"""Every setting is explained, once, in lines that a terminal shows."""
+
+import re
+import tomllib
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from clipkit.config import Config
+from clipkit.config_file import to_toml
+from clipkit.errors import ConfigError
+from clipkit.setting import fits, text_of
+from clipkit.settings_reference import settings_reference
+
+NAMED = re.compile(r"[a-z_.0-9]+ = ")
+
+
+def test_every_setting_has_an_explanation_and_a_default_that_fits() -> None:
+    for section in fields(Config):
+        value = getattr(Config(), section.name)
+        for one in fields(value) if is_dataclass(value) else [section]:
+            text, within = text_of(one), fits(one)
+            assert len(text.split()) >= 2 and text.endswith((".", "}.")), one.name
+            assert text[0].isupper() or text.startswith(('"', "clip:")), one.name
+            assert within is None or within.holds(one.default), one.name
+
+
+def test_all_are_listed_with_their_defaults_in_eighty_columns() -> None:
+    lines = settings_reference()
+    assert max(map(len, lines)) <= 80
+    defaults = tomllib.loads("\n".join(line for line in lines if NAMED.match(line)))
+    assert defaults == tomllib.loads(to_toml(Config()))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "names"),
+    [
+        ("optim.beta", ["optim.beta1", "optim.beta2"]),
+        ("lr", ["optim.lr"]),
+        ("steps", ["steps", "small.steps"]),
+        ("lock", ["lock.image", "lock.text", "lock.unfreeze_every"]),
+    ],
+)
+def test_a_prefix_chooses(prefix: str, names: list[str]) -> None:
+    lines = settings_reference(prefix)
+    assert [line.partition(" = ")[0] for line in lines if NAMED.match(line)] == names
+
+
+def test_an_unknown_name_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"^--settings optim.lrr: .* did you mean 'optim.lr'\?$"):
+        settings_reference("optim.lrr")
