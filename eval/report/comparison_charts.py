@@ -17,6 +17,7 @@ _OPEN = 2  # figures of as many models are open; the others unfold
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _MOST_SUITES = 4
+_PLAIN = "ridge"  # the estimator of few-shot whose setting names none
 _LABELS = 13  # of layers, on an axis as wide as a phone
 
 
@@ -87,7 +88,7 @@ def _unfolding(figures: Sequence[str], what: str) -> str:
 
 
 def cost(table: ScoreTable) -> str:
-    """The first average (or dataset) against the GFLOPs of the image tower; "" unless known of two models."""
+    """The first average (or dataset) against the GFLOPs of the image tower; "" unless models differ in it."""
     if table.averages:
         title, cells = f"Mean of {table.averages[0].suite}", table.averages[0].cells
     else:
@@ -100,10 +101,10 @@ def cost(table: ScoreTable) -> str:
         for i, (model, value) in enumerate(zip(table.models, cells, strict=True))
         if model.gflops is not None and model.gflops > 0 and value is not None
     ]
-    if len(dots) < 2:
+    if len({dot.x for dot in dots}) < 2:
         return ""
     without = len(table.models) - len(dots)
-    note = f"{without} of {len(table.models)} models not shown: their results do not say" if without else ""
+    note = f"{without} of {len(table.models)} models not shown: their cost is not known" if without else ""
     return scatter(title, dots, x_unit="GFLOPs a picture", note=note)
 
 
@@ -228,11 +229,9 @@ def _line(
     mark: tuple[float, float] | None,
 ) -> Line:
     variants = list(dict.fromkeys(one.variant for one in curves))
-    model = results.models[curve.model].label
+    model, variant = results.models[curve.model].label, curve.variant or _PLAIN
     several = len({one.model for one in curves}) > 1
-    name = ", ".join(
-        filter(None, (model if several else "", curve.variant if len(variants) > 1 or not several else ""))
-    )
+    name = ", ".join(filter(None, (model if several else "", variant if len(variants) > 1 else "")))
     index = curve.model if several else variants.index(curve.variant)
     return Line(
         name=name or model,

@@ -181,14 +181,16 @@ def _one_or_range(counts: Sequence[int | None]) -> str:
 def model_facts(results: ResultSet) -> str:
     """Where the scores come from: a row a model, and below what all of them share."""
     shared, own_keys = _shared_facts(results.models)
-    names = ["Model", "Weights", "Architecture", "Step", "GFLOPs", *(_words(key) for key in own_keys)]
+    steps = any(model.step is not None for model in results.models)
+    names = ["Model", "Weights", "Architecture", *(["Step"] if steps else []), "GFLOPs a picture"]
+    names += [_words(key) for key in own_keys]
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     rows = []
     for model in results.models:
         cells = [
             f'<th scope="row">{broken(model.name)}</th>',
             f"<td>{broken(model.weights)}</td><td>{broken(model.architecture)}</td>",
-            f"<td>{'' if model.step is None else number(model.step)}</td>",
+            f"<td>{'' if model.step is None else number(model.step)}</td>" if steps else "",
             f"<td>{'' if model.gflops is None else number(model.gflops)}</td>",
             *(f"<td>{escape(_told(model.provenance.get(key)))}</td>" for key in own_keys),
         ]
@@ -197,7 +199,8 @@ def model_facts(results: ResultSet) -> str:
     facts = "".join(
         f"<dt>{escape(_words(key))}</dt><dd>{escape(_told(value))}</dd>" for key, value in shared.items()
     )
-    listed = f'<h3>The same for all</h3><dl class="facts">{facts}</dl>' if facts else ""
+    heading = "The same for all" if len(results.models) > 1 else "Settings and versions"
+    listed = f'<h3>{heading}</h3><dl class="facts">{facts}</dl>' if facts else ""
     return scrolling("Models", whole, kind="models") + listed + _datasets(results)
 
 

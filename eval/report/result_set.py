@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from clipkit.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.errors import DataError
+from clipkit.flops import image_flops
+from eval.dataset import some
 from eval.report.json_lines import finite, json_lines, whole
 
 __all__ = ["Model", "ResultSet", "Row", "read_result_set"]
@@ -34,7 +37,7 @@ class Model:
         weights: as in the scores.
         step: of its training, or None.
         architecture: or "".
-        gflops: that its image tower needs for a picture, or None where its lines do not say.
+        gflops: that its image tower needs for a picture, or None where that is not known.
         provenance: what else its last line says.
     """
 
@@ -190,24 +193,22 @@ def _last_steps(lines: Sequence[_Line], notes: list[str]) -> list[_Line]:
 
 
 def _different_data(rows: Sequence[Row]) -> list[str]:
-    """Datasets whose pictures or prompts are not the same for all models."""
+    """Datasets whose pictures or prompts are known not to be the same for all models."""
+    pictures: dict[tuple[str, ...], set[str]] = {}
+    prompts: dict[tuple[str, ...], set[str]] = {}
+    for row in rows:
+        if row.data_revision:
+            pictures.setdefault((row.dataset, row.split), set()).add(row.data_revision)
+        if row.n is not None:
+            pictures.setdefault(row.what, set()).add(str(row.n))
+        if row.prompts and row.task == "zero-shot":
+            prompts.setdefault((row.dataset, row.split, row.prompt_set), set()).add(row.prompts)
     notes = []
-    for what, of in (
-        ("pictures", lambda row: (row.data_revision, row.n)),
-        ("prompts", lambda row: row.prompts),
-    ):
-        seen: dict[tuple[str, ...], set[Any]] = {}
-        for row in rows:
-            key = (row.dataset, row.split, *((row.prompt_set,) if what == "prompts" else ()))
-            asked = row.metric if what == "pictures" else ""  # captions are of another number than pictures
-            if row.task == "zero-shot" or what == "pictures":
-                seen.setdefault((*key, row.task, asked), set()).add(of(row))
+    for what, seen in (("pictures", pictures), ("prompts", prompts)):
         differing = list(dict.fromkeys(key[0] for key, values in seen.items() if len(values) > 1))
         if differing:
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             notes.append(
-                f"Not all models were scored with the same {what} on {', '.join(differing[:3])}{more}: "
-                "these scores do not compare."
+                f"Not all models were scored with the same {what} on {some(differing)}: these scores do not compare."
             )
     return notes
 
@@ -235,11 +236,20 @@ def _models(newest: Mapping[int, _Line]) -> tuple[Model, ...]:
                 weights=line.weights,
                 step=line.step,
                 architecture=_text(line.provenance, "architecture"),
-                gflops=finite(line.provenance.get("gflops")),
+                gflops=_gflops(line.provenance),
                 provenance=line.provenance,
             )
         )
     return tuple(models)
+
+
+def _gflops(provenance: Mapping[str, Any]) -> float | None:
+    """As the lines say it, else by formula for the architectures that clipkit itself builds."""
+    known = finite(provenance.get("gflops"))
+    name = _text(provenance, "architecture").removesuffix(QUICKGELU)
+    if known is None and name in ARCHITECTURES:
+        return image_flops(ARCHITECTURES[name]).forward / 1e9
+    return known
 
 
 def _shared_start(names: set[str]) -> int:

@@ -1,7 +1,8 @@
 """The table of models × datasets: one score a dataset, averages over suites, published numbers beside them.
 
 A dataset's score is its primary metric, of its main task and the prompt set that most models were scored with. An
-average is taken over the datasets that every model has, so that its columns compare; how many those are is said.
+average is taken over the datasets that every model has, so that its columns compare; how many those are is said. A
+suite of which they are less than half has no average.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -209,11 +210,13 @@ def _averages(lines: Sequence[Line], suites: Suites) -> tuple[Average, ...]:
     for line in lines:
         if line.counted:
             counted.setdefault(line.dataset, []).append(line)
-    sets = {name: list(dict.fromkeys(datasets)) for name, datasets in suites.items()}
-    if not any(set(counted) <= set(datasets) for datasets in sets.values()):
-        sets[_ALL] = list(counted)
-    averages = [_average(name, datasets, counted) for name, datasets in sets.items()]
-    return tuple(average for average in averages if average is not None and average.over > 1)
+    found = (_average(name, list(dict.fromkeys(own)), counted) for name, own in suites.items())
+    # of a suite that is mostly missing, a mean says nothing
+    averages = [one for one in found if one is not None and one.over > 1 and 2 * one.over >= one.of]
+    if not any(set(counted) <= set(suites[one.suite]) for one in averages):
+        every = _average(_ALL, list(counted), counted)
+        averages += [every] if every is not None and every.over > 1 else []
+    return tuple(averages)
 
 
 def _average(suite: str, datasets: Sequence[str], counted: Mapping[str, list[Line]]) -> Average | None:
