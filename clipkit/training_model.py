@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 from clipkit.api import load
 from clipkit.architectures import Architecture, VisionTower
 from clipkit.averaging import AveragedWeights
+from clipkit.checkpoint import load_model
 from clipkit.config import LossConfig, ModelConfig, SmallConfig
-from clipkit.errors import ConfigError
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.family import architecture
 from clipkit.flops import counted_flops, patches_of, step_flops, trained_blocks
 from clipkit.model import CLIP, create
@@ -58,15 +60,26 @@ def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
 
 
 def first_model(
-    model: ModelConfig, loss: LossConfig, shape: Architecture, *, seed: int, small: SmallConfig
+    model: ModelConfig,
+    loss: LossConfig,
+    shape: Architecture,
+    *,
+    seed: int,
+    small: SmallConfig,
+    checkpoint: Path | None = None,
 ) -> CLIP:
     """Fresh weights, or those of ``model.weights``, in training mode on the CPU.
+
+    A run that resumes does not need the weights that it began with: they, the tokenizer and the preprocessing are
+    in its ``checkpoint``, and ``model.weights`` may be gone by now.
 
     Raises:
         ConfigError: the weights are of another architecture.
         CheckpointError: they cannot be loaded.
     """
-    if model.weights:
+    if model.weights and checkpoint is not None:
+        first = _resumed(checkpoint, shape, model.label)
+    elif model.weights:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
         if shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
@@ -83,6 +96,15 @@ def first_model(
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(loss.name == "siglip")
     return first.train()
+
+
+def _resumed(checkpoint: Path, shape: Architecture, label: str) -> CLIP:
+    first = load_model(checkpoint)
+    if replace(first.architecture, logit_bias=shape.logit_bias) != shape:
+        raise CheckpointError(f"{checkpoint} is of another architecture than {label}")
+    first.name = first.name or label
+    first.tokenizer(["a"])  # reads its files now: the checkpoint goes when newer ones take its place
+    return first
 
 
 def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> tuple[int, int] | None:

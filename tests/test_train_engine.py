@@ -6,11 +6,12 @@ Several ranks: test_train_sharded.py. Teachers: test_train_taught.py.
 
 import hashlib
 import json
+import math
 import os
 import resource
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import clipkit
-from clipkit.config import LossConfig
 from clipkit.model_folder import save_model
-from clipkit.objective import chance_level
 from tests.small_trainings import (
     BATCH,
     SAMPLES,
@@ -177,6 +176,27 @@ def test_a_first_loss_that_is_no_number_is_replayed_too(trainings: Trainings, tm
     assert replay.stdout.startswith("step 1 in fp32: the output of visual.")
 
 
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_a_run_goes_on_when_the_weights_that_it_began_with_are_gone(
+    loss: str, trainings: Trainings, tmp_path: Path
+) -> None:
+    weights, out = tmp_path / "weights", tmp_path / "run"
+    model = clipkit.create("ViT-Ti-4-16", seed=3)
+    model.preprocess = replace(model.preprocess, mean=(0.1, 0.2, 0.3))
+    save_model(model, weights)
+    settings = ("steps=4", "checkpoint.every_steps=2", f"loss.name={loss}")
+    trainings.run(out, *settings, f"model.weights={weights}")
+    end, card = digests(out, 4), (checkpoint(out, 4) / "model.json").read_text()
+    assert "0.1" in card
+
+    shutil.rmtree(weights)
+    for place in (weights, tmp_path / "elsewhere"):
+        go_back(out, 2)
+        said = trainings.run(out, *settings, f"model.weights={place}")
+        assert f"model.weights = '{place}' is not read" in said
+        assert digests(out, 4) == end and (checkpoint(out, 4) / "model.json").read_text() == card
+
+
 def test_spikes_are_counted_and_skipped_and_judged_alike_after_a_stop(
     trainings: Trainings, tmp_path: Path
 ) -> None:
@@ -218,9 +238,13 @@ def test_a_profile_is_a_table_and_a_trace(plain: Path) -> None:
 
 
 def test_what_every_step_records(trainings: Trainings, plain: Path, whole: Whole) -> None:
-    for out, batch, loss in ((plain, BATCH, LossConfig()), (whole.out, 8, LossConfig(name="siglip"))):
+    for out, batch in ((plain, BATCH), (whole.out, 8)):
         for line in metrics(out):
-            assert line["chance"] == pytest.approx(chance_level(loss, batch))
+            if out == plain:
+                assert line["chance"] == pytest.approx(math.log(batch))
+            else:  # the sigmoid's, and the more pairs are alike the higher
+                least = math.log(batch) + (batch - 1) * math.log(batch / (batch - 1))
+                assert least * 0.999 <= line["chance"] < 2 * least
             assert 0 < line["loss"] < 100 and line["scale"] > 1 and line["grad_norm"] > 0
             times = {name: value for name, value in line.items() if name.endswith("_time")}
             whole_time = times.pop("batch_time")
