@@ -189,6 +189,9 @@ def _classification(one: _Set, image: str, column: str, caption: str | None) -> 
         number = {key: i for i, key in enumerate(names)}
         values = [number.get(value, len(names)) for value in values]
     several = isinstance(values[0] if values else 0, list)
+    if names and not several and max(values, default=0) >= len(names):
+        row = next(row for row, value in enumerate(values) if value >= len(names))
+        raise one.fault(row, f"has label {values[row]}, but its schema names {len(names)} classes")
     return one.dataset(
         ParquetPictures(one.files, [image]),
         ("zero-shot",),

@@ -116,6 +116,8 @@ def open_parquet_files(name: str, place: Path | str, split: str, cache_gb: float
         schema = schema or own
         groups.append(tuple(about.row_group(number).num_rows for number in range(about.num_row_groups)))
         marks.append(_mark(path))
+    if cache is not None:
+        cache.close()  # all are here
     return ParquetFiles(files=files, groups=tuple(groups), marks=tuple(marks), schema=schema, cache=cache)
 
 

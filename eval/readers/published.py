@@ -74,6 +74,8 @@ def open_published(
     if several and metadata_names:
         raise DataError(f"dataset {name} is multilabel, so its npy is its label and holds no metadata")
     beside_pictures = annotations_of(name, shards, arrays=several or bool(metadata_names))
+    if shards.cache is not None:
+        shards.cache.close()  # all that is fetched ahead is here; a suite would gather the threads of its datasets
     pictures: Pictures = shards
     labels, captions = None, None
     if several:

@@ -11,13 +11,16 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
+from clipkit import CLIP
 from clipkit.errors import DataError
 from eval.dataset import EvalDataset, NoSplit
+from eval.encode import Encoder
 from eval.readers import open_dataset, open_hugging_face
 from eval.readers.parquet_pictures import ParquetPictures
 from tests.data.remote import servers
 from tests.data.remote.servers import Nginx
 from tests.data.remote.test_hub import use
+from tests.eval.conftest import png
 
 impatient = servers.impatient
 nginx = servers.nginx
@@ -96,6 +99,12 @@ def test_labels_of_other_kinds(tmp_path: Path) -> None:
         [True, False, True],
         [False, True, False],
     ]
+    single = {"label": {"_type": "ClassLabel", "names": ["x", "y"]}}
+    beyond = write(
+        tmp_path / "beyond/test.parquet", {"image": images(3), "label": [0, 1, 2]}, features=single
+    )
+    assert "row 2 of" in refusal(beyond.parent)
+    assert "has label 2, but its schema names 2 classes" in refusal(beyond.parent)
     secret = write(tmp_path / "secret/test.parquet", {"image": images(2), "label": [0, -1]})
     assert "has label -1: labels begin at 0" in refusal(secret.parent)
     outside = {"image": images(2), "labels": [[0], [3]]}
@@ -210,6 +219,13 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     dataset = open_dataset(write(tmp_path / "lost/test.parquet", lost).parent)
     with pytest.raises(DataError, match="it holds no picture, only where one was"):
         dataset.shards.read(1)
+
+
+def test_broken_pictures_are_named(tmp_path: Path, model: CLIP) -> None:
+    pictures = [{"bytes": png(seed) if seed % 5 else b"no picture", "path": None} for seed in range(1, 12)]
+    dataset = open_dataset(write(tmp_path / "x/test.parquet", {"image": pictures, "label": [0] * 11}).parent)
+    with pytest.raises(DataError, match=r"dataset x: picture row 4, image of .*/test\.parquet: "):
+        Encoder(model).images(dataset)
 
 
 def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
