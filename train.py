@@ -339,11 +339,12 @@ def main() -> int:
                 # 7f. What is shown and recorded.
                 if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
                     recall = in_batch_recall(features.images, features.texts)
+                    chance = chance_level(config.loss, config.distill, batch.identities)
                     metrics = {
                         "epoch": (step - 1) // order.batches_per_epoch,
                         "samples": step * config.batch_size,
                         "loss": loss,
-                        "chance": chance_level(config.loss, config.batch_size),
+                        **({} if chance is None else {"chance": chance}),
                         "image_to_text_R@1": recall[0].item(),
                         "text_to_image_R@1": recall[1].item(),
                         "scale": model.logit_scale.exp().item(),

@@ -64,8 +64,9 @@ class ProgressLine:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the newest figures."""
         waiting = metrics["data_time"] / metrics["batch_time"] if metrics["batch_time"] else 0.0
+        chance = f" (chance {metrics['chance']:.2f})" if "chance" in metrics else ""
         text = (
-            f"loss {metrics['loss']:.3f} (chance {metrics['chance']:.2f}) "
+            f"loss {metrics['loss']:.3f}{chance} "
             f"{metrics['samples_per_second']:.0f}/s data {waiting:.0%} "
             f"scale {metrics['scale']:.1f}"
         )

@@ -54,18 +54,39 @@ def test_a_teacher_has_its_share(name: str, weight: float) -> None:
         torch.testing.assert_close(own, torch.zeros_like(own) if other is None else other)
 
 
-@pytest.mark.parametrize("rows", [2, 7, 256])
-def test_chance_is_the_least_that_a_blind_model_comes_to(rows: int) -> None:
-    same = F.normalize(torch.ones(rows, 5, dtype=torch.float64), dim=-1)
-    scale, ids = torch.tensor(3.0, dtype=torch.float64), torch.zeros(rows, 2, dtype=torch.int64)
-    softmax, sigmoid = LossConfig(), LossConfig(name="siglip")
-    blind = batch_loss(softmax, DistillConfig(), ids, None)(same, same, scale)
-    assert blind.item() == pytest.approx(chance_level(softmax, rows)) == pytest.approx(math.log(rows))
+@pytest.mark.parametrize("rows", [2, 7, 64])
+@pytest.mark.parametrize("name", CONTRASTIVE)
+@pytest.mark.parametrize("alike", ["some", "none", "all"])
+def test_chance_is_the_least_that_a_blind_model_comes_to(name: str, rows: int, alike: str) -> None:
+    """Its bias would be the logit of the share of right pairs; 0.5 beside that the loss is larger."""
+    batch, settings = given(rows), settings_of(name)
+    ids = {
+        "some": batch.identities,
+        "none": torch.arange(2 * rows).view(rows, 2),
+        "all": torch.zeros(rows, 2, dtype=torch.int64),
+    }[alike]
+    level = chance_level(settings, DistillConfig(), ids)
+    blind = F.normalize(torch.ones(rows, 5, dtype=torch.float64), dim=-1)
 
-    best = -3 - math.log(rows - 1)  # one of so many is a row's own
-    found = [
-        batch_loss(sigmoid, DistillConfig(), ids, None)(same, same, scale, torch.tensor(best + off)).item()
-        for off in (-0.5, 0.0, 0.5)
-    ]
-    assert found[1] == pytest.approx(chance_level(sigmoid, rows), rel=1e-6)
-    assert found[1] < min(found[0], found[2])
+    def of_bias(bias: float) -> float:
+        scale, shift = torch.tensor(3.0, dtype=torch.float64), torch.tensor(bias - 3.0, dtype=torch.float64)
+        return batch_loss(settings, DistillConfig(), ids, None)(blind, blind, scale, shift).item()
+
+    if name.startswith("clip"):
+        assert of_bias(0.0) == pytest.approx(level, abs=1e-9)
+        assert name == "clip ignored" or level == pytest.approx(math.log(rows))
+        return
+    same = (ids[:, None] == ids[None]).any(2)
+    own = rows if settings.same != "positives" else int(same.sum())
+    questions = rows**2 - (int(same.sum()) - rows if settings.same == "ignored" else 0)
+    if own == questions:  # nothing to tell apart, and any certainty is right
+        assert level == 0
+        return
+    best = math.log(own / (questions - own))
+    assert of_bias(best) == pytest.approx(level)
+    assert of_bias(best) < min(of_bias(best - 0.5), of_bias(best + 0.5))
+
+
+def test_with_a_teacher_there_is_no_level_of_chance() -> None:
+    identities = torch.zeros(4, 2, dtype=torch.int64)
+    assert chance_level(LossConfig(), DistillConfig(teacher="another"), identities) is None

@@ -15,6 +15,9 @@ from clipkit.config import Config, LogConfig
 from clipkit.errors import DataError
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, _clock, drop_lines_after
 
+FIGURES = {
+    "loss": 1.25, "chance": 5.5, "samples_per_second": 100.0, "data_time": 0.05, "batch_time": 0.5, "scale": 14.3,
+}  # fmt: skip
 QUIET = replace(Config(), log=LogConfig(tensorboard=False))
 
 
@@ -67,21 +70,13 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {
-        "loss": 1.25,
-        "chance": 5.5,
-        "samples_per_second": 100.0,
-        "data_time": 0.05,
-        "batch_time": 0.5,
-        "scale": 14.3,
-    }
     for shown in (True, False):
         progress = ProgressLine(steps=100, done=0, shown=shown)
         progress.say("[bold]starting[/bold] runs/x")
         progress.say("bad sample replaced: a\x1b[2Jb\nc")
         progress.advance(1)
-        progress.update(1, figures)
-        progress.update(2, figures)  # too soon after the other
+        progress.update(1, FIGURES)
+        progress.update(2, FIGURES)  # too soon after the other
         progress.close()
         printed = capsys.readouterr()
         assert printed.out == ""
@@ -92,6 +87,12 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
         assert first == "[bold]starting[/bold] runs/x"
         assert hostile == "bad sample replaced: a\ufffd[2Jb\ufffdc"
         assert second.startswith("step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3 left ")
+
+
+def test_where_there_is_no_level_of_chance_none_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressLine(steps=9, done=0, shown=True)
+    progress.update(1, {name: value for name, value in FIGURES.items() if name != "chance"})
+    assert "loss 1.250 100/s" in capsys.readouterr().err
 
 
 def test_of_many_bad_samples_a_few_are_told_and_the_rest_summed_up(
