@@ -4,11 +4,10 @@
 
 Both run the CLIP paper's protocol on the same made-up features: 7 strengths of the penalty from 1e-6 to 1e6,
 halving around the peak down to 8 steps a decade, at most 1,000 steps a fit; the last fit to training and validation
-rows together. scikit-learn starts each fit from zeros with its own defaults, as the paper's authors say they did; with
---exact it stops at a gradient of 1e-8 instead of 1e-4, which is nearer to what ours stops at.
+rows together. scikit-learn starts each fit from zeros with its own defaults, as the paper's authors say they did;
+with --exact it stops at a gradient of 1e-8 instead of 1e-4, which is nearer to what ours stops at.
 
-The features are Gaussian around a centre a class. Their variances fall as 1 / i², and two of
-them have means far from 0.
+The features are Gaussian around a centre a class. Their variances fall as 1 / i², and some means are far from 0.
 
 Beside the times: the C that both choose, the accuracy on test rows, how much of the objective each leaves above the
 least one found at their C, and how ours divides: the two products of an evaluation by themselves, and the rest.

@@ -137,7 +137,8 @@ def _classifier(
         return LogisticProblem(Rows(features), labels, classes, device=subject.device).fit(_C).classifier()
     val = learned(subject, "val", "the choice of C")
     held = Rows(subject.images("val").before_projection)
-    metric = tuning_metric(fitting_metrics(subject.dataset, subject.metrics), labels)
+    named = fitting_metrics(subject.dataset, subject.metrics) if subject.metrics else ()
+    metric = tuning_metric(named, labels)
     found = sweep(
         Rows(features),
         labels,

@@ -62,6 +62,7 @@ __all__ = [
 
 STEPS = 96  # of λ from 1e-6 to 1e6
 _FIRST = 16  # steps between the points that are tried first: two decades
+_BLOCK = 1 << 14  # rows at a time, of those that C is tuned on
 _log = logging.getLogger("eval")
 
 
@@ -132,8 +133,6 @@ def sweep(
     """
     device = device or torch.device("cpu")
     problem = LogisticProblem(train, train_labels, classes, device=device)
-    seen = [with_ones(block) for _, block in val.blocks(max(1, len(val)))]
-    held = torch.cat(seen) if len(seen) != 1 else seen[0]
     fits: dict[int, LogisticFit] = {}
     tried: dict[float, float] = {}
     unconverged = []
@@ -145,7 +144,7 @@ def sweep(
         if not fit.converged:
             unconverged.append(fit.C)
         fits[step] = fit
-        tried[fit.C] = _value(metric, held, val_labels, fit.classifier(), device)
+        tried[fit.C] = _value(metric, val, val_labels, fit.classifier(), device)
         return tried[fit.C]
 
     step = halving_search(value_at)
@@ -169,20 +168,22 @@ _OF_RANKS: Mapping[str, Callable[[Tensor, Tensor], float]] = {
 
 
 def tuning_metric(metrics: Sequence[str], labels: Tensor) -> str:
-    """By what to tune, given a dataset's metrics: the first, where it can be had of any pictures."""
+    """By what to tune, given the metrics of a dataset's card: the first, where it can be had of any pictures."""
     if labels.ndim == 2:
         return "mean_average_precision" if metrics[:1] == ("mean_average_precision",) else "map_11_point"
     return metrics[0] if metrics and metrics[0] in (*_OF_RANKS, "f1_macro", "roc_auc") else "acc1"
 
 
-def _value(metric: str, features: Tensor, labels: Tensor, classifier: Tensor, device: torch.device) -> float:
-    """A metric of (N, W + 1) features without an interval, which takes longer than the value."""
+def _value(metric: str, rows: Rows, labels: Tensor, classifier: Tensor, device: torch.device) -> float:
+    """A metric of a (W + 1, C) classifier without an interval, which takes longer than the value."""
+    blocks = ((places, with_ones(block)) for places, block in rows.blocks(_BLOCK))
     if metric in _OF_RANKS:
-        return _OF_RANKS[metric](class_ranks(features, classifier, labels, device=device), labels)
+        ranks = [class_ranks(block, classifier, labels[places], device=device) for places, block in blocks]
+        return _OF_RANKS[metric](torch.cat(ranks), labels)
     if metric == "f1_macro":
-        predicted = top_classes(features, classifier, device=device).classes[:, 0]
-        return _at_all(f1_macro_statistic(predicted, labels), len(labels))
-    scores = class_scores(features, classifier, device=device)
+        tops = [top_classes(block, classifier, device=device).classes[:, 0] for _, block in blocks]
+        return _at_all(f1_macro_statistic(torch.cat(tops), labels), len(labels))
+    scores = torch.cat([class_scores(block, classifier, device=device) for _, block in blocks])
     if metric == "roc_auc":
         return _at_all(roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels))
     precisions = average_precisions(scores, labels, interpolated=metric == "map_11_point")
@@ -252,8 +253,10 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     train = learned(subject, "train", "a linear probe")
     labels, classes = labels_of(train), len(dataset.class_names)
     features = subject.images("train", layer=layer).before_projection
-    val = subject.split("val")
+    # pictures that are scored are not tuned on
+    val = subject.split("val") if dataset.split != "val" else None
     if val is not None:
+        _check_classes(dataset, val)
         tuned_on = "val"
         parts = (
             Rows(features),
@@ -266,7 +269,7 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
         learn, tune = carve(labels, revision=train.revision, seed=seed)
         _check_carved(train, labels, tune)
         parts = (Rows((features, learn)), labels[learn], Rows((features, tune)), labels[tune])
-    metric = tuning_metric(metrics, labels)
+    metric = tuning_metric(metrics if subject.metrics else (), labels)
     try:
         found = sweep(*parts, classes, metric=metric, device=subject.device)
     except DataError as error:
@@ -303,9 +306,7 @@ def learned(subject: Subject, split: str, who: str) -> EvalDataset:
         raise NoSplit(f"dataset {dataset.name} has no {split} split, which {who} learns from")
     if train.split == dataset.split:
         raise DataError(f"dataset {dataset.name}: {who} learns from {split}, so score it on another split")
-    labels = labels_of(train)
-    if train.class_names != dataset.class_names or labels.ndim != labels_of(dataset).ndim:
-        raise DataError(f"dataset {dataset.name}: its {split} split has other classes than {dataset.split}")
+    labels = _check_classes(dataset, train)
     if labels.ndim == 1:
         counts = torch.bincount(labels, minlength=len(dataset.class_names)).tolist()
         empty = [repr(name) for name, count in zip(dataset.class_names, counts, strict=True) if not count]
@@ -316,6 +317,16 @@ def learned(subject: Subject, split: str, who: str) -> EvalDataset:
                 some(empty),
             )
     return train
+
+
+def _check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
+    """The labels of another split, after making sure that they mean the same."""
+    labels = labels_of(other)
+    if other.class_names != dataset.class_names or labels.ndim != labels_of(dataset).ndim:
+        raise DataError(
+            f"dataset {dataset.name}: its {other.split} split has other classes than {dataset.split}"
+        )
+    return labels
 
 
 def _check_carved(train: EvalDataset, labels: Tensor, tune: Tensor) -> None:

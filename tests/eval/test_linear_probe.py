@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from eval import Encoder, Subject
+from eval.metrics import map_11_point
 from eval.tasks import logistic
 from eval.tasks.feature_rows import Rows
 from eval.tasks.linear_probe import halving_search, linear_probe, linear_probes, penalty_of, sweep
@@ -204,9 +206,14 @@ def subject_of(
     folders = {split: write(f"set-{split}", labels=labels, split=split) for split, labels in splits.items()}
 
     def open_split(split: str) -> evaluation.EvalDataset:
-        return evaluation.open_dataset(folders.get(split, folders["test"]), split=split)
+        return evaluation.open_dataset(folders.get(split) or next(iter(folders.values())), split=split)
 
-    return Subject(Encoder(model), open_split("test"), metrics=metrics, open_split=open_split)
+    return Subject(
+        Encoder(model),
+        open_split("test" if "test" in splits else "train"),
+        metrics=metrics,
+        open_split=open_split,
+    )
 
 
 LABELS = [i % 4 for i in range(32)]
@@ -253,12 +260,33 @@ def test_a_dataset_without_a_split_to_tune_on(
     assert linear_probe(subject) == list(probe.scores)
 
 
+def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) -> None:
+    """Tuned by 11-point mAP; a split that is scored is not tuned on."""
+    plain = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS, "val": LABELS})
+
+    def open_split(split: str) -> evaluation.EvalDataset:
+        dataset = plain.split(split)
+        assert dataset is not None and dataset.labels is not None
+        both = torch.stack([dataset.labels == 0, dataset.labels >= 2, dataset.labels > 9], dim=1)
+        return replace(dataset, labels=both, class_names=("a", "b", "nothing"))
+
+    subject = Subject(plain.encoder, open_split("val"), open_split=open_split)
+    (probe,) = linear_probes(subject)
+    assert (probe.tuned_on, probe.tuned_by) == ("a fifth of train", "map_11_point")
+    value = {score.metric: score.value for score in probe.scores}["map_11_point"]
+    assert value == pytest.approx(
+        map_11_point(probe.answers.scores(softmax=False), probe.answers.labels).value
+    )
+    assert value > 0.5
+
+
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
         ({"test": LABELS}, "has no train split, which a linear probe learns from"),
         ({"test": LABELS, "train": [0, 1, 2]}, "has no val split, and no class of train can spare a picture"),
         ({"test": LABELS, "train": [2] * 8}, "it takes at least two"),
+        ({"train": LABELS}, "learns from train, so score it on another split"),
     ],
 )
 def test_too_little_to_learn_from(
