@@ -175,4 +175,4 @@ def _gflops(model: CLIP) -> float | None:
     vision = model.architecture.vision
     if not isinstance(vision, VisionTower):
         return None
-    return round(image_flops(model.architecture).forward / 1e9, 3)
+    return float(f"{image_flops(model.architecture).forward / 1e9:.4g}")

@@ -18,12 +18,13 @@ def score_table(scores: Sequence[Score]) -> Table:
     table.add_column("metric", overflow="fold")
     for heading in ("value %", "95% interval", "chance %", "n"):
         table.add_column(heading, justify="right", no_wrap=True)
+    several = len({score.task for score in scores}) > 1
     before = ("", "")
     for score in scores:
         group = (score.dataset, score.task)
         if before[0] and group != before:
             table.add_section()
-        name = score.dataset if group != before else ""
+        name = "" if group == before else f"{score.dataset} {score.task}" if several else score.dataset
         before = group
         table.add_row(
             Text(name),  # it may look like markup

@@ -100,7 +100,7 @@ def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset
 def test_an_out_that_cannot_be_written_is_known_before_the_first_picture(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.__main__.run_model", lambda *_, **__: pytest.fail("it was scored"))
+    monkeypatch.setattr("eval.score_commands.run_model", lambda *_, **__: pytest.fail("it was scored"))
     (tmp_path / "file").write_text("")
     data = write_dataset()
     for out, cause in ((tmp_path / "file" / "x.jsonl", "Not a directory"), (tmp_path, "Is a directory")):

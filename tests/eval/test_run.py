@@ -1,0 +1,232 @@
+"""Many datasets and tasks in one call: what is encoded, written, left alone, and said of what cannot be scored."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipkit import CLIP
+from clipkit.checkpoint_writer import save_checkpoint
+from clipkit.config import Config
+from clipkit.errors import ConfigError, DataError
+from clipkit.training_state import LoopState
+from eval import read_results
+from eval.__main__ import main
+
+WriteDataset = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[2]
+LABELS = tuple(i % 7 for i in range(60))
+
+
+@pytest.fixture
+def run(model: CLIP, tmp_path: Path) -> Path:
+    """A run folder with one checkpoint."""
+    state = LoopState(step=40, data="none")
+    save_checkpoint(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), state, Config(), keep=1)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def probed(write_dataset: WriteDataset) -> Path:
+    """A dataset with pictures to learn from, captions and a card of its own."""
+    folder = write_dataset("probed", labels=LABELS, captions=[f"thing {i}" for i in range(60)], split="train")
+    test = write_dataset("aside", labels=LABELS[:23], captions=[f"thing {i}" for i in range(23)])
+    shutil.copytree(test / "test", folder / "test")
+    (folder / "card.json").unlink()
+    return folder
+
+
+def values(path: Path) -> dict[tuple[str, ...], float]:
+    """Of a results file every score by what it is of; each must stand there once."""
+    lines = read_results(path)
+    found = {
+        tuple(line[key] for key in ("dataset", "task", "setting", "metric")): line["value"] for line in lines
+    }
+    assert len(found) == len(lines)
+    return found
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "eval", *map(str, arguments)]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CLIPKIT_CACHE": str(cache)}
+
+
+def test_all_tasks_of_a_dataset_and_nothing_twice(
+    run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.jsonl"
+    tasks = ["zero-shot", "retrieval", "linear-probe", "few-shot", "knn"]
+    named = [argument for task in tasks for argument in ("--task", task)]
+    arguments = ["run", "--model", str(run), "--data", str(probed), "--out", str(out), *named]
+    assert main([*arguments, "--shots", "1", "2", "--layers"]) == 0
+    found = values(out)
+    assert {task for _, task, _, _ in found} == set(tasks)
+    assert {setting for _, task, setting, _ in found if task == "linear-probe"} == {"", "layer 1"}
+    for line in read_results(out):
+        assert line["model"] == str(run) and line["step"] == 40 and line["seconds"] >= 0
+        assert len(line["model_hash"]) == 32 and line["gflops"] > 0
+    assert list((tmp_path / "r.details").glob("*.json"))
+    before = out.read_bytes()
+    capsys.readouterr()
+    assert main([*arguments, "--shots", "1", "2", "--layers", "--skip-existing"]) == 0
+    assert out.read_bytes() == before
+    assert f"wrote 0 lines to {out}, {len(found)} were there already" in capsys.readouterr().out
+    assert main([*arguments, "--shots", "1", "--layers", "--skip-existing"]) == 0  # another choice of shots
+    added = read_results(out)[len(found) :]
+    assert {line["task"] for line in added} == {"few-shot"}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no kill -9")
+def test_killed_at_a_random_moment_and_run_again_gives_the_same_table(
+    run: Path, probed: Path, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    other = write_dataset("other", labels=[i % 7 for i in range(40)])
+    data = [
+        "run",
+        "--model",
+        run,
+        "--data",
+        probed,
+        "--data",
+        other,
+        "--task",
+        "zero-shot",
+        "--skip-existing",
+    ]
+    whole = subprocess.run(
+        command(*data, "--out", tmp_path / "whole.jsonl"),
+        env=environment(tmp_path / "a"), check=True, capture_output=True,
+    )  # fmt: skip
+    assert whole.returncode == 0
+    again = command(*data, "--out", tmp_path / "again.jsonl")
+    process = subprocess.Popen(again, env=environment(tmp_path / "b"), stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and not (tmp_path / "b" / "features").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 0.3))
+    process.kill()
+    process.wait()
+    subprocess.run(again, env=environment(tmp_path / "b"), check=True, capture_output=True)
+    assert values(tmp_path / "again.jsonl") == values(tmp_path / "whole.jsonl")
+
+
+def test_two_processes_share_a_cache(run: Path, probed: Path, tmp_path: Path) -> None:
+    lines = [
+        command("run", "--model", run, "--data", probed, "--out", tmp_path / f"{name}.jsonl")
+        for name in ("one", "two")
+    ]
+    processes = [
+        subprocess.Popen(
+            line, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for line in lines
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    assert values(tmp_path / "one.jsonl") == values(tmp_path / "two.jsonl")
+
+
+def test_a_suite_goes_on_without_what_is_not_here_or_broken(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    out = tmp_path / "r.jsonl"
+    names = [f"pet {i}" for i in range(37)]
+    pets = write_dataset("pets", labels=[i % 37 for i in range(50)], class_names=names)
+    shutil.copytree(pets, root / "wds_vtab-pets")
+    arguments = ["run", "--suite", "clip27", "--data-root", str(root), "--model", str(run), "--out", str(out)]
+    assert main([*arguments, "--data", str(write_dataset("mine"))]) == 1  # of the pets there are too few
+    said = capsys.readouterr().err
+    assert "not scored: dataset pets: split 'test' has 50 pictures, its card says 3,669" in said
+    assert f"not here: mnist: not under {root}; published at hf://datasets/clip-benchmark/wds_mnist" in said
+    assert {line["dataset"] for line in read_results(out)} == {"mine"}
+
+
+def test_verify_with_a_stand_in(
+    run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "Things in colours", "--data", str(probed)]) == 0
+    assert main(["run", "--model", str(run), "--data", str(probed), "--out", str(tmp_path / "r.jsonl")]) == 0
+    measured = {line["metric"]: line["value"] for line in read_results(tmp_path / "r.jsonl")}
+    assert list(measured)[:2] == ["acc1", "mean_per_class_recall"]
+
+    def expect(value: float, tolerance: float) -> int:
+        card = (probed / "card.toml").read_text().split("\n[[expected]]")[0]
+        (probed / "card.toml").write_text(
+            f'{card}\n[[expected]]\ntask = "zero-shot"\nmetric = "acc1"\nprompts = "own"\n'
+            f'tolerance = {tolerance}\nsource = "a test"\n\n[expected.values]\n"open_clip:stand/in" = {value}\n'
+        )
+        capsys.readouterr()
+        arguments = ["verify", "--model", str(run), "--as", "open_clip:stand/in", "--data", str(probed)]
+        return main([*arguments, "--out", str(tmp_path / "r.jsonl")])
+
+    assert expect(measured["acc1"] + 0.009, 0.01) == 0
+    assert "holds" in capsys.readouterr().out
+    assert expect(measured["acc1"] + 0.011, 0.01) == 1
+    told = capsys.readouterr().out
+    assert "FAILS" in told and "expected by a test" in told
+    with pytest.raises(ConfigError, match="nothing is known of 'somebody'"):
+        main(["verify", "--model", str(run), "--as", "somebody", "--data", str(probed)])
+
+
+def test_a_card_of_ones_own(run: Path, probed: Path, tmp_path: Path) -> None:
+    main(["new", "Things in colours", "--data", str(probed)])
+    with pytest.raises(ConfigError, match="is there already"):
+        main(["new", "Again", "--data", str(probed)])
+    card = (probed / "card.toml").read_text()
+    assert 'title = "Things in colours"' in card
+    (probed / "card.toml").write_text(card.replace('metric = "acc1"', 'metric = "ece"'))
+    with pytest.raises(DataError, match=r"card.toml: metric"):
+        main(["run", "--model", str(run), "--data", str(probed), "--out", str(tmp_path / "r.jsonl")])
+
+
+def test_pages_and_tables(
+    run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.jsonl"
+    main(
+        [
+            "run",
+            "--model",
+            str(run),
+            "--data",
+            str(probed),
+            "--task",
+            "zero-shot",
+            "--task",
+            "retrieval",
+            "--out",
+            str(out),
+        ]
+    )
+    assert (
+        main(["report", str(out), "--csv", str(tmp_path / "t.csv"), "--out", str(tmp_path / "page.html")])
+        == 0
+    )
+    assert "<title>" in (tmp_path / "page.html").read_text()
+    assert "probed" in (tmp_path / "t.csv").read_text()
+    capsys.readouterr()
+    main(["report", str(out), "--markdown", "-"])
+    assert capsys.readouterr().out.startswith("| Dataset |")
+    with pytest.raises(ConfigError, match="are the same model"):
+        main(["compare", str(out), str(out)])
+    with pytest.raises(ConfigError, match="no results at"):
+        main(["report", str(tmp_path / "none.jsonl")])
+    capsys.readouterr()
+    main(["list"])
+    assert "clip27" in capsys.readouterr().out
+    assert json.loads(out.read_text().splitlines()[0])["prompt_set"] == "own"
