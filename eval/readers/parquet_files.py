@@ -6,7 +6,8 @@ has none, such as one made by a script, those are read to which the hub has conv
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from data.remote.shard_cache import ShardCache
 
-__all__ = ["ParquetFiles", "has_parquet", "open_parquet_files"]
+__all__ = ["ParquetFiles", "has_parquet", "open_parquet_files", "reading"]
 
 _PART = re.compile(r"(?:(.*?)[-_.])?(\d{4,5})-of-(\d{4,5})(?:[-_.][0-9a-f]+)?", flags=re.ASCII)
 _NAMES = {"val": ("val", "validation", "valid", "dev"), "train": ("train",), TEST: (TEST,)}
@@ -64,20 +65,31 @@ class ParquetFiles:
 
     def columns(self, *names: str) -> list[list[Any]]:
         """The values of these columns, which should be small ones, of all rows."""
-        from pyarrow import ArrowException
         from pyarrow import parquet as pq
 
         found: list[list[Any]] = [[] for _ in names]
         for number, file in enumerate(self.files):
-            try:
-                with pq.ParquetFile(self.path(number)) as opened:
-                    for group in range(opened.num_row_groups):
-                        table = opened.read_row_group(group, columns=list(names), use_threads=False)
-                        for values, name in zip(found, names, strict=True):
-                            values += table.column(name).to_pylist()
-            except (ArrowException, OSError) as error:
-                raise DataError(f"{file.shown} cannot be read: {_line(error)}") from error
+            with reading(file.shown), pq.ParquetFile(self.path(number)) as opened:
+                for group in range(opened.num_row_groups):
+                    table = opened.read_row_group(group, columns=list(names), use_threads=False)
+                    if len(table) != self.groups[number][group]:
+                        raise DataError(
+                            f"{file.shown} has {len(table)} rows where its footer states another number"
+                        )
+                    for values, name in zip(found, names, strict=True):
+                        values += table.column(name).to_pylist()
         return found
+
+
+@contextmanager
+def reading(shown: str) -> Iterator[None]:
+    """Tell what pyarrow raises for a damaged file; some damage to a footer ends the process even so."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError, ValueError, LookupError, MemoryError, OverflowError) as error:
+        raise DataError(f"{shown} cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
 def has_parquet(place: str | Path, split: str) -> bool:
@@ -95,7 +107,6 @@ def open_parquet_files(name: str, place: Path | str, split: str, cache_gb: float
         DataError: one is missing, cannot be read, or has other columns than the first; pyarrow is not there.
     """
     try:
-        from pyarrow import ArrowException
         from pyarrow import parquet as pq
     except ImportError as error:
         raise DataError("parquet files need: pip install -e '.[eval]'") from error
@@ -106,23 +117,17 @@ def open_parquet_files(name: str, place: Path | str, split: str, cache_gb: float
     groups, marks, schema = [], [], None
     for file in files:
         path = cache.fetch(file) if cache is not None else Path(file.url)
-        try:
+        with reading(f"dataset {name}: {file.shown}"):
             about = pq.read_metadata(path)
             own = about.schema.to_arrow_schema()
-        except (ArrowException, OSError) as error:
-            raise DataError(f"dataset {name}: {file.shown} cannot be read: {_line(error)}") from error
+            groups.append(tuple(about.row_group(number).num_rows for number in range(about.num_row_groups)))
         if schema is not None and own.remove_metadata() != schema.remove_metadata():
             raise DataError(f"dataset {name}: {file.shown} has other columns than {files[0].shown}")
         schema = schema or own
-        groups.append(tuple(about.row_group(number).num_rows for number in range(about.num_row_groups)))
         marks.append(_mark(path))
     if cache is not None:
         cache.close()  # all are here
     return ParquetFiles(files=files, groups=tuple(groups), marks=tuple(marks), schema=schema, cache=cache)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _mark(path: Path) -> str:

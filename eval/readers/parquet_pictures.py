@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 from data.shards import Sample
-from eval.readers.parquet_files import ParquetFiles
+from eval.readers.parquet_files import ParquetFiles, reading
 
 __all__ = ["ParquetPictures"]
 
 _KEPT_BYTES = 256 << 20  # of row groups that were read; the last one stays whatever its size
-_MAX_GROUP_BYTES = 4 << 30  # of one column of a row group
+_MAX_GROUP_BYTES = 4 << 30
 _MAX_PICTURE_BYTES = 256 << 20
 
 
@@ -135,24 +135,17 @@ class ParquetPictures:
         return values
 
     def _read(self, file: int, group: int, column: str) -> Any:
-        from pyarrow import ArrowException
         from pyarrow import parquet as pq
 
         shown = self._files.files[file].shown
-        try:
-            with pq.ParquetFile(self._files.path(file)) as opened:
-                about = opened.metadata.row_group(group)
-                leaves = [about.column(i) for i in range(about.num_columns)]
-                size = sum(
-                    leaf.total_uncompressed_size
-                    for leaf in leaves
-                    if leaf.path_in_schema.split(".")[0] == column
-                )
-                if size > _MAX_GROUP_BYTES:
-                    raise DataError(f"{shown} has a row group of {size} bytes: write smaller ones")
-                return opened.read_row_group(group, columns=[column], use_threads=False).column(column)
-        except (ArrowException, OSError) as error:
-            raise DataError(f"{shown} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        with reading(shown), pq.ParquetFile(self._files.path(file)) as opened:
+            size = opened.metadata.row_group(group).total_byte_size
+            if size > _MAX_GROUP_BYTES:
+                raise DataError(f"{shown} has a row group of {size} bytes: write smaller ones")
+            values = opened.read_row_group(group, columns=[column], use_threads=False).column(column)
+            if len(values) != self._files.groups[file][group]:
+                raise DataError(f"{shown} has {len(values)} rows where its footer states another number")
+            return values
 
 
 def _bytes_of(value: Any, place: int) -> bytes:
