@@ -132,13 +132,13 @@ def prediction_details(
     correct = predicted == labels  # (N,)
     by_class = per_class_accuracy(correct, labels, classes)
     taken = confusion(predicted, labels)
-    whole = taken.matrix(classes).tolist() if classes <= _WHOLE_MATRIX else None
+    matrix = torch.from_numpy(taken.matrix(classes)) if classes <= _WHOLE_MATRIX else None  # (C, C)
     return replace(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),
         class_counts=tuple(by_class.total.tolist()),
         class_right=tuple(by_class.right.tolist()),
         mistakes=tuple(one for one in taken.mistakes(MISTAKES) if one[1] >= 0),
-        matrix=None if whole is None else tuple(tuple(row) for row in whole),
+        matrix=None if matrix is None else pack(matrix.flatten()),
         bins=() if confidence is None else _bins(confidence, correct),
         labels=pack(labels),
         chosen_c=chosen_c,

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -41,6 +42,7 @@ __all__ = [
 _MAX_FILE_BYTES = 32 << 20
 _MAX_FILES = 50_000
 _MAX_ITEMS = 1 << 26
+_MAX_WHOLE = 2**53  # of those that a float tells apart
 _NAMED = 3  # broken files that a note names
 
 Kind = Literal["bits", "uint32", "float32"]
@@ -123,7 +125,7 @@ class Details:
         class_counts: (C,) pictures of each class; () where a picture has no class or several.
         class_right: (C,) those of them whose class came first.
         mistakes: (class, taken for, how often), the most frequent first.
-        matrix: the whole confusion, a row a true class, where the classes are few.
+        matrix: the (C · C) cells of the whole confusion, row by row, a row a true class, where the classes are few.
         bins: of the reliability diagram.
         examples: predictions to look at; which ones follows from a seed.
         pictures: by the name that ``examples`` use.
@@ -146,7 +148,7 @@ class Details:
     class_counts: tuple[int, ...] = ()
     class_right: tuple[int, ...] = ()
     mistakes: tuple[tuple[int, int, int], ...] = ()
-    matrix: tuple[tuple[int, ...], ...] | None = None
+    matrix: Packed | None = None
     bins: tuple[Bin, ...] = ()
     examples: tuple[Example, ...] = ()
     pictures: Mapping[str, Picture] = field(default_factory=dict)
@@ -261,10 +263,8 @@ def _details(value: dict[str, Any]) -> Details:
     if len(counts) not in (0, len(names)) or len(right) != len(counts):
         raise ValueError("there are not as many counts as classes")
     matrix = value.get("matrix")
-    if matrix is not None:
-        matrix = tuple(_wholes(row) for row in matrix)
-        if [len(row) for row in matrix] != [len(names)] * len(names):
-            raise ValueError("the confusion matrix has not as many rows or columns as classes")
+    if matrix is not None and _packed(matrix).n != len(names) ** 2:
+        raise ValueError("the confusion matrix has not as many rows or columns as classes")
     mistakes = tuple(_mistake(one, len(names)) for one in value.get("mistakes", ()))
     labels, chosen = value.get("labels"), value.get("chosen_c")
     return Details(
@@ -285,7 +285,7 @@ def _details(value: dict[str, Any]) -> Details:
         class_counts=counts,
         class_right=right,
         mistakes=mistakes,
-        matrix=matrix,
+        matrix=None if matrix is None else _packed(matrix),
         bins=tuple(_bin(one) for one in value.get("bins", ())),
         examples=tuple(_example(one) for one in value.get("examples", ())),
         pictures={
@@ -295,7 +295,7 @@ def _details(value: dict[str, Any]) -> Details:
         right={str(metric): _packed(one) for metric, one in value.get("right", {}).items()},
         values={str(metric): _packed(one) for metric, one in value.get("values", {}).items()},
         labels=None if labels is None else _packed(labels),
-        chosen_c=None if chosen is None else float(chosen),
+        chosen_c=None if chosen is None else _finite(chosen),
     )
 
 
@@ -315,7 +315,7 @@ def _bin(value: dict[str, Any]) -> Bin:
 
 def _example(value: dict[str, Any]) -> Example:
     guesses = tuple(
-        Guess(label=str(one["label"]), probability=float(one["probability"]), right=bool(one["right"]))
+        Guess(label=str(one["label"]), probability=_finite(one["probability"]), right=bool(one["right"]))
         for one in value["guesses"]
     )
     truth, rank, probability = value["truth"], value["rank"], value["probability"]
@@ -324,7 +324,7 @@ def _example(value: dict[str, Any]) -> Example:
         guesses=guesses,
         truth=None if truth is None else str(truth),
         rank=None if rank is None else _whole(rank),
-        probability=None if probability is None else float(probability),
+        probability=None if probability is None else _finite(probability),
     )
 
 
@@ -340,6 +340,13 @@ def _wholes(values: Any) -> tuple[int, ...]:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a whole number from 0")
+    if type(value) is not int or not 0 <= value <= _MAX_WHOLE:
+        raise ValueError("what should be a whole number from 0 is none, or is too large")
     return value
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("what should be a number is none")
+    return number

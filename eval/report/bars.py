@@ -94,7 +94,8 @@ def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> 
     left, right = min(logs) - 0.12, max(logs) + 0.12
     best, worst = max(dot.y for dot in dots), min(dot.y for dot in dots)
     step = 0.05 if best - worst < 0.3 else 0.1
-    bottom, top = math.floor(worst / step - 0.2) * step, math.ceil(best / step + 0.2) * step
+    bottom = max(0.0, math.floor(worst / step - 0.2) * step)
+    top = min(1.0, math.ceil(best / step + 0.2) * step)
 
     def place(dot: Dot) -> tuple[float, float]:
         return 100 * (math.log10(dot.x) - left) / (right - left), 100 * (top - dot.y) / (top - bottom)

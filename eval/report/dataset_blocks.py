@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from clipkit.errors import DataError
 from eval.details import Details
 from eval.report.charts import figure, number
 from eval.report.pictures import PictureBook, example_card
@@ -84,23 +85,26 @@ def _calibration(details: Details) -> str:
 
 
 def _confusion(details: Details) -> str:
-    if details.matrix is None or not details.class_names:
-        return ""
     size = len(details.class_names)
-    right = sum(details.matrix[i][i] for i in range(size))
+    if details.matrix is None or not size:
+        return ""
+    try:
+        matrix = details.matrix.tensor().view(size, size).tolist()
+    except DataError:
+        return '<p class="note">The confusion matrix cannot be read.</p>'
+    right = sum(matrix[i][i] for i in range(size))
     said = f"{number(right)} of {number(details.n)} on the diagonal"
-    drawn = _cells(details) if size <= _LABELLED else _drawing(details.matrix)
+    drawn = _cells(details.class_names, matrix) if size <= _LABELLED else _drawing(matrix)
     told = f"rows are true, columns predicted; {said}"
     caption = f'<figcaption><b>Confusion</b> <span class="note">{told}</span></figcaption>'
     wide = " wide" if _WIDE < size <= _LABELLED else ""
     return f'<figure class="facet confusion{wide}">{caption}{drawn}</figure>'
 
 
-def _cells(details: Details) -> str:
-    assert details.matrix is not None
-    names, size = details.class_names, len(details.class_names)
+def _cells(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> str:
+    size = len(names)
     cells = ["<span></span>", *(f"<span>{i + 1}</span>" for i in range(size))]
-    for i, row in enumerate(details.matrix):
+    for i, row in enumerate(matrix):
         total = sum(row) or 1
         who = escape(names[i])
         cells.append(f'<span class="who" title="{who}"><span>{who or "–"}</span> <i>{i + 1}</i></span>')

@@ -207,9 +207,8 @@ def _different_data(rows: Sequence[Row]) -> list[str]:
     for what, seen in (("pictures", pictures), ("prompts", prompts)):
         differing = list(dict.fromkeys(key[0] for key, values in seen.items() if len(values) > 1))
         if differing:
-            notes.append(
-                f"Not all models were scored with the same {what} on {some(differing)}: these scores do not compare."
-            )
+            where = f"the same {what} on {some(differing)}"
+            notes.append(f"Not all models were scored with {where}: these scores do not compare.")
     return notes
 
 
@@ -219,7 +218,8 @@ def _models(newest: Mapping[int, _Line]) -> tuple[Model, ...]:
     short = {name: _SCHEME.sub("", name) for name in names}
     if len(set(short.values())) < len(short):
         short = {name: name for name in names}
-    shared = _shared_start(set(short.values()))
+    # a folder that all runs are in says nothing; the architecture before a tag does
+    shared = _shared_start(set(names)) if all(name == short[name] for name in names) else 0
     labels: dict[str, None] = {}
     models = []
     for line in lines:

@@ -72,9 +72,11 @@ def test_details_agree_with_the_metrics() -> None:
     assert details.labels.tensor().equal(labels)
     assert list(details.class_counts) == labels.bincount(minlength=C).tolist()
     assert details.matrix is not None
-    assert [row[i] for i, row in enumerate(details.matrix)] == list(details.class_right)
-    off = [count for i, row in enumerate(details.matrix) for j, count in enumerate(row) if i != j and count]
-    assert [count for _, _, count in details.mistakes] == sorted(off, reverse=True)[:30]
+    matrix = details.matrix.tensor().view(C, C)
+    assert matrix.diagonal().tolist() == list(details.class_right)
+    assert matrix.sum(dim=1).tolist() == list(details.class_counts)
+    off = (matrix - matrix.diagonal().diag()).flatten().tolist()
+    assert [count for _, _, count in details.mistakes] == sorted(filter(None, off), reverse=True)[:30]
     for example in details.examples:
         number = int(example.picture)
         assert example.rank == ranks[number] + 1
@@ -155,13 +157,16 @@ def test_a_file_for_each_weights_dataset_and_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        {"matrix": [[1]]},
+        {"matrix": {"kind": "uint32", "n": 48, "data": ""}},
         {"mistakes": [[0, 99, 1]]},
         {"class_counts": [1]},
         {"bins": [{"low": 0, "high": 1, "count": 1, "confidence": 9e9, "accuracy": 0}]},
         {"right": {"acc1": {"kind": "pickle", "n": 1, "data": ""}}},
         {"n": -1},
         {"class_names": 3},
+        {"chosen_c": 10**400},
+        {"class_counts": [10**40] * C},
+        {"examples": [{"picture": "0", "guesses": [], "truth": "a", "rank": 1, "probability": float("nan")}]},
     ],
 )
 def test_broken_details_are_passed_over_and_noted(tmp_path: Path, spoil: dict[str, object]) -> None:

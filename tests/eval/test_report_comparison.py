@@ -17,6 +17,7 @@ from eval.report.score_table import score_table
 from tests.eval.made_up_results import DATASETS, EVIL, MODELS, PNG, add_details, line, made_up, write
 from tests.eval.web_page import Page
 
+LABELS = ["ViT-B-32/openai", "ViT-B-32/laion2b_s34b_b79k"]
 FULL = ("zero-shot", "linear-probe", "few-shot", "layers")
 SUITES = {"paper": DATASETS[:3], "more": DATASETS[1:6]}
 PUBLISHED = {dataset: {"ViT-B-32": 0.5, "ViT-X": 0.9} for dataset in DATASETS[:3]}
@@ -188,6 +189,8 @@ def test_one_model_alone_and_weights_of_one_name(tmp_path: Path) -> None:
     write(path, [line(0, "digits", "acc1", 0.5), line(0, "digits", "acc1", 0.6, weights="sha256:ffff")])
     labels = [model.label for model in read_result_set([path]).models]
     assert labels == ["ViT-B-32/openai (000000000000)", "ViT-B-32/openai (ffff)"]
+    write(path, [line(i, "digits", "acc1", 0.5) for i in (10, 11)])
+    assert [model.label for model in read_result_set([path]).models] == ["quickstart", "glyphs"]
 
 
 def test_few_shot_curves_take_what_all_have(tmp_path: Path) -> None:
@@ -240,7 +243,7 @@ def test_tables_as_text(tmp_path: Path) -> None:
     more: dict[str, Any] = {"suites": SUITES, "published": PUBLISHED, "primary": {"cifar10": "acc5"}}
     text = as_csv([path], **more)
     rows = list(csv.reader(io.StringIO(text)))
-    assert rows[0] == ["dataset", "task", "metric", "openai", "laion2b_s34b_b79k", "ViT-B-32 (published)"]
+    assert rows[0] == ["dataset", "task", "metric", *LABELS, "ViT-B-32 (published)"]
     assert {len(row) for row in rows} == {6}
     assert rows[1][:3] == ["mean of paper", "zero-shot", "over 3"]
     assert rows[1][5] == "0.5"
