@@ -62,6 +62,7 @@ __all__ = [
 
 STEPS = 96  # of λ from 1e-6 to 1e6
 _FIRST = 16  # steps between the points that are tried first: two decades
+_COMPARED = 1e-3  # tolerance of the fits that are compared
 _BLOCK = 1 << 14  # rows at a time, of those that C is tuned on
 _log = logging.getLogger("eval")
 
@@ -140,7 +141,7 @@ def sweep(
     def value_at(step: int) -> float:
         nearest = min(fits, key=lambda other: (abs(other - step), other), default=None)
         start = None if nearest is None else fits[nearest]
-        fit = problem.fit(1 / penalty_of(step), start=start)
+        fit = problem.fit(1 / penalty_of(step), start=start, tolerance=_COMPARED)
         if not fit.converged:
             unconverged.append(fit.C)
         fits[step] = fit

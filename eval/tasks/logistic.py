@@ -141,7 +141,8 @@ class LogisticProblem:
         for _, block in self._rows.blocks(self._block):
             centred = block.to(self._device, torch.float64) - self._mean
             covariance.addmm_(centred.T, centred)
-        variance, self._directions = torch.linalg.eigh(covariance / self._n)
+        variance, directions = torch.linalg.eigh(covariance / self._n)
+        self._turn = {torch.float64: directions, torch.float32: directions.float()}
         self._variance = F.pad(variance.clamp(min=0), (0, 1), value=1.0)  # (P,)
         self._used = F.pad(variance > _NULL * variance[-1], (0, 1), value=True).double()  # (P,)
 
@@ -198,7 +199,7 @@ class LogisticProblem:
             weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
         weight, bias = weight.to(self._device), bias.to(self._device)
         return self._apart(
-            torch.cat([weight @ self._directions, (bias + weight @ self._mean)[:, None]], dim=1)
+            torch.cat([weight @ self._turn[torch.float64], (bias + weight @ self._mean)[:, None]], dim=1)
         )
 
     def _apart(self, vector: Tensor) -> Tensor:
@@ -206,18 +207,18 @@ class LogisticProblem:
         penalty would draw it to 0, where it is at the minimum."""
         return vector - vector.mean(dim=0) if self._softmax else vector
 
-    def _unfold(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (K, W) and biases (K,) of features as they are, from (K, P) along the directions, centred."""
-        weight = at[:, :-1] @ self._directions.T  # (K, W)
-        return weight, at[:, -1] - weight @ self._mean
+    def _unfold(self, at: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Weights (K, W) and float64 biases (K,) for features as they are, of (K, P) along the directions."""
+        weight = at[:, :-1].to(dtype) @ self._turn[dtype].T  # (K, W)
+        return weight, at[:, -1] - weight.double() @ self._mean
 
     def _evaluate(self, at: Tensor, penalty: float, dtype: torch.dtype) -> _Point:
         """The objective at (K, P) parameters."""
-        weight, bias = self._unfold(at)
+        weight, bias = self._unfold(at, dtype)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        slopes = torch.zeros_like(weight)  # (K, W)
+        slopes = torch.zeros_like(weight, dtype=torch.float64)  # (K, W)
         errors, curvature = torch.zeros_like(bias), torch.zeros_like(bias)  # (K,)
-        transposed, shift = weight.T.to(dtype), bias.to(dtype)
+        transposed, shift = weight.T, bias.to(dtype)
         for block, stored in self._rows.blocks(self._block):
             features = stored.to(self._device, dtype)  # (rows, W)
             logits = torch.addmm(shift, features, transposed)  # (rows, K)
@@ -229,9 +230,8 @@ class LogisticProblem:
             curvature += error.abs().sum(dim=0) - error.square().sum(dim=0)
         weights = at[:, :-1]
         gradient = torch.empty_like(at)
-        gradient[:, :-1] = (
-            slopes - errors[:, None] * self._mean
-        ) @ self._directions / self._n + penalty * weights
+        centred = (slopes - errors[:, None] * self._mean) / self._n
+        gradient[:, :-1] = centred.to(dtype) @ self._turn[dtype] + penalty * weights
         gradient[:, -1] = errors / self._n
         value = float(total) / self._n + penalty / 2 * float(weights.square().sum())
         return _Point(at=at, value=value, gradient=gradient * self._used, curvature=curvature / self._n)

@@ -52,7 +52,7 @@ def logits(fit: LogisticFit, features: Tensor) -> Tensor:
     return features.double() @ fit.weight.T + fit.bias
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     width=st.integers(1, 8),
     classes=st.integers(2, 5),
