@@ -10,10 +10,10 @@ from pathlib import Path
 from clipkit.errors import DataError
 from data.shards import Sample
 
-__all__ = ["Box", "FilePictures", "png_of"]
+__all__ = ["Box", "FilePictures", "png_of", "state_of"]
 
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
-_MAX_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20  # of one file, as of a member of a shard
 
 
 class FilePictures:
@@ -31,7 +31,7 @@ class FilePictures:
     def __init__(self, root: Path, files: Sequence[Path], boxes: Sequence[Box | None] | None = None) -> None:
         self.root, self.files = root, tuple(files)
         self._boxes = tuple(boxes) if boxes is not None else (None,) * len(self.files)
-        self._states = {file: _state(file) for file in dict.fromkeys(self.files)}
+        self._states = {file: state_of(file) for file in dict.fromkeys(self.files)}
 
     def __len__(self) -> int:
         return len(self.files)
@@ -78,13 +78,20 @@ class FilePictures:
         return hashlib.sha256(repr((self.fingerprint(), states)).encode()).hexdigest()[:16]
 
 
-def _state(file: Path) -> tuple[int, int]:
+def state_of(file: Path) -> tuple[int, int]:
+    """Bytes of a picture and its last change in nanoseconds.
+
+    Raises:
+        DataError: there is none, it is too large, or no file: reading a pipe, say, might wait for ever.
+        OSError: its folder cannot be read.
+    """
     try:
         found = file.stat()
-    except OSError as error:
-        raise DataError(f"picture {file}: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
-        raise DataError(f"picture {file} is not a regular file")
+    except FileNotFoundError as error:
+        what = "a link to nothing: mend or remove it" if file.is_symlink() else "missing"
+        raise DataError(f"picture {file} is {what}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"picture {file} is not a regular file: remove it")
     if found.st_size > _MAX_BYTES:
         raise DataError(f"picture {file} has {found.st_size} bytes, the limit is {_MAX_BYTES}")
     return found.st_size, found.st_mtime_ns

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from clipkit.errors import DataError
 from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample
 from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, checked
+from eval.readers.file_pictures import state_of
 from eval.readers.text_files import lines_of
 
 __all__ = ["ImageFolder", "open_image_folder", "utf8_name", "visible_folders"]
@@ -85,7 +85,7 @@ class ImageFolder:
         ]
         if not self.files:
             raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg")
-        self._states = [_state(file) for file, _ in self.files]
+        self._states = [state_of(file) for file, _ in self.files]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -156,17 +156,6 @@ def _pictures(folder: Path) -> Iterator[Path]:
 def _refuse(error: OSError) -> None:
     """Otherwise a folder that cannot be read would be passed over."""
     raise error
-
-
-def _state(file: Path) -> tuple[int, int]:
-    """Bytes of a picture and its last change; reading what is no file, such as a pipe, might wait for ever."""
-    try:
-        found = file.stat()
-    except FileNotFoundError as error:
-        raise DataError(f"picture {file} is a link to nothing: mend or remove it") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"picture {file} is not a regular file: remove it")
-    return found.st_size, found.st_mtime_ns
 
 
 def utf8_name(name: str) -> str:

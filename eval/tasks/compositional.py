@@ -3,7 +3,7 @@
 Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two pictures an item
 SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``; ``mean_per_group_accuracy`` where the metadata
                     says the relation or attribute that a picture tests
-WinoGAViL           ``jaccard``, and by the number of candidates ``jaccard_5`` …, and ``jaccard_10-12``, which DataComp
+WinoGAViL           ``jaccard``, by the number of candidates ``jaccard_5`` …, and ``jaccard_10-12``, which DataComp
                     counts: datasets with an ``association``
 
 A tie is counted as wrong everywhere. Equal captions are encoded once.

@@ -220,6 +220,9 @@ def test_what_is_no_picture_file_is_refused(tmp_path: Path) -> None:
     (lost / "dog").symlink_to("nothing")
     assert refusal(pipe) == f"picture {pipe / 'cat' / 'z.png'} is not a regular file: remove it"
     assert refusal(link) == f"picture {link / 'cat' / 'z.png'} is a link to nothing: mend or remove it"
+    with (picture_folder(tmp_path / "large") / "cat" / "1.jpg").open("r+b") as file:
+        file.truncate((256 << 20) + 1)
+    assert "has 268435457 bytes, the limit is 268435456" in refusal(tmp_path / "large")
     assert refusal(lost) == f"{lost / 'dog'} is a link to nothing: mend or remove it"
 
 
