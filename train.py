@@ -74,7 +74,13 @@ from data.prefetch import DeviceBatches
 from data.shards import Shards
 from data.stages import small_stages
 from data.starvation import Starvation
-from data.training_data import augmentation_of, open_training_data, other_data, teacher_features
+from data.training_data import (
+    augmentation_of,
+    open_training_data,
+    other_data,
+    other_teacher,
+    teacher_features,
+)
 from eval import check_tasks, open_datasets
 from eval.ranks import Ranks
 from eval.report import build_report
@@ -191,14 +197,20 @@ def main() -> int:
         distributed.bytes_of_chief(b"")  # the others wait for the chief, which may have looked at many files
 
         # 6. Resume: the state of the loop is what ``LoopState`` lists, and nothing else.
-        state = LoopState(step=0, data=shards.fingerprint())
+        taught_by = teacher or loader.teacher
+        state = LoopState(
+            step=0, data=shards.fingerprint(), teacher="" if taught_by is None else taught_by.fingerprint
+        )
         planned = config.steps
         if checkpoint is not None:
             found = load_training(checkpoint, model, optimizer, averaged, partly=unfreezing is not None)
             if found.data != state.data:
                 raise other_data(run, f"fingerprint {state.data}, it was {found.data}")
+            if found.teacher not in ("", state.teacher):
+                raise other_teacher(run, config.distill)
             check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
-            state, planned = found, load_config(checkpoint / "config.toml").steps
+            state = replace(found, teacher=state.teacher)
+            planned = load_config(checkpoint / "config.toml").steps
         # What a run that was killed had written after its last checkpoint will be written again.
         if chief and not options.replay:
             drop_bad_samples_after(run, state.step)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.api import load
+from clipkit.encode import model_hash
 from clipkit.errors import ConfigError
 from clipkit.model import CLIP
 from clipkit.objective import Teaching
@@ -27,10 +28,15 @@ class Teacher:
     Raises:
         ConfigError: it has another tokenizer than the student.
         CheckpointError: it cannot be loaded.
+
+    Attributes:
+        fingerprint: changes with its weights, architecture and preprocessing.
     """
 
     def __init__(self, source: str, student: CLIP, *, device: torch.device, bf16: bool) -> None:
-        self._model = load(source).requires_grad_(False).to(device)
+        self._model = load(source).requires_grad_(False)
+        self.fingerprint = model_hash(self._model)
+        self._model.to(device)
         self._device, self._bf16 = device, bf16
         sample = ["a photo of two cats, 3:4", "Ünï 猫"]
         own, other = self._model.tokenizer(sample), student.tokenizer(sample)

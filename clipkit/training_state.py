@@ -32,6 +32,9 @@ class LoopState:
 
     step: int  # updates made = global batches consumed
     data: str  # fingerprint of the training samples
+    teacher: str = (
+        ""  # of the model or the stored features that are learned from; "" also where it was not kept
+    )
     seconds: float = 0.0  # of training so far
     bad_samples: int = 0
     skipped: int = 0  # updates left out, as their gradient was far above the usual
@@ -51,6 +54,7 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
     for name, kinds, what in (
         ("step", (int,), "a count"),
         ("data", (str,), "a string"),
+        ("teacher", (str,), "a string"),
         ("seconds", (int, float), "a number of seconds"),
         ("bad_samples", (int,), "a count"),
         ("skipped", (int,), "a count"),

@@ -9,6 +9,7 @@ Rows are found by shard and key, as the folder's metadata name them. Folders may
 the one whose path has the most last parts in common. Letters: N rows of a folder, B samples, T width of features.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +58,7 @@ class StoredFeatures:
 
     Attributes:
         width: T.
+        fingerprint: changes when they are encoded again by another model or in another way.
     """
 
     def __init__(self, images: Path, texts: Path | None = None) -> None:
@@ -67,6 +69,9 @@ class StoredFeatures:
             raise ConfigError(
                 f"{images} and {texts} were encoded by different models: encode one of them again"
             )
+
+        folders = filter(None, (self._images, self._texts))
+        self.fingerprint = hashlib.sha256("\n".join(one.made_by for one in folders).encode()).hexdigest()[:32]
 
     def describe(self) -> str:
         """What is there, by which model and from where, as a line tells it."""

@@ -30,6 +30,13 @@ _SHOWN = 3  # sources that are named one by one
 _FAILED = -1  # in the place of a row
 _NO_KEY = 0  # hash of the empty key, by which the rest of a shard that breaks off is listed
 _COLUMN = {"image": ("img_emb", "image_path"), "caption": ("text_emb", "key")}
+_MAKING = (
+    "kind",
+    "weights",
+    "batch_size",
+    "precision",
+    "device",
+)  # of the manifest; devices round differently
 _REMADE = "make it again with clipkit encode"
 
 Keys = npt.NDArray[np.uint64]
@@ -50,12 +57,14 @@ class StoredRows:
     Attributes:
         width: T.
         weights: what identifies the model.
+        made_by: that, and all else that their values depend on.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.kind = folder, kind
         self._manifest = _manifest(folder, kind)
         self.weights = str(self._manifest.get("weights"))
+        self.made_by = " ".join(str(self._manifest.get(name)) for name in _MAKING)
         self._files = _files(folder, kind)
         self._arrays: list[npt.NDArray[Any]] = []
         shapes = [array.shape for array in self._mapped()]

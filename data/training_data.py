@@ -17,7 +17,7 @@ from data.shards import Shards
 from data.sources import find_shards
 from data.stored_features import StoredFeatures
 
-__all__ = ["augmentation_of", "open_training_data", "other_data", "teacher_features"]
+__all__ = ["augmentation_of", "open_training_data", "other_data", "other_teacher", "teacher_features"]
 
 
 def open_training_data(
@@ -100,4 +100,14 @@ def other_data(run: Path, what: str) -> CheckpointError:
     """The error of a run that is to go on with data it was not begun on."""
     return CheckpointError(
         f"{run} was trained on other data: {what}; bring the data back, or set out=… for a new run"
+    )
+
+
+def other_teacher(run: Path, settings: DistillConfig) -> CheckpointError:
+    """The error of a run that is to go on with a teacher it was not begun with."""
+    setting = "teacher" if settings.teacher else "features"
+    source = settings.teacher or settings.features
+    return CheckpointError(
+        f"{run} was taught by another model: distill.{setting} = {source!r} has changed since; bring back what it "
+        "was, or set out=… for a new run"
     )

@@ -3,7 +3,9 @@
 Each case is a real ``train.py``.
 """
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,12 @@ def teacher(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
+def complete(folder: Path) -> None:
+    """A checkpoint's list of sizes as its files are now."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
+    (folder / "COMPLETE").write_text(json.dumps(sizes))
+
+
 def losses(out: Path) -> list[float]:
     found = [line["loss"] for line in metrics(out)]
     assert all(map(math.isfinite, found))
@@ -54,6 +62,30 @@ def test_a_finished_run_teaches(trainings: Trainings, teacher: Path, tmp_path: P
     trainings.run(out, *settings, "accumulate=2")
     assert losses(out) == taught and digests(out, 3) == end
     assert not any("chance" in line for line in metrics(out))  # it depends on the teacher
+
+
+def test_a_teacher_that_has_changed_since_is_refused(
+    trainings: Trainings, teacher: Path, tmp_path: Path
+) -> None:
+    changing, out = tmp_path / "teacher", tmp_path / "run"
+    shutil.copytree(teacher, changing)
+    settings = ("steps=3", "checkpoint.every_steps=2", f"distill.teacher={changing}")
+    trainings.run(out, *settings)
+    end = digests(out, 3)
+    trainings.run(changing, "steps=3", "seed=7")
+    go_back(out, 2)
+    error = error_of(trainings.run(out, *settings, status=1))
+    assert error.startswith(f"error: {out} was taught by another model: distill.teacher = '{changing}' has ")
+
+    state = checkpoint(out, 2) / "state.json"
+    shutil.rmtree(changing)
+    shutil.copytree(teacher, changing)
+    kept = json.loads(state.read_text())
+    assert kept.pop("teacher")
+    state.write_text(json.dumps(kept))  # as it was before teachers were told apart
+    complete(state.parent)
+    trainings.run(out, *settings)
+    assert digests(out, 3) == end
 
 
 def test_a_teacher_of_itself_has_nothing_to_teach(
@@ -99,6 +131,12 @@ def test_stored_features_teach(trainings: Trainings, teacher: Path, tmp_path: Pa
     settings = ("steps=3", f"distill.features={images}", f"distill.text_features={texts}")
     trainings.run(out, *settings, "distill.scale=20")
     assert len(losses(out)) == 3
+
+    for folder in (images, texts):  # as if another model had encoded them
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "weights": "others"}))
+    error = error_of(trainings.run(out, *settings, "distill.scale=20", status=1))
+    assert f"was taught by another model: distill.features = '{images}' has changed since" in error
 
     more = write_pairs(tmp_path / "more", samples=60)
     error = error_of(trainings.run(tmp_path / "lacking", *settings, f"data.train={more}", status=1))
