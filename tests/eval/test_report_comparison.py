@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
@@ -262,3 +264,54 @@ def test_tables_as_text(tmp_path: Path) -> None:
     markdown = as_markdown([path], **more)
     assert "| \\[odd\\] \\| 50%\\_\\\\~ & ? | retrieval | mean rank |  | 12.5 |  |" in markdown
     assert markdown.count("\n") == len(rows) + 1
+
+
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.integers(-(10**20), 10**20),
+    st.text(max_size=6),
+    st.lists(st.none(), max_size=1),
+)
+_SETTINGS = st.sampled_from(["", "1-shot", "4-shot logistic", "0-shot", "layer 3", "layer 9999", "k=20"])
+_LINES = st.fixed_dictionaries(
+    {
+        "dataset": st.sampled_from(["a", "b", "<c>"]),
+        "task": st.sampled_from(["zero-shot", "few-shot", "linear-probe", "retrieval", "odd"]),
+        "metric": st.sampled_from(
+            ["acc1", "acc1_std", "image_to_text_R@1", "text_to_image_R@1", "mean_rank"]
+        ),
+        "value": st.one_of(st.floats(0, 1), st.floats(-1e308, 1e308), _ODD),
+    },
+    optional={
+        "model": st.one_of(st.sampled_from(["x", "x/y", "open_clip:x", "/", ":"]), _ODD),
+        "setting": st.one_of(_SETTINGS, _ODD),
+        **dict.fromkeys(
+            ("step", "n", "low", "high", "chance", "seconds", "weights", "gflops", "prompt_set", "split"),
+            _ODD,
+        ),
+        "architecture": st.one_of(st.sampled_from(["ViT-B-32", "ViT-B-16-quickgelu"]), _ODD),
+    },
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lines=st.lists(_LINES, max_size=12))
+def test_any_lines_make_a_page_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
+) -> None:
+    folder = tmp_path_factory.mktemp("odd")
+    path = write(folder / "results.jsonl", lines)
+    more: dict[str, Any] = {
+        "suites": {"s": ["a", "b"]},
+        "published": {"a": {"ViT-B-32": 0.5}},
+        "primary": {"b": "acc1"},
+    }
+    try:
+        page = built(path, **more)
+    except DataError:
+        return
+    assert "nan%" not in page.words
+    for table in (as_csv, as_latex, as_markdown):
+        table([path], **more)
