@@ -145,6 +145,19 @@ def test_rows_in_blocks_from_several_places(monkeypatch: pytest.MonkeyPatch, tmp
     torch.testing.assert_close(fit.weight, expected.weight, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_finds_the_same_minimum() -> None:
+    features, labels = made_up(400, 30, 5, apart=1.0)
+    new, _ = made_up(400, 30, 5, apart=1.0, seed=1)
+    expected = LogisticProblem(Rows(features), labels, 5).fit(10.0)
+    fits = [
+        LogisticProblem(Rows(features), labels, 5, device=torch.device("cuda")).fit(10.0) for _ in range(2)
+    ]
+    assert torch.equal(logits(fits[0], new).argmax(dim=1), logits(expected, new).argmax(dim=1))
+    assert torch.equal(fits[0].weight, fits[1].weight)
+
+
 @given(peak=st.integers(0, 96), seed=st.integers(0, 99))
 def test_the_search_finds_the_peak_of_what_has_one(peak: int, seed: int) -> None:
     asked: list[int] = []
