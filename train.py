@@ -64,7 +64,7 @@ from clipkit.step_metrics import StepMetrics
 from clipkit.stopwatch import Stopwatch
 from clipkit.teacher import Teacher
 from clipkit.training_model import first_model, flops_of_steps, patch_counts, scored_weights, shape_of
-from clipkit.training_state import LoopState
+from clipkit.training_state import LoopState, planned_steps
 from clipkit.training_step import TrainingStep
 from clipkit.urls import shown, without_secrets
 from data.device_decode import require_nvjpeg
@@ -210,7 +210,7 @@ def main() -> int:
                 raise other_teacher(run, config.distill)
             check_bad_samples(found.bad_samples, found.step * config.batch_size, config.data.max_bad, run)
             state = replace(found, teacher=state.teacher)
-            planned = load_config(checkpoint / "config.toml").steps
+            planned = planned_steps(checkpoint, otherwise=config.steps)
         # What a run that was killed had written after its last checkpoint will be written again.
         if chief and not options.replay:
             drop_bad_samples_after(run, state.step)

@@ -9,16 +9,17 @@
         optimizer.safetensors                    the optimizer's tensors
         state.json                               everything else that the loop carries on with
         config.toml                              the run's whole configuration
-        COMPLETE                                 size of each file
+        COMPLETE                                 size and checksum of each file
     RUN/.saved                                   there has been a checkpoint
 
 clipkit/checkpoint_writer.py writes them, clipkit/resume.py reads what a training goes on with. No pickle is read or
-written. A run whose checkpoints are all lost or damaged is not begun anew: that would erase its history.
+written. A run whose checkpoints are all lost or damaged is not begun anew: that would erase its history. In
+checkpoints of earlier versions COMPLETE has sizes alone, and other damage is not seen.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from clipkit.architectures import Architecture
+from clipkit.checksums import checksum
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model import CLIP, build
 from clipkit.preprocess import Preprocess
@@ -37,7 +39,8 @@ from clipkit.text_input import Tokenizer, tokenizer_of
 
 __all__ = [
     "COMPLETE", "FORMAT", "LATEST", "SAVED", "STEP_FOLDER", "TRAINED", "check_weights", "is_complete",
-    "latest_checkpoint", "load_model", "passed_over", "read_json", "resolve_checkpoint", "step_folders", "step_of",
+    "is_whole", "latest_checkpoint", "listing", "load_model", "passed_over", "read_json", "resolve_checkpoint",
+    "step_folders", "step_of",
 ]  # fmt: skip
 
 LATEST, COMPLETE, SAVED = "LATEST", "COMPLETE", ".saved"
@@ -49,11 +52,15 @@ TRAINED = "/trained"  # behind the names in trained.safetensors
 _GROUPS_TOLD = 4  # in a message, of each kind
 
 
-def latest_checkpoint(run: Path) -> Path | None:
+def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None) -> Path | None:
     """The checkpoint to resume from; None where the run has never had one.
 
     1. The one that LATEST names, if it is whole.
     2. Otherwise the newest whole one (LATEST is missing, or names one that was removed or damaged).
+
+    Args:
+        run: the run folder.
+        needed: which files' content must be what was written, by name; None for all.
 
     Raises:
         CheckpointError: the run has had checkpoints, but they are gone or damaged, or cannot be read.
@@ -61,10 +68,10 @@ def latest_checkpoint(run: Path) -> Path | None:
     root = run / "checkpoints"
     if (pointer := _pointer(root)) is not None:
         named = root / pointer
-        if named.parent == root and is_complete(named):
+        if named.parent == root and is_whole(named, needed):
             return named
     folders = step_folders(root)
-    if whole := next(filter(is_complete, folders), None):
+    if whole := next((folder for folder in folders if is_whole(folder, needed)), None):
         return whole
     mend = f"bring them back, or remove {run} and all that is in it to begin anew"
     if folders:
@@ -77,11 +84,17 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def passed_over(checkpoint: Path) -> list[str]:
-    """Names of newer checkpoints beside this one that are damaged, or missing though LATEST names them."""
+    """Names of newer checkpoints that are damaged, or missing though LATEST names them.
+
+    Args:
+        checkpoint: what ``latest_checkpoint`` has found. No file is read again: where LATEST does not name it, it
+            was the newest whole one.
+    """
     root = checkpoint.parent
-    newer = {folder.name for folder in step_folders(root) if not is_complete(folder)}
     pointer = _pointer(root) or ""
-    if STEP_FOLDER.fullmatch(pointer) and not is_complete(root / pointer):
+    named = pointer == checkpoint.name
+    newer = {folder.name for folder in step_folders(root) if not (named and is_complete(folder))}
+    if STEP_FOLDER.fullmatch(pointer):
         newer.add(pointer)
     return sorted((name for name in newer if step_of(name) > step_of(checkpoint.name)), key=step_of)
 
@@ -105,7 +118,7 @@ def resolve_checkpoint(source: Path) -> Path:
     if (source / "model.json").is_file():
         return source
     run = source.parent if source.name == "checkpoints" else source
-    found = latest_checkpoint(run)
+    found = latest_checkpoint(run, needed=_is_of_model)
     if found is None:
         raise CheckpointError(
             f"no checkpoint in {source}: expected a run folder or a checkpoints/step_… folder"
@@ -121,6 +134,7 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
     Raises:
         CheckpointError: files are missing or damaged, or the weights do not fit the stored architecture.
     """
+    weights = folder / "model.safetensors"
     card = read_json(folder / "model.json")
     if card.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: model.json is of another format than this version reads")
@@ -129,7 +143,12 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
     if preprocess.image_size != shape.vision.image_size:
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
     tokenizer = tokenizer_of(shape, stored=card.get("tokenizer", "none"), folder=folder)
-    tensors = _read_tensors(folder / "model.safetensors")
+    tensors = _read_tensors(weights)
+    if not _is_as_written(weights, _listed(folder).get(weights.name)):
+        raise CheckpointError(
+            f"{weights} is not what was written: take another checkpoint, or remove {COMPLETE} beside it to load "
+            "it as it is"
+        )
     if resized := bool(image_size or context_length):
         shape = shape.resized(image_size=image_size, context_length=context_length)
         preprocess = replace(preprocess, image_size=shape.vision.image_size)
@@ -248,13 +267,59 @@ def step_of(name: str) -> int:
 
 
 def is_complete(folder: Path) -> bool:
+    """Whether all files are there, in their sizes."""
+    listed = _listed(folder)
     try:
-        sizes = json.loads((folder / COMPLETE).read_text())
-        return sizes.keys() >= _FILES and all(
-            (folder / name).stat().st_size == size for name, size in sizes.items()
+        return listed.keys() >= _FILES and all(
+            (folder / name).stat().st_size == size for name, (size, _) in listed.items()
         )
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError):
         return False
+
+
+def is_whole(folder: Path, needed: Callable[[str], bool] | None = None) -> bool:
+    """Whether all files are there, and those that are needed (None: all) hold what was written."""
+    if not is_complete(folder):
+        return False
+    wanted = {name: one for name, one in _listed(folder).items() if needed is None or needed(name)}
+    return all(_is_as_written(folder / name, one) for name, one in wanted.items())
+
+
+def listing(folder: Path) -> str:
+    """What COMPLETE is to hold of the files that are in a folder."""
+    files = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    # by one thread, as a training wants the others
+    listed = {
+        name: {"bytes": path.stat().st_size, "crc32": checksum(path, threads=1)}
+        for name, path in files.items()
+    }
+    return json.dumps(listed, indent=2) + "\n"
+
+
+def _listed(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and checksum of each file as COMPLETE has them, "" for no checksum; nothing where it is damaged."""
+    try:
+        listed = json.loads((folder / COMPLETE).read_text())
+        entries = {
+            name: (one, "") if isinstance(one, int) else (int(one["bytes"]), str(one["crc32"]))
+            for name, one in listed.items()
+        }
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return {}
+    return entries
+
+
+def _is_as_written(path: Path, listed: tuple[int, str] | None) -> bool:
+    try:
+        return listed is None or not listed[1] or checksum(path) == listed[1]
+    except OSError:
+        return False
+
+
+def _is_of_model(name: str) -> bool:
+    return name in ("model.safetensors", "model.json") or name.startswith("tokenizer/")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from clipkit.checkpoint import (
     SAVED,
     TRAINED,
     is_complete,
+    listing,
+    passed_over,
     step_folders,
 )
 from clipkit.config import Config
@@ -74,6 +76,8 @@ class CheckpointWriter:
         self._saved = saved
         self._run, self._config, self._keep = run, config, keep
         self._root = run / "checkpoints"
+        newest = None if saved is None else self._root / f"step_{saved:08d}"
+        self._damaged = set() if newest is None else set(passed_over(newest))  # none of those that are kept
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: _Saving | None = None
         self._step = saved or 0
@@ -254,13 +258,13 @@ class CheckpointWriter:
 
     def _commit(self, aside: Path, folder: Path) -> None:
         """What is written becomes a checkpoint, and the newest one."""
-        files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-        sizes = {path.relative_to(aside).as_posix(): path.stat().st_size for path in files}
-        (aside / COMPLETE).write_text(json.dumps(sizes, indent=2) + "\n")
+        (aside / COMPLETE).write_text(listing(aside))
+        files = [path for path in aside.rglob("*") if path.is_file()]
         for path in files:  # safetensors makes files that only their owner can read
             path.chmod((aside / COMPLETE).stat().st_mode & 0o777)
         for path in (*aside.rglob("*"), aside):
             _sync(path)
+        self._damaged.discard(folder.name)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             folder.rename(replaced)
@@ -271,7 +275,11 @@ class CheckpointWriter:
         (self._run / SAVED).touch()
         if self._keep:
             # the one just written stays, even where someone has gone back to an older step
-            others = [other for other in step_folders(self._root) if other != folder and is_complete(other)]
+            others = [
+                other
+                for other in step_folders(self._root)
+                if other != folder and other.name not in self._damaged and is_complete(other)
+            ]
             for old in others[self._keep - 1 :]:
                 removed = old.with_name(
                     f".{old.name}.removed"

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipkit.errors import CheckpointError
+from clipkit.config_file import load_config
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model import CLIP
 from clipkit.optim import expected_state
 from clipkit.parallel import put
 
-__all__ = ["LoopState", "loop_state", "optimizer_tensors", "restore_optimizer"]
+__all__ = ["LoopState", "loop_state", "optimizer_tensors", "planned_steps", "restore_optimizer"]
 
 _MOST = 2**63  # of a count, or of seconds
 
@@ -65,6 +66,17 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
         if not fits or (isinstance(value, int | float) and not 0 <= value < _MOST):  # nor is it NaN
             raise CheckpointError(f"{origin}: state.json does not fit: {name} = {value!r} is not {what}")
     return state
+
+
+def planned_steps(folder: Path, *, otherwise: int) -> int:
+    """How many steps the run was to make when a checkpoint was written; ``otherwise`` where that cannot be read.
+
+    A line that is shown depends on it, and nothing else: no reason to leave the checkpoint.
+    """
+    try:
+        return load_config(folder / "config.toml").steps
+    except ConfigError:
+        return otherwise
 
 
 def optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

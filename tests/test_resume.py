@@ -175,7 +175,9 @@ def test_where_the_newest_checkpoint_is_damaged_an_older_one_is_taken_and_named(
 ) -> None:
     out = tmp_path / "damaged"
     shutil.copytree(uninterrupted, out)
-    os.truncate(out / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors", 1000)
+    with (out / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors").open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"??")
     said = _train(pairs, out)
     assert f"resuming {out} at step 20" in said
     assert f"note: step_{STEPS:08d} is damaged or missing; step_00000020 was taken instead" in said

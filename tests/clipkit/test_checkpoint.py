@@ -1,6 +1,7 @@
 """A checkpoint gives back every bit, and a run finds its newest whole one, whatever was killed."""
 
 import copy
+import json
 import os
 import shutil
 import subprocess
@@ -12,12 +13,13 @@ import torch
 
 import clipkit
 from clipkit.checkpoint import latest_checkpoint, passed_over, resolve_checkpoint
-from clipkit.checkpoint_writer import save_checkpoint
+from clipkit.checkpoint_writer import CheckpointWriter, save_checkpoint
 from clipkit.config_file import load_config
 from clipkit.errors import CheckpointError
 from clipkit.model import CLIP, create
 from clipkit.optim import adamw
 from clipkit.resume import load_training
+from clipkit.training_state import planned_steps
 from tests.clipkit.saved_runs import CONFIG, FILES, Save, bits, damage, same_bits, save, small, state, step
 
 __all__ = ["save", "small"]  # fixtures
@@ -177,6 +179,60 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(save: Save, name: str, ho
                 CheckpointError, match="is whole, step_00000002 and all others: bring them back"
             ):
                 find(root.parent)
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"COMPLETE"}))
+def test_a_checkpoint_of_other_bytes_is_passed_over_where_they_are_needed(
+    save: Save, small: CLIP, name: str
+) -> None:
+    root = save(1)
+    want = copy.deepcopy(bits(small))
+    save(2)
+    second = root / "step_00000002"
+    overwrite(second / name)
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+    assert passed_over(root / "step_00000001") == ["step_00000002"]
+    is_of_model = name.startswith("model")
+    assert same_bits(bits(clipkit.load(root)), want if is_of_model else bits(small))
+    if name == "model.safetensors":
+        with pytest.raises(
+            CheckpointError, match=r"model\.safetensors is not what was written: take another"
+        ):
+            clipkit.load(second)
+        (second / "COMPLETE").unlink()
+        assert not same_bits(bits(clipkit.load(second)), bits(small))
+
+    writer = CheckpointWriter(root.parent, CONFIG, keep=2, saved=1)
+    writer.save_now(small, adamw(small, CONFIG.optim), state(3))
+    writer.close()  # the damaged one is none of the two that are kept
+    assert {path.name for path in root.glob("step_*")} == {f"step_0000000{number}" for number in (1, 2, 3)}
+
+
+def overwrite(path: Path) -> None:
+    """Two bytes, as a disk may do."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) * 3 // 4
+    content[middle : middle + 2] = bytes(byte ^ 0x40 for byte in content[middle : middle + 2])
+    path.write_bytes(content)
+
+
+def test_checkpoints_of_earlier_versions_list_sizes_alone(save: Save, small: CLIP) -> None:
+    root = save(1, 2)
+    for folder in root.glob("step_*"):
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
+        (folder / "COMPLETE").write_text(json.dumps(sizes))
+    assert latest_checkpoint(root.parent) == root / "step_00000002"
+    assert same_bits(bits(clipkit.load(root)), bits(small))
+    assert load_training(root / "step_00000002", small, adamw(small, CONFIG.optim)) == state(2)
+    damage(root / "step_00000002" / "model.safetensors", "truncated")
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+
+
+def test_planned_steps_that_cannot_be_read_are_no_reason_to_stop(save: Save) -> None:
+    folder = save(1) / "step_00000001"
+    assert planned_steps(folder, otherwise=7) == CONFIG.steps != 7
+    (folder / "config.toml").write_bytes(b"\xff = =")
+    assert planned_steps(folder, otherwise=7) == 7
 
 
 def test_a_run_that_has_lost_all_its_checkpoints_is_not_a_new_one(save: Save, tmp_path: Path) -> None:
