@@ -198,13 +198,14 @@ class LogisticProblem:
         if self._binary:
             weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
         weight, bias = weight.to(self._device), bias.to(self._device)
-        return self._apart(
-            torch.cat([weight @ self._turn[torch.float64], (bias + weight @ self._mean)[:, None]], dim=1)
-        )
+        turned = torch.cat([weight @ self._turn[torch.float64], (bias + weight @ self._mean)[:, None]], dim=1)
+        return self._apart(turned) * self._used
 
     def _apart(self, vector: Tensor) -> Tensor:
-        """(K, P) without what all classes of a softmax have in common: it changes no probability, and only the
-        penalty would draw it to 0, where it is at the minimum."""
+        """(K, P) without what all classes of a softmax have in common.
+
+        It changes no probability, and only a weak penalty would draw it to 0, where it is at the minimum.
+        """
         return vector - vector.mean(dim=0) if self._softmax else vector
 
     def _unfold(self, at: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

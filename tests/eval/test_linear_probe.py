@@ -107,6 +107,17 @@ def test_the_minimum_of_classes_that_are_told_apart_without_an_error() -> None:
     assert loss < 1e-4
 
 
+def test_fewer_rows_than_their_width_from_a_fit_of_others() -> None:
+    """In a direction in which the rows do not vary no weight is left."""
+    features, labels = made_up(60, 30, 3, apart=1)
+    few = LogisticProblem(Rows(features[:12]), labels[:12], 3)
+    expected = few.fit(1.0, tolerance=1e-8)
+    start = LogisticProblem(Rows(features), labels, 3).fit(1.0)
+    torch.testing.assert_close(few.fit(1.0, start=start, tolerance=1e-8).weight, expected.weight)
+    weight, _ = theirs(features[:12], labels[:12], 1.0)
+    torch.testing.assert_close(expected.weight, weight - weight.mean(dim=0), rtol=1e-5, atol=1e-7)
+
+
 def test_classes_that_do_not_occur_and_several_labels() -> None:
     features, labels = made_up(120, 6, 3, apart=0.5)
     gaps = torch.tensor([1, 4, 5])[labels]  # of six
