@@ -33,11 +33,11 @@ from clipkit.checkpoint_writer import CheckpointWriter
 from clipkit.compile import compile_blocks
 from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
+from clipkit.cost_table import cost_table
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, nearest, run_command
-from clipkit.estimate import Estimate, estimate
-from clipkit.flops import counted_flops
 from clipkit.in_batch_recall import in_batch_recall
 from clipkit.locking import Unfreezing, lock
+from clipkit.machines import Machine, published_memory
 from clipkit.model import CLIP, MAX_LOGIT_SCALE
 from clipkit.not_finite import write_down
 from clipkit.objective import chance_level
@@ -49,6 +49,7 @@ from clipkit.profiling import Profile
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
 from clipkit.recompute import recompute_blocks
 from clipkit.resume import load_training
+from clipkit.run_costs import Costs, run_costs
 from clipkit.run_folder import (
     append_bad_samples,
     bad_share,
@@ -63,7 +64,7 @@ from clipkit.spikes import is_spike, next_usual
 from clipkit.step_metrics import StepMetrics
 from clipkit.stopwatch import Stopwatch
 from clipkit.teacher import Teacher
-from clipkit.training_model import first_model, flops_of_steps, patch_counts, scored_weights, shape_of
+from clipkit.training_model import first_model, flops_of_steps, scored_weights, shape_of
 from clipkit.training_state import LoopState, planned_steps
 from clipkit.training_step import TrainingStep
 from clipkit.urls import shown, without_secrets
@@ -86,6 +87,7 @@ from eval.ranks import Ranks
 from eval.report import build_report
 from eval.scorer import Scorer
 
+GPUS_OF_HOST = 8  # where nothing is said
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
 
 
@@ -106,9 +108,10 @@ def main() -> int:
     run = Path(config.out)
     shape = shape_of(config.model, config.loss, config.small)
     if options.dry_run:
-        costs = estimate_of(options, config, shape, device)
+        costs = costs_of(options, config, shape, device)
         if chief:
-            print(without_secrets(to_toml(config)), *costs.lines(), sep="\n")
+            print("# what differs from the defaults, which --settings lists")
+            print(without_secrets(to_toml(config, differing_from=Config())), *cost_table(costs), sep="\n")
         distributed.stop()
         return 0
     check_split(config, world)
@@ -439,7 +442,9 @@ def parse_arguments() -> argparse.Namespace:
         "default, what it does and which values fit, and stop",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the configuration and what the run would cost, and stop"
+        "--dry-run",
+        action="store_true",
+        help="print the run's settings and what it would cost, and stop; data are not looked at",
     )
     parser.add_argument(
         "--replay",
@@ -450,10 +455,21 @@ def parse_arguments() -> argparse.Namespace:
         "--profile", type=int, default=0, metavar="N", help="record N steps with torch's profiler"
     )
     costs = parser.add_argument_group("with --dry-run", "default: the processes and the device that are here")
-    costs.add_argument("--gpu", metavar="NAME", help="on which GPUs, such as H100")
+    costs.add_argument("--gpu", metavar="NAME", help="on which GPUs, such as H100 or A100-40GB")
     costs.add_argument("--gpus", type=int, default=0, metavar="N", help="how many in all")
-    costs.add_argument("--gpus-per-host", type=int, default=0, metavar="N", help="for sharding=hybrid")
-    costs.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is reached; 0.4")
+    costs.add_argument(
+        "--gpus-per-host",
+        type=int,
+        default=0,
+        metavar="N",
+        help="for sharding=hybrid; 8 where nothing is said",
+    )
+    costs.add_argument(
+        "--mfu",
+        type=float,
+        metavar="SHARE",
+        help="share of the peak that is reached, 0.1 where nothing is said; 0.4 on a CPU",
+    )
     options = parser.parse_intermixed_args()
     if not options.dry_run and (options.gpu or options.gpus or options.gpus_per_host):
         parser.error("--gpu, --gpus and --gpus-per-host go with --dry-run")
@@ -488,54 +504,31 @@ def check_split(config: Config, world: int) -> None:
         )
 
 
-def estimate_of(
-    options: argparse.Namespace, config: Config, shape: Architecture, device: torch.device
-) -> Estimate:
+def costs_of(options: argparse.Namespace, config: Config, shape: Architecture, device: torch.device) -> Costs:
     """What the run would cost on the GPUs that are named, or on this machine's device."""
-    if not 0 < options.mfu <= 1:
-        raise ConfigError(f"--mfu {options.mfu} does not fit: above 0, at most 1")
-    check_split(config, options.gpus or distributed.world_size())
+    world = options.gpus or distributed.world_size()
+    check_split(config, world)
     bf16 = use_bf16(config, device)
     if options.gpu:
         peak, bf16 = published_peak(options.gpu), config.precision != "fp32"
         if peak is None:
             raise ConfigError(f"--gpu {options.gpu} is unknown: {nearest(options.gpu, PUBLISHED_BF16)}")
+        machine = Machine(
+            gpu=options.gpu,
+            memory=published_memory(options.gpu),
+            peak=peak if bf16 else None,
+            measured=False,
+        )
     else:
         peak = measured_peak(device, torch.bfloat16 if bf16 else torch.float32)
-    small = config.small.steps
-    sizes = shape.resized(image_size=config.small.image_size, context_length=config.small.context_length)
-    first = phase_costs(config, sizes, small, options, bf16=bf16, peak=peak) if small else None
-    whole = phase_costs(config, shape, config.steps - small, options, bf16=bf16, peak=peak)
-    if first is None or first.hours is None or whole.hours is None:
-        return whole
-    return replace(whole, steps=config.steps, hours=first.hours + whole.hours)
-
-
-def phase_costs(
-    config: Config, shape: Architecture, steps: int, options: argparse.Namespace, *, bf16: bool, peak: float
-) -> Estimate:
-    """What steps at one size of pictures and captions cost."""
-    with torch.device("meta"):
-        model = CLIP(shape, name=config.model.label)
-    lock(model, image=config.lock.image, text=config.lock.text)
-    counts = patch_counts(shape, config.model.patch_dropout, shape.vision.image_size)
-    return estimate(
-        model,
-        batch_size=config.batch_size,
-        steps=steps,
-        world=options.gpus or distributed.world_size(),
-        parts=config.accumulate,
-        patches=counts[1] if counts else None,
-        bf16=bf16,
-        recompute=config.recompute,
-        optimizer=config.optim.name,
-        average=bool(config.optim.average),
-        sharding=config.sharding,
-        shard_ranks=options.gpus_per_host or distributed.ranks_of_host(),
-        mfu=options.mfu,
-        peak=peak,
-        counted=counted_flops(model),
-    )
+        gpu, memory = "", None
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            gpu, memory = properties.name, properties.total_memory
+        machine = Machine(gpu=gpu, memory=memory, peak=peak, measured=True)
+    here = min(options.gpus, GPUS_OF_HOST) or distributed.ranks_of_host()
+    shard_ranks = options.gpus_per_host or here
+    return run_costs(config, shape, machine, world=world, shard_ranks=shard_ranks, bf16=bf16, mfu=options.mfu)
 
 
 def use_bf16(config: Config, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ Letters: L tokens, D width, H width inside a block's MLP, O embedding dimension,
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,11 +48,20 @@ class Memory:
     activations: int | None
     loss: int
     pictures: int
+    teacher: int = 0  # that encodes along, if one does
 
     @property
     def total(self) -> int:
         """Their sum, without what is not known."""
-        known = (self.weights, self.gradients, self.optimizer, self.average, self.loss, self.pictures)
+        known = (
+            self.weights,
+            self.gradients,
+            self.optimizer,
+            self.average,
+            self.loss,
+            self.pictures,
+            self.teacher,
+        )
         return sum(known) + (self.activations or 0)
 
 
@@ -82,55 +91,6 @@ class Estimate:
     mfu: float
     peak: float | None
     hours: float | None
-
-    def lines(self) -> list[str]:
-        """A table of plain text, at most 80 columns wide."""
-        return [*self._model(), *self._memory(), *self._time()]
-
-    def _model(self) -> Iterator[str]:
-        image, text = self.parameters["image"], self.parameters["text"]
-        whole = sum(self.parameters.values())
-        yield (
-            f"parameters      image {_millions(image)}, text {_millions(text)}, "
-            f"{_millions(whole)} in all, {_millions(self.trained)} trained"
-        )
-        if self.image_flops is None or self.text_flops is None or self.step_flops is None:
-            yield "FLOPs           not known for a tower of another library"
-            return
-        yield (
-            f"FLOPs           {_flops(self.image_flops.both)} a picture, {_flops(self.text_flops.both)} a caption "
-            f"of {self.tokens} tokens"
-        )
-        yield f"                {_flops(self.step_flops)} a step of {self.batch_size:,} pairs, both passes"
-
-    def _memory(self) -> Iterator[str]:
-        memory = self.memory
-        yield f"memory per GPU  {_gb(memory.weights)} weights"
-        rows = [
-            (memory.gradients, "gradients"),
-            (memory.optimizer, "optimizer state"),
-            (memory.average, "moving average of the weights"),
-            (memory.activations, "activations"),
-            (memory.loss, "loss"),
-            (memory.pictures, "pictures"),
-        ]
-        for size, name in rows:
-            if size is None:
-                yield f"                        {name} of another library's tower: not known"
-            elif size:
-                yield f"                {_gb(size)} {name}"
-        known = "in all" if memory.activations is not None else "at least"
-        yield f"                {_gb(memory.total)} {known}, and what CUDA itself takes"
-
-    def _time(self) -> Iterator[str]:
-        if self.hours is None or self.peak is None:
-            yield "time            not known: a device's peak rate, or a tower's FLOPs"
-            return
-        many = f"{self.world} × " if self.world > 1 else ""
-        yield (
-            f"time            {self.hours:,.1f} hours for {self.steps:,} steps at {self.mfu:.0%} of "
-            f"{many}{self.peak / 1e12:,.3g} TFLOP/s"
-        )
 
 
 def estimate(
@@ -345,18 +305,3 @@ def _loss(rows: int, all_rows: int, embed_dim: int) -> int:
     """All texts and their gradients, this rank's features and theirs, and tiles of logits."""
     tile = min(_TILE, rows * all_rows)
     return _FLOAT * (2 * all_rows * embed_dim + 4 * rows * embed_dim + 3 * tile)
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:,.1f} M"
-
-
-def _flops(count: int) -> str:
-    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T")):
-        if count >= size:
-            return f"{count / size:,.3g} {letter}FLOP"
-    return f"{count / 1e9:,.3g} GFLOP"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 2**30:8.2f} GiB"

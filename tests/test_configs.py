@@ -181,7 +181,7 @@ def test_dry_run_tells_what_it_costs(path: Path, dry_runs: dict[Path, Ended]) ->
     assert tomllib.loads(settings)["steps"] == load_config(path).steps
     whole = sum(cost(load_config(path), 1).parameters.values())
     assert f"{whole / 1e6:,.1f} M in all" in costs
-    assert re.search(r"memory per GPU +[\d.]+ GiB weights", costs)
+    assert re.search(r"\nmemory +[\d.]+ GiB weights", costs)
 
 
 def rows() -> Iterator[list[str]]:

@@ -268,7 +268,7 @@ def test_a_dry_run_tells_the_cost_and_makes_nothing(trainings: Trainings, tmp_pa
     assert not out.exists()
     _, blank, table = ended.stdout.rpartition("\n\n")
     assert blank and [line.partition("  ")[0] for line in table.splitlines() if line[0] != " "] == [
-        "parameters", "FLOPs", "memory per GPU", "time"
+        "parameters", "FLOPs", "memory", "time", "data"
     ]  # fmt: skip
     assert max(map(len, table.splitlines())) <= 80
 

@@ -151,15 +151,6 @@ def test_parts_divide_activations_and_hours_follow_the_peak() -> None:
     assert two.hours == pytest.approx(one.hours / 2, rel=1e-3)
 
 
-def test_the_table_is_narrow() -> None:
-    found = estimate(meta("ViT-L-14-336"), batch_size=98_304, steps=1_000_000, world=1024, peak=989e12)
-    lines = found.lines()
-    assert all(len(line) <= 80 and line == line.rstrip() for line in lines), "\n".join(lines)
-    text = "\n".join(lines)
-    for word in ("parameters", "FLOP", "GiB", "activations", "optimizer", "hours for 1,000,000 steps at 40%"):
-        assert word in text
-
-
 def test_a_librarys_tower_has_no_activations_but_flops_where_counted() -> None:
     vision = OpenClipVision(
         image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
@@ -167,8 +158,6 @@ def test_a_librarys_tower_has_no_activations_but_flops_where_counted() -> None:
     model = create(replace(ARCHITECTURES["ViT-Ti-4-16"], vision=vision), seed=0)
     unknown = estimate(model, batch_size=8, steps=1, peak=1e12)
     assert unknown.step_flops is None and unknown.hours is None and unknown.memory.activations is None
-    text = "\n".join(unknown.lines())
-    assert text.count("not known") == 3 and "at least" in text
     known: Estimate = estimate(model, batch_size=8, steps=1, peak=1e12, counted=counted_flops(model))
     assert known.step_flops is not None and known.hours is not None
 
