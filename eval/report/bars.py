@@ -7,7 +7,7 @@ from html import escape
 
 from eval.report.charts import number
 
-__all__ = ["Bar", "Dot", "difference_bars", "ranked_bars", "scatter"]
+__all__ = ["Bar", "Dot", "difference_bars", "ranked_bars", "scatter", "signed"]
 
 _LABEL = (4.5, 7.0)  # room of a dot's number in percent of the width and height
 _SIDES = (
@@ -74,7 +74,7 @@ def difference_bars(title: str, bars: Sequence[Bar], *, limits: tuple[float, flo
             f'</span><span class="track"><i style="left:{left:.2f}%;width:{width:.2f}%"></i></span>'
             f'<span class="v">{signed(bar.value)}</span></li>'
         )
-    zero = 100 * -low / span
+    zero = 100 * abs(low) / span
     return (
         f'<figure class="bars diffs" style="--zero:{zero:.2f}%">{_caption(title, note)}'
         f"<ol>{''.join(rows)}</ol></figure>"

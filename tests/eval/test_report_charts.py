@@ -1,9 +1,12 @@
 """What a chart is made of: buckets, means, and numbers as a person writes them."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.report.bars import Bar, Dot, difference_bars, scatter, signed
 from eval.report.charts import downsample, figure, number, smooth
 
 
@@ -48,3 +51,28 @@ def test_numbers_as_a_person_writes_them(value: float, text: str) -> None:
 def test_percentages_have_the_same_digits(value: float, text: str) -> None:
     assert figure(value, "%") == text
     assert figure(value, "") == number(value)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), min_size=1, max_size=12))
+def test_difference_bars_start_at_zero_and_stay_inside(values: dict[str, float]) -> None:
+    limits = min(values.values()), max(values.values())
+    html = difference_bars(
+        "t", [Bar(name=name, value=value) for name, value in values.items()], limits=limits
+    )
+    zero = float(re.search(r"--zero:([\d.]+)%", html)[1])  # type: ignore[index]
+    bars = re.findall(r'class="(up|down)".*?left:([\d.]+)%;width:([\d.]+)%.*?class="v">([^<]*)<', html, re.S)
+    assert len(bars) == len(values)
+    for side, left, width, _ in bars:
+        start = float(left) if side == "up" else float(left) + float(width)
+        assert start == pytest.approx(zero, abs=0.02)
+        assert float(left) + float(width) <= 100.02
+    assert [text for *_, text in bars] == [signed(value) for value in sorted(values.values(), reverse=True)]
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1e4), st.floats(0, 1)), min_size=1, max_size=20))
+def test_dots_and_their_numbers_stay_inside(points: list[tuple[float, float]]) -> None:
+    html = scatter("t", [Dot(name="n", x=x, y=y) for x, y in points], x_unit="GFLOPs")
+    for left, top in re.findall(r'class="dot t1" style="left:([-\d.]+)%;top:([-\d.]+)%"', html):
+        assert 0 <= float(left) <= 100
+        assert -0.01 <= float(top) <= 100.01
+    assert html.count('class="nr"') == len(points)
