@@ -7,8 +7,6 @@ are made from the class, and retrieval among hundreds of equal captions measures
 Letters in shape comments: N pictures, C classes.
 """
 
-import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,14 +25,12 @@ __all__ = [
     "Lacks",
     "NoSplit",
     "Pictures",
-    "checked",
     "some",
 ]
 
 TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
 TEST = "test"  # the split that scores are of
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
-_log = logging.getLogger("eval")
 
 
 class Lacks(DataError):
@@ -117,35 +113,6 @@ class EvalDataset:
         return f"dataset {self.name}: picture {key} of {shard}"
 
 
-def checked(dataset: EvalDataset) -> EvalDataset:
-    """The dataset, if its labels, names and templates go together; what is merely odd is logged."""
-    names, labels = dataset.class_names, dataset.labels
-    for template in dataset.templates:
-        if "{c}" not in template:
-            raise DataError(
-                f"dataset {dataset.name}: the template {template!r} has no {{c}} for the class name"
-            )
-    if labels is None or not names:
-        return dataset
-    wrong = (labels >= len(names)).nonzero()
-    if len(wrong):
-        first = int(wrong[0])
-        raise DataError(
-            f"{dataset.where(first)} has label {int(labels[first])}, but classnames.txt has {len(names)} lines "
-            f"(labels 0 to {len(names) - 1}); blank lines in it count"
-        )
-    doubled = [repr(name) for name, count in Counter(names).items() if count > 1]
-    if doubled:
-        _log.warning(
-            "dataset %s: class names that stand for several classes: %s", dataset.name, some(doubled)
-        )
-    empty = sorted(set(range(len(names))) - set(labels.tolist()))
-    if empty:
-        _log.warning(
-            "dataset %s: classes without a picture: %s", dataset.name, some([repr(names[i]) for i in empty])
-        )
-    return dataset
-
-
 def some(names: Sequence[str], most: int = 3) -> str:
+    """The first few of a list, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

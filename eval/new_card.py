@@ -34,9 +34,8 @@ def _run(options: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
-    print(
-        f"wrote {path}: look over its metric and its prompts, then\n  python -m eval run --data {options.data} --model …"
-    )
+    print(f"wrote {path}: look over its metric and prompts, then")
+    print(f"  python -m eval run --data {options.data} --model MODEL")
     return 0
 
 
@@ -79,5 +78,6 @@ def new_card(title: str, folder: Path) -> Card:
 def _metric(dataset: EvalDataset, *, several: bool) -> str:
     if several:
         return "mean_average_precision"
-    main = dataset.tasks[0]
-    return {"retrieval": "mean_R@1", "compositional": "pairwise_accuracy"}.get(main, "acc1")
+    if dataset.choices is not None:
+        return "accuracy" if dataset.items is None else "group"
+    return "mean_R@1" if dataset.tasks[0] == "retrieval" else "acc1"

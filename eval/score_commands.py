@@ -208,7 +208,7 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
     others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
     names = {target.dataset.name for target in named}
     targets = [*named, *(target for target in others if target.dataset.name not in names)]
-    models = [_Model.of(name, options.out) for name in options.model]  # while nothing is lost yet
+    models = [_Model.of(name, options.out) for name in options.model]
     scored = Scored()
     for model in models:
         if len(models) > 1 and distributed.rank() == 0:
@@ -271,9 +271,7 @@ class _Model:
     @classmethod
     def of(cls, name: str, out: Path | None) -> "_Model":
         source, run = _checkpoint(name)
-        out = out or (run or Path()) / "results.jsonl"
-        check_appendable(out)
-        return cls(name=name, source=source, out=out)
+        return cls(name=name, source=source, out=out or (run or Path()) / "results.jsonl")
 
 
 def _score_model(
@@ -285,6 +283,7 @@ def _score_model(
     scored: Scored,
 ) -> None:
     model = clipkit.load(wanted.source, name=options.name, device=device)
+    check_appendable(wanted.out)  # while nothing is lost yet
     weights, step = weights_id(wanted.source)
     ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
     own = Scored(trouble=scored.trouble)

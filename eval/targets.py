@@ -1,13 +1,16 @@
 """What a user names, a dataset, a folder or a suite, as datasets to score on: opened, bound to cards, checked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import DataError, nearest
+from data.shard_file import is_remote
 from eval.cards import Card, card_names, load_card, load_suite, read_card, suite_names
 from eval.dataset import TEST, EvalDataset
 from eval.readers import find_published, open_dataset, open_datasets
+from eval.readers.hugging_face import open_hugging_face
+from eval.readers.torchvision_sets import open_torchvision
 
 __all__ = ["OWN_CARD", "Missing", "Target", "find_suites", "find_targets"]
 
@@ -16,6 +19,9 @@ OWN_CARD = "card.toml"
 
 class Missing(DataError):
     """A dataset is not to be had here; says how to get it."""
+
+
+Opener = Callable[[str], EvalDataset]  # of a split
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,31 +33,28 @@ class Target:
         metrics: the primary metric first; none where there is no card.
         card: what is known of it, if anything is.
         keys: what the dataset itself calls its classes.
-        source: what it was opened from.
-        root: where it was looked for.
+        opener: opens any of its splits as it lies there.
     """
 
     dataset: EvalDataset
     metrics: tuple[str, ...] = ()
     card: Card | None = None
     keys: tuple[str, ...]
-    source: str
-    root: Path | str | None = None
+    opener: Opener
 
     def open_split(self, split: str) -> EvalDataset:
-        """Another split of the same dataset, its classes numbered as here.
+        """Another split of the same dataset, its classes named as here.
 
         Raises:
             NoSplit: there is none.
             DataError: it is broken, or its classes are others.
         """
-        found = _open(self.source, split, self.root, self.card)
+        found, bound = self.opener(split), self.dataset
         if found.class_names != self.keys:
             raise DataError(
-                f"dataset {self.dataset.name} has other classes in split {split!r} than in split "
-                f"{self.dataset.split!r}, or in another order"
+                f"dataset {bound.name} has other classes in split {split!r} than in split {bound.split!r}, or in "
+                "another order"
             )
-        bound = self.dataset
         return replace(
             found, name=bound.name, class_names=bound.class_names, synonyms=bound.synonyms,
             prompt_set=bound.prompt_set, templates=bound.templates,
@@ -113,38 +116,65 @@ def find_suites(
 
 
 def _of_card(card: Card, root: Path | str | None, *, prompts: str, metrics: Sequence[str] = ()) -> Target:
-    source = _source(card, root)
-    if source is None:
-        raise Missing(f"{card.name}: {_how(card, root)}")
-    dataset = replace(_open(source, TEST, root, card), name=card.name)
+    opener = _opener(card, root)
+    dataset = replace(opener(TEST), name=card.name)
     card.check_size(TEST, len(dataset))
     return Target(
         dataset=_with_prompts(card, dataset, prompts),
         metrics=tuple(metrics or card.metrics),
         card=card,
         keys=dataset.class_names,
-        source=source,
-        root=root,
+        opener=opener,
     )
 
 
 def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, prompts: str) -> Target:
     """A dataset without a card, or with one of its own beside its pictures."""
+
+    def opener(split: str) -> EvalDataset:
+        return open_dataset(source, split=split, root=root)
+
     own = Path(source).expanduser() / OWN_CARD
     if not own.is_file():
-        return Target(dataset=dataset, keys=dataset.class_names, source=source, root=root)
+        return Target(dataset=dataset, keys=dataset.class_names, opener=opener)
     card = read_card(own, name=dataset.name)
     card.check_size(TEST, len(dataset))
     bound = _with_prompts(card, dataset, prompts)
-    return Target(
-        dataset=bound, metrics=card.metrics, card=card, keys=dataset.class_names, source=source, root=root
-    )
+    return Target(dataset=bound, metrics=card.metrics, card=card, keys=dataset.class_names, opener=opener)
 
 
-def _source(card: Card, root: Path | str | None) -> str | None:
-    if card.sources.builtin:
-        return card.sources.builtin
-    return None if root is None else find_published(root, [*card.sources.folders, card.name])
+def _opener(card: Card, root: Path | str | None) -> Opener:
+    """How a card's dataset is opened: a published folder, else parquet files of the hub, else torchvision's files.
+
+    Raises:
+        Missing: it is not here.
+    """
+    known = card.sources
+    if known.builtin:
+        return lambda split: open_dataset(known.builtin, split=split)
+    if root is None:
+        raise Missing(f"{card.name}: {_how(card, root)}")
+    found = find_published(root, [*known.folders, card.name])
+    if found is not None:
+        return lambda split: open_dataset(found, split=split, metadata_names=card.metadata)
+    if (hub := known.huggingface) is not None and str(root).startswith("hf://"):
+        place = f"hf://datasets/{hub.name}"
+        return lambda split: open_hugging_face(place, card.name, split=hub.split if split == TEST else split)
+    if (sets := known.torchvision) is not None and not is_remote(str(root)):
+
+        def of_torchvision(split: str) -> EvalDataset:
+            own = sets.split(split)
+            opened = open_torchvision(
+                sets.name, Path(root).expanduser(), name=card.name, split=own, arguments=sets.arguments
+            )
+            return replace(opened, split=split)
+
+        try:
+            of_torchvision(TEST)
+        except DataError as error:
+            raise Missing(f"{card.name}: {_how(card, root)}; for torchvision: {error}") from error
+        return of_torchvision
+    raise Missing(f"{card.name}: {_how(card, root)}")
 
 
 def _how(card: Card, root: Path | str | None) -> str:
@@ -155,15 +185,10 @@ def _how(card: Card, root: Path | str | None) -> str:
     return f"{where}; {ready}{other}"
 
 
-def _open(source: str, split: str, root: Path | str | None, card: Card | None) -> EvalDataset:
-    names = card.metadata if card is not None else ()
-    return open_dataset(source, split=split, root=root, metadata_names=names)
-
-
 def _with_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset:
     """The dataset with a prompt set of its card, the first unless one is named that the card has."""
     chosen = prompts if prompts in card.prompt_sets else next(iter(card.prompt_sets), "")
-    if not chosen or not dataset.class_names:
+    if not chosen or not (dataset.class_names or dataset.labels is not None):
         return dataset
     found = card.prompts(chosen, dataset.class_names, dataset.templates)
     several = any(len(names) > 1 for names in found.class_names)

@@ -1,14 +1,14 @@
-"""Whether what a reader has found goes together, beyond what ``eval.dataset.checked`` looks at."""
+"""Whether what a reader has found goes together."""
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset, checked, some
+from eval.dataset import EvalDataset, some
 
 __all__ = ["checked_set", "shown_name"]
 
@@ -22,21 +22,37 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
     Raises:
         DataError: labels without a name, templates without a place for it, or a picture without a choice.
     """
-    labels = dataset.labels
-    if labels is not None and labels.ndim == 2:
-        checked(replace(dataset, labels=None))
-        _tell_odd_classes(dataset, labels)
-    else:
-        if labels is not None and len(negative := (labels < 0).nonzero()):
-            first = int(negative[0])
+    for template in dataset.templates:
+        if "{c}" not in template:
             raise DataError(
-                f"{dataset.where(first)} has label {int(labels[first])}: labels begin at 0, and sets whose labels "
-                "are kept secret cannot be scored"
+                f"dataset {dataset.name}: the template {template!r} has no {{c}} for the class name"
             )
-        checked(dataset)
+    if dataset.labels is not None:
+        if dataset.labels.ndim == 1:
+            _check_labels(dataset, dataset.labels)
+        if dataset.class_names:
+            _tell_odd_classes(dataset, dataset.labels)
     if dataset.choices is not None:
         _check_choices(dataset, dataset.choices)
     return dataset
+
+
+def _check_labels(dataset: EvalDataset, labels: Tensor) -> None:
+    classes = len(dataset.class_names)
+    wrong = ((labels < 0) | ((labels >= classes) & (classes > 0))).nonzero()
+    if not len(wrong):
+        return
+    first = int(wrong[0])
+    label = int(labels[first])
+    if label < 0:
+        raise DataError(
+            f"{dataset.where(first)} has label {label}: labels begin at 0, and sets whose labels are kept secret "
+            "cannot be scored"
+        )
+    raise DataError(
+        f"{dataset.where(first)} has label {label}, but there are {classes} class names, for labels 0 to "
+        f"{classes - 1}; blank lines in classnames.txt count"
+    )
 
 
 def _tell_odd_classes(dataset: EvalDataset, labels: Tensor) -> None:
@@ -46,7 +62,8 @@ def _tell_odd_classes(dataset: EvalDataset, labels: Tensor) -> None:
         _log.warning(
             "dataset %s: class names that stand for several classes: %s", dataset.name, some(doubled)
         )
-    if empty := [shown_name(names, i) for i in (~labels.any(dim=0)).nonzero().flatten().tolist()]:
+    counts = labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))  # (C,)
+    if empty := [shown_name(names, i) for i in (counts == 0).nonzero().flatten().tolist()]:
         _log.warning("dataset %s: classes without a picture: %s", dataset.name, some(empty))
 
 

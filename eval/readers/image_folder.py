@@ -10,7 +10,8 @@ import torch
 from clipkit.errors import DataError
 from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample
-from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, checked
+from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
+from eval.readers.checks import checked_set
 from eval.readers.file_pictures import state_of
 from eval.readers.text_files import lines_of
 
@@ -32,7 +33,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     )
     pictures = ImageFolder(inside, classes=sorted(classes))
     templates = tuple(line for line in lines_of(folder / "zeroshot_classification_templates.txt") if line)
-    return checked(
+    return checked_set(
         EvalDataset(
             name=name,
             split=split,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from clipkit.errors import ConfigError, nearest
 from eval.dataset import TASKS, EvalDataset
-from eval.details import prediction_details, zero_shot_details
+from eval.details import item_details, prediction_details, zero_shot_details
 from eval.details_file import Details
 from eval.results import Score
 from eval.subject import Subject
@@ -94,7 +94,19 @@ def _zero_shot(subject: Subject, options: Options) -> Outcome:
         seed=options.seed,
         device=subject.device,
     )
-    return Outcome(scores=zero_shot(subject), details=[details])
+    return Outcome(scores=zero_shot(subject, calibration=True), details=[details])
+
+
+def _retrieval(subject: Subject, options: Options) -> Outcome:
+    found = retrieval(subject)
+    if not options.details:
+        return Outcome(scores=found.scores)
+    ranks = {name: values.float() for name, values in found.ranks.items()}
+    n = len(subject.dataset)
+    return Outcome(
+        scores=found.scores,
+        details=[item_details(subject.dataset, task="retrieval", n=n, right=found.right, values=ranks)],
+    )
 
 
 def _linear_probe(subject: Subject, options: Options) -> Outcome:
@@ -145,7 +157,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
     ),
     "retrieval": Task(
         what="find captions by pictures and pictures by captions",
-        run=lambda subject, _: Outcome(scores=retrieval(subject)),
+        run=_retrieval,
         check=captions_of,
         texts=_captions,
         depends_on=("captions",),

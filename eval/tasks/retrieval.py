@@ -6,7 +6,7 @@ this is the usual recall: a picture is found by any of its own captions, a capti
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from eval.metrics import Estimate, chance_of_recall, match_ranks, mean_rank, med
 from eval.results import Score
 from eval.subject import Subject
 
-__all__ = ["captions_of", "retrieval"]
+__all__ = ["Retrieved", "captions_of", "retrieval"]
 
 _TOP = (1, 5, 10)
 
@@ -39,14 +39,29 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     return dataset.captions
 
 
-def retrieval(subject: Subject) -> list[Score]:
-    """R@k (k = 1, 5, 10), mean and median rank, as ``image_to_text_…`` and ``text_to_image_…``.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Retrieved:
+    """What came of retrieval.
 
-    A k that is not below the number of things to find is left out. Where pictures have several captions, these are
-    resampled together for the interval of ``text_to_image_R@k``.
+    Attributes:
+        scores: R@k (k = 1, 5, 10), mean and median rank, as ``image_to_text_…`` and ``text_to_image_…``; and
+            ``mean_R@1``. A k that is not below the number of things to find is left out. Where pictures have
+            several captions, these are resampled together for the interval of ``text_to_image_R@k``.
+        right: by the name of each R@k, (Q,) bool of its queries: pictures, or captions, equal ones together.
+        ranks: by the name of each mean rank, (Q,) int64, from 1.
+    """
+
+    scores: list[Score]
+    right: Mapping[str, Tensor]
+    ranks: Mapping[str, Tensor]
+
+
+def retrieval(subject: Subject) -> Retrieved:
+    """Find captions by pictures and pictures by captions.
 
     Raises:
-        DataError: the dataset has no captions, or they are all the same.
+        Lacks: the dataset has no captions.
+        DataError: they are all the same.
     """
     dataset = subject.dataset
     captions = captions_of(dataset)
@@ -60,17 +75,26 @@ def retrieval(subject: Subject) -> list[Score]:
     texts = subject.texts(list(copies))  # (T, D)
     images = subject.images().projected.to(subject.device)
     once = torch.ones(len(dataset), dtype=torch.int64)
-    place = match_ranks(images, texts, pairs, text_counts)
-    right = torch.zeros_like(once).index_add(0, pairs[:, 0], text_counts[pairs[:, 1]])
     total = int(text_counts.sum())
-    found = _scores(dataset, "image_to_text", _Found(place, once, right, total))
-    place = match_ranks(texts, images, by_text)
+    right = torch.zeros_like(once).index_add(0, pairs[:, 0], text_counts[pairs[:, 1]])
     first = by_text[torch.searchsorted(by_text[:, 0].contiguous(), torch.arange(len(copies)))][:, 1]
-    several = total > len(dataset)
-    right = torch.bincount(by_text[:, 0])
-    back = _Found(place, text_counts, right, len(dataset), cluster=first if several else None)
-    found += _scores(dataset, "text_to_image", back)
-    return [*found, _mean(found)]
+    directions = {
+        "image_to_text": _Found(match_ranks(images, texts, pairs, text_counts), once, right, total),
+        "text_to_image": _Found(
+            match_ranks(texts, images, by_text),
+            text_counts,
+            torch.bincount(by_text[:, 0]),
+            len(dataset),
+            cluster=first if total > len(dataset) else None,
+        ),
+    }
+    scores = [score for way, found in directions.items() for score in _scores(dataset, way, found)]
+    each = {way: found.place.repeat_interleave(found.weight) for way, found in directions.items()}
+    return Retrieved(
+        scores=[*scores, _mean(scores)],
+        right={f"{way}_R@{k}": ranks < k for way, ranks in each.items() for k in _TOP},
+        ranks={f"{way}_mean_rank": ranks + 1 for way, ranks in each.items()},
+    )
 
 
 def _mean(scores: Sequence[Score]) -> Score:

@@ -54,11 +54,11 @@ def test_zero_shot_prints_a_table_and_writes_lines(
     assert lines[0].split() == ["dataset", "metric", "value", "%", "95%", "interval", "chance", "%", "n"]
     assert max(map(len, lines[:-1])) <= 80 and "\x1b" not in done.stdout and "…" not in done.stdout
     assert re.search(r"A-test +acc1 +\d+\.\d +\d+\.\d–\d+\.\d +14\.29 +23\b", done.stdout)
-    assert lines[-1] == f"wrote 6 lines to {run / 'results.jsonl'}"
+    assert lines[-1] == f"wrote 8 lines to {run / 'results.jsonl'}"
     results = read_results(run / "results.jsonl")
-    assert [(line["dataset"], line["step"]) for line in results] == [("A-test", 40)] * 3 + [
+    assert [(line["dataset"], line["step"]) for line in results] == [("A-test", 40)] * 4 + [
         ("B-test", 40)
-    ] * 3
+    ] * 4
     checkpoint = run / "checkpoints" / "step_00000040"
     assert results[0]["weights"] == weights_id(str(checkpoint))[0]
 
@@ -92,7 +92,7 @@ def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset
     (run / "params.txt").write_text("model: ViT-S-32\n")
     main(["zero-shot", "--model", str(run / "checkpoints"), "--data", str(data)])
     results = read_results(run / "results.jsonl")
-    assert len(results) == 6
+    assert len(results) == 8
     newest = run / "checkpoints" / "epoch_10.pt"
     assert {line["weights"] for line in results} == {weights_id(str(newest))[0]}
 

@@ -255,7 +255,7 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
     assert refusal("x" * 5000) == f"cannot read dataset '{'x' * 200}': File name too long"
     (tmp_path / "empty").mkdir()
     assert "no picture in folders by class" in refusal(tmp_path / "empty")
-    assert "has label 7, but classnames.txt has 7 lines" in refusal(write_dataset("range", labels=[0, 7]))
+    assert "has label 7, but there are 7 class names" in refusal(write_dataset("range", labels=[0, 7]))
     assert "picture s0000001" in refusal(tmp_path / "range")
     assert "sample s0000001 of" in refusal(write_dataset("unlabelled", labels=[0, None]))
     assert "has no label, others have one" in refusal(tmp_path / "unlabelled")
