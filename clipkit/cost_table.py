@@ -64,8 +64,8 @@ def _fits(costs: Costs) -> Iterator[Row]:
         return
     size = machine.memory / 2**30
     answer = "yes" if costs.fits else "no"
-    counted = f"{COUNTED_ON * size:.0f} of its {size:.0f} GB are counted on, CUDA has the rest"
-    yield "fits", f"{answer}, {_short(machine.gpu)}: {counted}"
+    counted = f"{size:.0f} GB, of which {COUNTED_ON * size:.0f} are counted on"
+    yield "fits", f"{answer}: {_short(machine.gpu)} has {counted}"
     if costs.fits:
         return
     if not costs.instead:

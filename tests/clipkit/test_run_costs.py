@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_told_with_settings_that_do(config: Config, gpus: i
     machine = replace(A100, memory=size << 30)
     costs = costs_of(config, gpus, machine)
     assert costs.fits is False and costs.instead
-    assert f"fits no, A100: {0.9 * size:.0f} of its {size} GB are counted on" in text_of(costs)
+    assert f"fits no: A100 has {size} GB, of which {0.9 * size:.0f} are counted on" in text_of(costs)
     for settings in costs.instead:
         assert settings in text_of(costs)
         changed = config
