@@ -1,0 +1,134 @@
+"""What a task takes of memory, on made-up features that are mapped from a file; run in a process of its own.
+
+    python -m bench.evaluation_memory TASK PICTURES COLUMNS DIM
+
+Letters in shape comments: N pictures, D embedding dimension, C classes or captions.
+"""
+
+import json
+import resource
+import sys
+import tempfile
+import threading
+import time
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from data.shards import Sample
+from eval.dataset import DEFAULT_TEMPLATES, EvalDataset
+from eval.encode import ImageFeatures
+from eval.tasks import KNOWN_TASKS, Options
+
+__all__ = ["MadeUp", "peak_of"]
+
+
+class Pictures:
+    """So many pictures, all of them the same small one."""
+
+    def __init__(self, count: int) -> None:
+        self._count, file = count, BytesIO()
+        Image.new("RGB", (16, 16), "red").save(file, "png")
+        self._image = file.getvalue()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, number: int) -> Sample:
+        return Sample(number, "made up", str(number), self._image, None, None, {}, 0)
+
+    def locate(self, number: int) -> tuple[str, str]:
+        return "made up", str(number)
+
+    def fingerprint(self) -> str:
+        return "0" * 16
+
+
+class MadeUp:
+    """A model on a dataset as tasks see them, with features from nowhere, mapped as the store maps them.
+
+    Args:
+        place: a folder for the file.
+        task: "zero-shot" or "retrieval".
+        rows: pictures.
+        columns: classes, or captions.
+        dim: D.
+    """
+
+    def __init__(self, place: Path, task: str, rows: int, columns: int, dim: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.device, self.logit_scale, self.metrics = torch.device("cpu"), 100.0, ()
+        self._columns = F.normalize(torch.randn(columns, dim, generator=generator), dim=1)  # (C, D)
+        labels = torch.arange(rows) % columns
+        self._path, self._shape = place / "features.bin", (rows, dim)
+        file = np.memmap(self._path, np.float32, "w+", shape=self._shape)
+        for start in range(0, rows, 16_384):  # features of a model that is right now and then
+            block = labels[start : start + 16_384]
+            noise = torch.randn(len(block), dim, generator=generator)
+            file[start : start + len(block)] = F.normalize(3 * self._columns[block] + noise, dim=1).numpy()
+        file.flush()
+        del file
+        self.mapped = rows * dim * 4
+        classes = task == "zero-shot"
+        self.dataset = EvalDataset(
+            name="made up",
+            class_names=tuple(f"class {i}" for i in range(columns)) if classes else (),
+            templates=DEFAULT_TEMPLATES,
+            shards=Pictures(rows),
+            labels=labels if classes else None,
+            captions=None if classes else tuple((f"caption {i}",) for i in range(rows)),
+            revision="",
+            tasks=(task,),
+        )
+
+    def images(self) -> ImageFeatures:
+        mapped: Tensor = torch.from_numpy(np.memmap(self._path, np.float32, "c", shape=self._shape))
+        return ImageFeatures(projected=mapped, before_projection=torch.empty(self._shape[0], 0))
+
+    def class_weights(self) -> Tensor:
+        return self._columns.T.contiguous()
+
+    def texts(self, texts: Any) -> Tensor:
+        return self._columns[: len(texts)]
+
+
+def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
+    """The greatest resident size while a task's scores are made, and the greatest without the mapped features."""
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            own = next(line for line in lines if line.startswith("RssAnon"))
+            peak[0] = max(peak[0], int(own.split()[1]) << 10)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        subject: Any = MadeUp(Path(scratch), task, rows, columns, dim)
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        began = time.perf_counter()
+        outcome = KNOWN_TASKS[task].run(subject, Options())
+        seconds = time.perf_counter() - began
+        done.set()
+        watcher.join()
+        mapped = subject.mapped
+    return {
+        "rows": rows,
+        "columns": columns,
+        "dim": dim,
+        "seconds": seconds,
+        "scores": len(outcome.scores),
+        "bytes of mapped features": mapped,
+        "peak bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "peak bytes without what is mapped": peak[0],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak_of(sys.argv[1], *map(int, sys.argv[2:]))))
