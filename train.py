@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import torch
 
 from clipkit import distributed, not_finite
+from clipkit.accumulation import check_rows
 from clipkit.architectures import Architecture
 from clipkit.averaging import AveragedWeights
 from clipkit.checkpoint import latest_checkpoint, passed_over
@@ -152,6 +153,7 @@ def main() -> int:
         if sharded:
             model = without_values(model)
         lock(model, image=config.lock.image, text=config.lock.text)
+        check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
         if config.compile:
             compile_blocks(model)
         if config.recompute:

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from clipkit.errors import ConfigError
 from clipkit.parallel import local_gradients
 from clipkit.running_statistics import RunningStatistics
 from clipkit.stopwatch import Stopwatch
 
-__all__ = ["Features", "backward"]
+__all__ = ["Features", "backward", "check_rows"]
 
 Loss = Callable[..., Tensor]
 
@@ -31,6 +33,27 @@ class Features:
     loss: Tensor  # ()
     images: Tensor  # (B, O)
     texts: Tensor  # (B, O)
+
+
+def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> None:
+    """See that batch norms get at least two rows at a time: one has no variance.
+
+    Args:
+        model: in training mode; a batch norm that is locked is not in it, and takes any number.
+        batch_size: of the global batch.
+        world: how many ranks share it.
+        parts: how many pieces each rank computes its share in.
+
+    Raises:
+        ConfigError: the smallest piece has fewer.
+    """
+    rows = batch_size // world // parts
+    if rows < 2 and any(isinstance(one, _BatchNorm) and one.training for one in model.modules()):
+        least = 2 * world * parts
+        raise ConfigError(
+            f"batch_size = {batch_size} over {world} processes × accumulate = {parts} leaves pieces of one row, and "
+            f"the batch norms of this model need two: set batch_size={least} or more, or a smaller accumulate"
+        )
 
 
 def backward(

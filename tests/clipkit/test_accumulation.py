@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from clipkit.accumulation import backward
+from clipkit.accumulation import backward, check_rows
+from clipkit.errors import ConfigError
 from clipkit.loss import clip_loss
 from clipkit.model import CLIP
 
@@ -90,3 +91,15 @@ def test_more_parts_than_rows_are_refused(model: CLIP) -> None:
     given = {"images": images[:2], "tokens": tokens[:2]}
     with pytest.raises(AssertionError):
         backward(model, given, loss=clip_loss, parts=3, autocast=False)
+
+
+@pytest.mark.parametrize(("batch_size", "world", "parts"), [(4, 1, 3), (2, 2, 1), (7, 2, 2), (3, 1, 2)])
+def test_a_batch_norm_needs_two_rows_in_every_piece(batch_size: int, world: int, parts: int) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    with pytest.raises(
+        ConfigError, match=rf"pieces of one row, .* set batch_size={2 * world * parts} or more"
+    ):
+        check_rows(model, batch_size=batch_size, world=world, parts=parts)
+    check_rows(model, batch_size=2 * world * parts, world=world, parts=parts)
+    for other in (model.eval(), nn.Sequential(nn.LayerNorm(3))):  # locked, or none
+        check_rows(other, batch_size=batch_size, world=world, parts=parts)
