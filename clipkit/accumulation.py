@@ -51,8 +51,8 @@ def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> 
     if rows < 2 and any(isinstance(one, _BatchNorm) and one.training for one in model.modules()):
         least = 2 * world * parts
         raise ConfigError(
-            f"batch_size = {batch_size} over {world} processes × accumulate = {parts} leaves pieces of one row, and "
-            f"the batch norms of this model need two: set batch_size={least} or more, or a smaller accumulate"
+            f"batch_size = {batch_size} over {world} processes × accumulate = {parts} leaves pieces of one row, "
+            f"and the batch norms of this model need two: set batch_size={least} or more, or a smaller accumulate"
         )
 
 

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from clipkit.errors import ClipkitError
 
 __all__ = ["Failures", "Store", "failing_together"]
+
+Answer = TypeVar("Answer")
 
 _NOTE = "clipkit/failed"
 _POLL_SECONDS = 0.1  # while a rank that has failed waits for others
@@ -62,6 +64,9 @@ class Failures:
     def __init__(self, store: Store, *, rank: int, host: bool) -> None:
         self._store, self._rank, self._host = store, rank, host
         self._note = ""
+        self._gone = (
+            False  # whether the store is; asked then, torch writes a long C++ stack to stderr each time
+        )
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="failures", daemon=True).start()
 
@@ -77,17 +82,15 @@ class Failures:
     def leave(self, message: str) -> None:
         """Leave a note that this rank has failed, unless another was before it."""
         who = "error" if self._rank == 0 else f"error (rank {self._rank})"
-        with suppress(RuntimeError):
-            self._store.compare_set(_NOTE, "", f"{who}: {message}")
+        self._ask(lambda: self._store.compare_set(_NOTE, "", f"{who}: {message}"))
 
     def tells(self, message: str) -> bool:
         """Whether it is this rank that tells the user of a mistake: the chief, if it makes the same one soon."""
         key = f"clipkit/told/{message}"
-        with suppress(RuntimeError):
-            if self._rank:
-                self._until(_CHIEF_FIRST_SECONDS, lambda: self._store.check([key]))
-            return self._store.add(key, 1) == 1
-        return True
+        if self._rank:
+            self._until(_CHIEF_FIRST_SECONDS, lambda: bool(self._ask(lambda: self._store.check([key]))))
+        times = self._ask(lambda: self._store.add(key, 1))
+        return times is None or times == 1
 
     def wait_for_readers(self) -> None:
         """Before a store ends with this process, let the others see the note."""
@@ -95,20 +98,29 @@ class Failures:
             time.sleep(2 * _WATCH_SECONDS)
 
     def _look(self) -> bool:
-        with suppress(RuntimeError):
-            if not self._note and self._store.check([_NOTE]):
-                self._note = self._store.get(_NOTE).decode(errors="replace")
+        if not self._note and self._ask(lambda: self._store.check([_NOTE])):
+            note = self._ask(lambda: self._store.get(_NOTE))
+            self._note = note.decode(errors="replace") if note else ""
         return bool(self._note)
 
-    @staticmethod
-    def _until(seconds: float, holds: Callable[[], bool]) -> None:
+    def _ask(self, question: Callable[[], Answer]) -> Answer | None:
+        """What the store answers; None for good once it cannot be reached, as it ended with the chief."""
+        if self._gone:
+            return None
+        try:
+            return question()
+        except RuntimeError:
+            self._gone = True
+            return None
+
+    def _until(self, seconds: float, holds: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds
-        while not holds() and time.monotonic() < end:
+        while not holds() and not self._gone and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
 
     def _watch(self) -> None:
         """End a process that waits for one that has failed, as NCCL does for many minutes."""
-        while not self._over.wait(_WATCH_SECONDS):
+        while not self._gone and not self._over.wait(_WATCH_SECONDS):
             if self._look():
                 if not self._over.wait(_END_SECONDS if self._rank else _END_CHIEF_SECONDS):
                     _tell_torchrun(self._note, late=True)
