@@ -133,6 +133,7 @@ class Details:
             captions, whichever is asked about.
         values: by metric, a number of each item whose mean it is; of ``roc_auc`` the score that ranks it.
         labels: the class of each item, where it has one.
+        tuned_on: of a probe, the pictures that it was chosen on: "val", or "a fifth of train".
         chosen_c: of a probe, the C that validation chose (the inverse of the strength of its regularization).
     """
 
@@ -156,6 +157,7 @@ class Details:
     values: Mapping[str, Packed] = field(default_factory=dict)
     labels: Packed | None = None
     chosen_c: float | None = None
+    tuned_on: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -296,6 +298,7 @@ def _details(value: dict[str, Any]) -> Details:
         values={str(metric): _packed(one) for metric, one in value.get("values", {}).items()},
         labels=None if labels is None else _packed(labels),
         chosen_c=None if chosen is None else _finite(chosen),
+        tuned_on=str(value.get("tuned_on", "")),
     )
 
 

@@ -179,6 +179,7 @@ def _add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) ->
             help="few-shot: draws (default: 0 1 2)",
         )
         add("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default both")
+        add("--tuned", action="store_true", help="few-shot: choose C on the val split, as the CLIP paper did")
     if "knn" in tasks:
         add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
 
@@ -192,6 +193,7 @@ def _options(options: argparse.Namespace) -> Options:
         shots=tuple(getattr(options, "shots", SHOTS)),
         seeds=tuple(getattr(options, "seeds", (0, 1, 2))),
         estimators=tuple(getattr(options, "estimators", ESTIMATORS)),
+        tuned=getattr(options, "tuned", False),
         neighbours=tuple(getattr(options, "neighbours", KS)),
     )
 

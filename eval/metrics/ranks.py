@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TopClasses", "class_ranks", "class_scores", "match_ranks", "top_classes"]
+__all__ = ["TopClasses", "class_ranks", "class_scores", "full_float32", "match_ranks", "top_classes"]
 
 _BLOCK = 1 << 22  # similarities held at a time: 16 MiB in float32, and a few arrays of that size beside it
 
 
 @contextmanager
-def _full_float32(device: torch.device) -> Iterator[None]:
+def full_float32(device: torch.device) -> Iterator[None]:
     """Matrix products in IEEE float32: neither autocast nor TF32 nor bfloat16 passes."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
@@ -40,7 +40,7 @@ def _full_float32(device: torch.device) -> Iterator[None]:
 def _similarity_blocks(
     image_features: Tensor, classifier: Tensor, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of pictures with their (rows, C) float32 similarities; to be used within ``_full_float32``."""
+    """Rows of pictures with their (rows, C) float32 similarities; to be used within ``full_float32``."""
     rows = max(1, _BLOCK // classifier.shape[1])
     classifier = classifier.to(device, torch.float32)
     for start in range(0, len(image_features), rows):
@@ -68,7 +68,7 @@ def class_ranks(
     device = device or image_features.device
     ranks = torch.empty(len(image_features), dtype=torch.int64)
     index = torch.arange(classifier.shape[1], device=device)  # (C,)
-    with _full_float32(device):
+    with full_float32(device):
         for block, similarity in _similarity_blocks(image_features, classifier, device):
             label = labels[block, None].to(device)  # (rows, 1)
             own = similarity.gather(1, label)  # (rows, 1)
@@ -115,7 +115,7 @@ def top_classes(
     n, k = len(image_features), min(k, classifier.shape[1])
     classes = torch.empty(n, k, dtype=torch.int64)
     probabilities = torch.empty(n, k)
-    with _full_float32(device):
+    with full_float32(device):
         for block, similarity in _similarity_blocks(image_features, classifier, device):
             best, index = _first(similarity, k)
             total = torch.logsumexp(similarity * logit_scale, dim=1, keepdim=True)  # (rows, 1)
@@ -160,7 +160,7 @@ def class_scores(
     """
     device = device or image_features.device
     scores = torch.empty(len(image_features), classifier.shape[1])
-    with _full_float32(device):
+    with full_float32(device):
         for block, similarity in _similarity_blocks(image_features, classifier, device):
             if softmax_scale is not None:
                 similarity = torch.log_softmax(similarity * softmax_scale, dim=1)
@@ -197,7 +197,7 @@ def match_ranks(
     query_of_pair = pairs[:, 0].contiguous()
     transposed = candidates.to(device, torch.float32).T
     counts = None if candidate_counts is None else candidate_counts.to(device)
-    with _full_float32(device):
+    with full_float32(device):
         for start in range(0, len(queries), rows):
             stop = min(start + rows, len(queries))
             similarity = queries[start:stop].to(device, torch.float32) @ transposed  # (rows, M)

@@ -1,7 +1,7 @@
 """What a model is asked to do with a dataset, by name."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clipkit.errors import ConfigError, nearest
 from eval.dataset import TASKS, EvalDataset
@@ -30,6 +30,7 @@ class Options:
         shots: pictures a class that few-shot learning gets.
         seeds: of its draws.
         estimators: that it learns with.
+        tuned: whether C of its logistic regression is chosen on all validation pictures, as the CLIP paper did.
         neighbours: how many vote.
         details: whether what a page shows beside the scores is made too.
     """
@@ -39,6 +40,7 @@ class Options:
     shots: tuple[int, ...] = SHOTS
     seeds: tuple[int, ...] = (0, 1, 2)
     estimators: tuple[str, ...] = ESTIMATORS
+    tuned: bool = False
     neighbours: tuple[int, ...] = KS
     details: bool = True
 
@@ -49,7 +51,7 @@ class Options:
 
 _OPTIONS_OF: Mapping[str, tuple[str, ...]] = {
     "linear-probe": ("seed", "layers"),
-    "few-shot": ("shots", "seeds", "estimators"),
+    "few-shot": ("shots", "seeds", "estimators", "tuned"),
     "knn": ("neighbours",),
 }
 
@@ -116,21 +118,26 @@ def _linear_probe(subject: Subject, options: Options) -> Outcome:
         scores += probe.scores
         if options.details and probe.answers.labels.dim() == 1:
             top = probe.answers.top
-            details.append(
-                prediction_details(
-                    subject.dataset,
-                    top.classes[:, 0],
-                    task="linear-probe",
-                    setting=probe.setting,
-                    confidence=top.probabilities[:, 0],
-                    chosen_c=probe.chosen_c,
-                )
+            own = prediction_details(
+                subject.dataset,
+                top.classes[:, 0],
+                task="linear-probe",
+                setting=probe.setting,
+                confidence=top.probabilities[:, 0],
+                chosen_c=probe.chosen_c,
             )
+            details.append(replace(own, tuned_on=probe.tuned_on))
     return Outcome(scores=scores, details=details)
 
 
 def _few_shot(subject: Subject, options: Options) -> Outcome:
-    scores = few_shot(subject, shots=options.shots, seeds=options.seeds, estimators=options.estimators)
+    scores = few_shot(
+        subject,
+        shots=options.shots,
+        seeds=options.seeds,
+        estimators=options.estimators,
+        tuned=options.tuned,
+    )
     return Outcome(scores=scores)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from eval.metrics.ranks import _full_float32
+from eval.metrics.ranks import full_float32
 from eval.results import Score
 from eval.subject import Subject
 from eval.tasks.classification import Answers, classification_scores, fitting_metrics, labels_of
@@ -62,7 +62,7 @@ def nearest_neighbours(
     device = device or queries.device
     similarity = torch.empty(len(queries), k)
     index = torch.empty(len(queries), k, dtype=torch.int64)
-    with _full_float32(device):
+    with full_float32(device):
         for start in range(0, len(queries), _ROWS):
             block = slice(start, start + _ROWS)
             rows = queries[block].to(device, torch.float32)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.metrics.ranks import _full_float32
+from eval.metrics.ranks import full_float32
 from eval.tasks.feature_rows import Rows
 
 __all__ = ["LogisticFit", "LogisticProblem"]
@@ -125,7 +125,7 @@ class LogisticProblem:
         self._logits = 1 if self._binary else len(self._present)
         limit = _BLOCK if self._device.type == "cpu" else _DEVICE_BLOCK
         self._block = max(1, limit // max(self._logits, rows.width // 4))
-        with _full_float32(self._device):
+        with full_float32(self._device):
             self._decompose()
 
     def _decompose(self) -> None:
@@ -162,7 +162,7 @@ class LogisticProblem:
             tolerance: by how much another step may still change the logits, as a share of their root mean square.
             max_iterations: steps.
         """
-        with _full_float32(self._device):
+        with full_float32(self._device):
             began = self._zero() if start is None else self._fold(start)
             descent = _Descent(self, 1 / (C * self._n), began)
             converged = descent.run(max(tolerance, _FLOAT32_LIMIT), max_iterations)
