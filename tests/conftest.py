@@ -5,11 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.forked import Forked
 
 # models of this size gain nothing from threads, which wait for each other on a busy machine
 torch.set_num_threads(1)
+
+# no test depends on the clock: a busy machine is slow, not wrong
+settings.register_profile("clipkit", deadline=None)
+settings.load_profile("clipkit")
 
 # what was started in the background, or by nohup, ignores these, and so would all that the tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
