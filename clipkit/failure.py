@@ -64,9 +64,8 @@ class Failures:
     def __init__(self, store: Store, *, rank: int, host: bool) -> None:
         self._store, self._rank, self._host = store, rank, host
         self._note = ""
-        self._gone = (
-            False  # whether the store is; asked then, torch writes a long C++ stack to stderr each time
-        )
+        # whether the store is: asked then, torch writes a long C++ stack to stderr each time
+        self._gone = False
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="failures", daemon=True).start()
 

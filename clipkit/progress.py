@@ -248,14 +248,20 @@ class _Wandb:
         identity = run / "wandb_id"
         if not identity.is_file():
             identity.write_text(f"{run.name}-{time.time_ns():x}\n")
-        self._run: Any = wandb.init(
-            project=config.log.wandb,
-            name=run.name,
-            id=identity.read_text().strip(),
-            resume="allow",
-            dir=str(run),
-            config={"toml": without_secrets(to_toml(config))},
-        )
+        try:
+            self._run: Any = wandb.init(
+                project=config.log.wandb,
+                name=run.name,
+                id=identity.read_text().strip(),
+                resume="allow",
+                dir=str(run),
+                config={"toml": without_secrets(to_toml(config))},
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"log.wandb = {config.log.wandb!r}, but wandb does not begin: {error}: run `wandb login`, or set "
+                f"WANDB_MODE=offline to keep its files in {run}"
+            ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -155,6 +155,27 @@ def test_where_nothing_can_be_shown_the_training_goes_on_in_silence(end: str) ->
     assert (done.returncode, done.stdout) == (0, "went on\n")
 
 
+def test_wandb_without_a_login_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    program = (
+        "import sys\nfrom dataclasses import replace\nfrom pathlib import Path\n"
+        "from clipkit.config import Config, LogConfig\nfrom clipkit.errors import run_command\n"
+        "from clipkit.progress import MetricsLog\n"
+        "config = replace(Config(), log=LogConfig(tensorboard=False, wandb='mine'))\n"
+        "run_command(lambda: MetricsLog(Path(sys.argv[1]), config, step=0).close())\n"
+    )
+    left_out = {name for name in os.environ if name.startswith("WANDB_")}
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False,
+        env={**environment, "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")},
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: log.wandb = 'mine', but wandb does not begin: ")
+    assert "run `wandb login`, or set WANDB_MODE=offline" in last
+
+
 def test_figures_that_cannot_be_written_are_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = MetricsLog(tmp_path, QUIET, step=0)
