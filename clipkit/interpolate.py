@@ -108,6 +108,11 @@ class InterpolateOptions:
     name: str = ""
 
 
+def _folder(alpha: float) -> str:
+    """Different for each number: 0.5 is alpha_0.5, 1.0 alpha_1."""
+    return "alpha_" + repr(float(abs(alpha))).removesuffix(".0")
+
+
 def run(options: InterpolateOptions) -> int:
     """The command; returns the exit status.
 
@@ -118,7 +123,7 @@ def run(options: InterpolateOptions) -> int:
         _check_alpha(alpha)
     alphas = list(dict.fromkeys(options.alpha))
     out = _place(options.out)
-    places = [out] if len(alphas) == 1 else [out / f"alpha_{alpha:g}" for alpha in alphas]
+    places = [out] if len(alphas) == 1 else [out / _folder(alpha) for alpha in alphas]
     for place in places:
         check_free(place)
     first, second = (load(source, name=options.name) for source in (options.first, options.second))

@@ -122,8 +122,25 @@ def test_one_share_is_a_folder_that_loads(
 
 def test_several_shares_are_a_folder_each(stored: tuple[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert dispatch(["interpolate", *stored, "--alpha", "0", "0.25", "1", "0.25", "--out", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {"alpha_0", "alpha_0.25", "alpha_1"}
+    assert (
+        dispatch(
+            [
+                "interpolate",
+                *stored,
+                "--alpha",
+                "0",
+                "0.25",
+                "1",
+                "0.25",
+                "0.25000001",
+                "-0",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    assert {path.name for path in out.iterdir()} == {"alpha_0", "alpha_0.25", "alpha_0.25000001", "alpha_1"}
     first, second = (clipkit.load(source).state_dict() for source in stored)
     for name, wanted in (("alpha_0", first), ("alpha_1", second)):
         found = clipkit.load(out / name).state_dict()
