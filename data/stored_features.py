@@ -132,7 +132,7 @@ def _check_shards(stored: StoredRows, shards: Shards) -> None:
         total, missing = total + len(rows), missing + len(lacking)
         if len(lacking):
             example = example if example[1] else (index.key(int(lacking[0])), file.shown)
-            if not stored.has_shard(file.shown):
+            if not stored.is_of(file.shown):
                 without.append(file)
     if missing:
         raise DataError(

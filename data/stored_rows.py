@@ -99,18 +99,19 @@ class StoredRows:
             added: shards that are to be encoded as well.
         """
         manifest = self._manifest
-        sources = [*manifest["sources"], *added]
-        if len(sources) > 2 * _SHOWN:
-            sources = [*sources[:_SHOWN], "…"]
+        sources = [*_some(manifest["sources"]), *_some(added)]
         words = ["clipkit", "encode", *sources, *(["--text"] if self.kind == "caption" else [])]
         words += ["--model", str(manifest.get("model")), "--out", str(self.folder)]
         for option in ("rows_per_file", "batch_size", "precision", "device"):
             words += [f"--{option.replace('_', '-')}", str(manifest.get(option))]
         return shlex.join(words)
 
-    def has_shard(self, shard: str) -> bool:
-        """Whether rows of a shard are here."""
-        return self._source(shard) >= 0
+    def is_of(self, shard: str) -> bool:
+        """Whether a shard was encoded from the place where it is now, and not one of its name elsewhere."""
+        source = self._source(shard)
+        return source >= 0 and _shared(_parts(readable(shard)), self._sources[source]) == len(
+            self._sources[source]
+        )
 
     def find(self, shard: str, key: str) -> int:
         """The row of a sample.
@@ -273,6 +274,10 @@ def _parts(path: str) -> list[str]:
     """The parts of a path or URL; a command of a ``pipe:`` ends with the tar's name."""
     parts = path.replace(" ", "/").split("/") if path.startswith("pipe:") else path.split("/")
     return [part for part in parts if part not in ("", ".")] or [path]
+
+
+def _some(sources: Sequence[str]) -> list[str]:
+    return [*sources[:_SHOWN], "…"] if len(sources) > 2 * _SHOWN else list(sources)
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> int:

@@ -200,6 +200,23 @@ def test_what_is_missing_is_told_in_one_line_that_makes_it(
     StoredFeatures(first).check(shards)
 
 
+def test_a_shard_of_the_same_name_elsewhere_is_named_itself(
+    pairs: Path, teacher: CLIP, tmp_path: Path
+) -> None:
+    more = write_pairs(
+        tmp_path / "more", samples=SAMPLES + 1
+    )  # the last shard has five, of which four were encoded
+    features = encode_with(teacher, pairs, tmp_path / "features")
+    shards = Shards.of(find_shards(str(more)))
+    with pytest.raises(DataError, match="1 of 15 samples have no features") as caught:
+        StoredFeatures(features).check(shards)
+    command = shlex.split(str(caught.value).rpartition(": ")[2])
+    sources = list(map(Path, command[2 : command.index("--model")]))
+    assert sources == [pairs, more / "train" / "2.tar"]
+    encode_with(teacher, sources, features)
+    StoredFeatures(features).check(shards)
+
+
 def test_a_run_that_was_stopped_is_told_too(pairs: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:
     shards = Shards.of(find_shards(str(pairs)))
     copy = shutil.copytree(stored[0], tmp_path / "copy")
