@@ -477,10 +477,12 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--gpu, --gpus and --gpus-per-host go with --dry-run")
     if options.profile < 0:
         parser.error(f"--profile {options.profile}: a number of steps is wanted")
-    if options.config is not None and "=" in options.config:
-        options.overrides.insert(0, options.config)
-        options.config = None
-    options.config = Path(options.config) if options.config else DEFAULT_CONFIG
+    given = [one for one in (options.config, *options.overrides) if one is not None]
+    files = [one for one in given if "=" not in one and (one == given[0] or one.endswith(".toml"))]
+    if len(files) > 1:
+        raise ConfigError(f"{' and '.join(files)} are given: one file is complete, and settings are key=value")
+    options.overrides = [one for one in given if one not in files]
+    options.config = Path(files[0]) if files else DEFAULT_CONFIG
     return options
 
 

@@ -295,11 +295,22 @@ def test_a_locked_image_tower_keeps_its_bits(trainings: Trainings, tmp_path: Pat
     assert same == {name for name in before if name.startswith("visual.")}
 
 
+def test_the_file_may_stand_anywhere_among_settings_and_there_is_one(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    one, other = tmp_path / "one.toml", tmp_path / "other.toml"
+    one.write_text("seed = 77")
+    ended = trainings.start(tmp_path / "run", str(one), "--dry-run").result()
+    assert ended.returncode == 0 and "seed = 77" in ended.stdout.splitlines(), ended.stderr
+    ended = trainings.start(tmp_path / "run", str(one), str(other), "--dry-run").result()
+    assert error_of(ended.stderr).startswith(f"error: {one} and {other} are given: one file is complete")
+
+
 def test_what_cannot_be_is_one_line(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     said = trainings.run(out, "lock.image=all", "lock.text=all", status=1)
     assert "lock.image = 'all' and lock.text = 'all' leave nothing to train" in error_of(said)
-    shutil.rmtree(out)
+    assert not out.exists()
     error = error_of(trainings.run(out, "--replay", status=1))
     assert error == f"error: --replay needs a run that was saved: there is no checkpoint in {out}"
     assert not out.exists()
