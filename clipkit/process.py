@@ -22,7 +22,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked, self.saves = False, False
-        self.otherwise = "before the first step; the same command begins again"  # said where nothing is saved
+        self.otherwise = "no step was made; the same command begins again"  # said where nothing is saved
         self._owner = os.getpid()  # a loader process leaves signals to the trainer
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it

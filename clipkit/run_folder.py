@@ -9,6 +9,7 @@ RUN/bad_samples.jsonl         samples that were replaced, a line each; of rank 3
 import fcntl
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,8 @@ __all__ = [
 ]  # fmt: skip
 
 _LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
+_FIGURES = "metrics.jsonl"
+_STARTED = (_LOCK, _CONFIG, _MANIFEST, _FIGURES, "tensorboard")  # there before a step
 _FIRST_SAMPLES = 1000  # draws
 _LONGEST_NAME = 200  # characters of a process's name
 
@@ -34,6 +37,9 @@ _LONGEST_NAME = 200  # characters of a process's name
 @contextmanager
 def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]:
     """Make or reopen the run folder, and hold it while training; another training there is refused.
+
+    A folder made here that a mistake or Ctrl-C has left without a step, score or checkpoint is removed:
+    it would look like a run.
 
     Args:
         run: the folder.
@@ -48,18 +54,38 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]
     if not chief:
         yield
         return
+    made = [folder for folder in (run, *run.parents) if not folder.exists()]
+    doing = "made"
     try:
         run.mkdir(parents=True, exist_ok=True)
+        doing = "written"
         lock = (run / _LOCK).open("a+", encoding="utf-8", errors="replace")  # "w" would take the name out
     except OSError as error:
-        raise ConfigError(f"the run folder {run} cannot be made: {error.strerror}") from error
-    with lock:
-        _hold(lock, run)
-        try:
-            _claim(run, config)
-        except OSError as error:
-            raise ConfigError(f"the run folder {run} cannot be written: {error.strerror}") from error
-        yield
+        raise ConfigError(f"the run folder {run} cannot be {doing}: {error.strerror}") from error
+    ended = False
+    try:
+        with lock:
+            _hold(lock, run)
+            try:
+                _claim(run, config)
+            except OSError as error:
+                raise ConfigError(f"the run folder {run} cannot be written: {error.strerror}") from error
+            yield
+        ended = True
+    finally:
+        if made and not ended:
+            _take_back(run, made)
+
+
+def _take_back(run: Path, made: Sequence[Path]) -> None:
+    """Remove folders, the innermost first, if the run's holds nothing but what every start writes."""
+    left = [path for path in run.iterdir() if not _is_aside(path)]
+    if any(path.name not in _STARTED or (path.name == _FIGURES and path.stat().st_size) for path in left):
+        return
+    shutil.rmtree(run, ignore_errors=True)
+    with suppress(OSError):  # someone else has put something there
+        for folder in made[1:]:
+            folder.rmdir()
 
 
 def _hold(lock: TextIO, run: Path) -> None:

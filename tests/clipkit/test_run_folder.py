@@ -59,9 +59,34 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", program, run], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == f"error: the run folder {run} cannot be written: File too large\n"
-    assert [path.name for path in run.iterdir()] == [".lock"]
+    assert not run.exists()
     with only_trainer_of(run, CONFIG, chief=True):  # there is space again
         assert (run / "config.toml").is_file()
+
+
+def start_that_fails(run: Path, *files: str, lines: str = "") -> None:
+    with pytest.raises(DataError), only_trainer_of(run, CONFIG, chief=True):
+        (run / "tensorboard").mkdir()
+        (run / "metrics.jsonl").write_text(lines)
+        for name in files:
+            (run / name).touch()
+        raise DataError("no data")
+
+
+def test_a_start_that_fails_leaves_nothing_that_looks_like_a_run(tmp_path: Path) -> None:
+    start_that_fails(tmp_path / "runs" / "one", ".config.toml.partial")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").mkdir()
+    start_that_fails(tmp_path / "runs" / "one")
+    assert not list((tmp_path / "runs").iterdir())
+    for number, file in enumerate(("results.jsonl", "checkpoints", "notes.txt")):
+        start_that_fails(tmp_path / f"{number}", file)
+        assert (tmp_path / f"{number}" / file).exists() and (tmp_path / f"{number}" / "config.toml").is_file()
+    start_that_fails(tmp_path / "made", lines="{}")
+    assert (tmp_path / "made" / "metrics.jsonl").read_text() == "{}"
+    (tmp_path / "before").mkdir()  # not ours
+    start_that_fails(tmp_path / "before")
+    assert (tmp_path / "before" / "config.toml").is_file()
 
 
 def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
