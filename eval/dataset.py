@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
@@ -26,6 +27,7 @@ __all__ = [
     "NoSplit",
     "Pictures",
     "some",
+    "superclass_numbers",
 ]
 
 TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
@@ -73,6 +75,7 @@ class EvalDataset:
         items: (N,) int64, which pictures belong together; or None.
         metadata: by name, (N,) int64 facts about each picture, such as the region it is from.
         synonyms: of each class, all its names, if a prompt set gives it several; the first are ``class_names``.
+        superclasses: of each class, the group that it is of (an animal, a vehicle); () where there are none.
         prompt_set: the name under which ``class_names`` and ``templates`` go, "own" for those beside the pictures.
         revision: the pictures' fingerprint.
         tasks: what it is scored on unless the user says otherwise, of ``TASKS``.
@@ -91,6 +94,7 @@ class EvalDataset:
     items: Tensor | None = None
     metadata: Mapping[str, Tensor] = field(default_factory=dict)
     synonyms: tuple[tuple[str, ...], ...] | None = None
+    superclasses: tuple[str, ...] = ()
     prompt_set: str = "own"
 
     def __len__(self) -> int:
@@ -111,6 +115,12 @@ class EvalDataset:
         """Names a picture in a message."""
         shard, key = self.shards.locate(number)
         return f"dataset {self.name}: picture {key} of {shard}"
+
+
+def superclass_numbers(dataset: EvalDataset) -> Tensor:
+    """(C,) int64, the superclass of each class, numbered in the order of their first appearance."""
+    number = {name: i for i, name in enumerate(dict.fromkeys(dataset.superclasses))}
+    return torch.tensor([number[name] for name in dataset.superclasses], dtype=torch.int64)
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

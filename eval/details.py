@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset
+from eval.dataset import EvalDataset, superclass_numbers
 from eval.details_file import Bin, Details, Packed, details_folder, pack, read_details, write_details
 from eval.metrics import (
     calibration_bins,
@@ -20,6 +20,7 @@ from eval.metrics import (
     class_scores,
     confusion,
     per_class_accuracy,
+    superclass_confusion,
     top_classes,
 )
 from eval.snapshot_file import Example, Guess, Picture
@@ -133,8 +134,14 @@ def prediction_details(
     by_class = per_class_accuracy(correct, labels, classes)
     taken = confusion(predicted, labels)
     matrix = torch.from_numpy(taken.matrix(classes)) if classes <= _WHOLE_MATRIX else None  # (C, C)
+    groups = tuple(dict.fromkeys(dataset.superclasses))
+    by_group = (
+        superclass_confusion(taken, superclass_numbers(dataset)).matrix(len(groups)) if groups else None
+    )
     return replace(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),
+        superclass_names=tuple(_short(name) for name in groups),
+        superclass_matrix=None if by_group is None else pack(torch.from_numpy(by_group).flatten()),
         class_counts=tuple(by_class.total.tolist()),
         class_right=tuple(by_class.right.tolist()),
         mistakes=tuple(one for one in taken.mistakes(MISTAKES) if one[1] >= 0),

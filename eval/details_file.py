@@ -133,6 +133,8 @@ class Details:
             captions, whichever is asked about.
         values: by metric, a number of each item whose mean it is; of ``roc_auc`` the score that ranks it.
         labels: the class of each item, where it has one.
+        superclass_names: of groups of classes, where the dataset has such.
+        superclass_matrix: the confusion of these, packed by rows.
         tuned_on: of a probe, the pictures that it was chosen on: "val", or "a fifth of train".
         chosen_c: of a probe, the C that validation chose (the inverse of the strength of its regularization).
     """
@@ -158,6 +160,8 @@ class Details:
     labels: Packed | None = None
     chosen_c: float | None = None
     tuned_on: str = ""
+    superclass_names: tuple[str, ...] = ()
+    superclass_matrix: Packed | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -269,6 +273,7 @@ def _details(value: dict[str, Any]) -> Details:
         raise ValueError("the confusion matrix has not as many rows or columns as classes")
     mistakes = tuple(_mistake(one, len(names)) for one in value.get("mistakes", ()))
     labels, chosen = value.get("labels"), value.get("chosen_c")
+    above = value.get("superclass_matrix")
     return Details(
         dataset=str(value["dataset"]),
         task=str(value["task"]),
@@ -299,6 +304,8 @@ def _details(value: dict[str, Any]) -> Details:
         labels=None if labels is None else _packed(labels),
         chosen_c=None if chosen is None else _finite(chosen),
         tuned_on=str(value.get("tuned_on", "")),
+        superclass_names=tuple(str(name) for name in value.get("superclass_names", ())),
+        superclass_matrix=None if above is None else _packed(above),
     )
 
 

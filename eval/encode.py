@@ -27,6 +27,7 @@ from clipkit.zero_shot import encode_prompts, evaluating
 from data.remote.node_lock import NodeLock
 from eval.dataset import EvalDataset
 from eval.feature_store import FeatureTable, digest_of
+from eval.image_models import ImageModel, no_text_tower
 from eval.picture_pass import PicturePass, check_finite
 from eval.ranks import ONE_RANK, Ranks
 
@@ -124,7 +125,10 @@ class Encoder:
 
         Raises:
             DataError: the features are not finite, or cannot be kept.
+            ConfigError: the model has no text tower.
         """
+        if texts and isinstance(self.model, ImageModel):
+            raise no_text_tower(self.model.name)
         table = self._table("texts", {"projected": self.model.architecture.embed_dim})
         digests = {text: digest_of(text.encode("utf-8", "surrogatepass")) for text in texts}
         # by length: a batch is computed to its longest

@@ -13,19 +13,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import clipkit
-from clipkit import distributed
+from clipkit import CLIP, distributed
 from clipkit.checkpoint import resolve_checkpoint
 from clipkit.errors import ConfigError, DataError
 from clipkit.open_clip_run import newest_epoch
 from data.cache import cache_folder
 from eval.cards import card_names, load_card
 from eval.dataset import EvalDataset, Lacks
+from eval.image_models import TIMM, load_image_model
 from eval.ranks import Ranks
 from eval.results import check_appendable, weights_id
 from eval.run import Scored, run_model
 from eval.score_table import score_table
 from eval.targets import Missing, Target, find_suites, find_targets
-from eval.tasks import KNOWN_TASKS, Options, check_tasks
+from eval.tasks import KNOWN_TASKS, Options, check_image_tasks, check_tasks
 from eval.tasks.few_shot import ESTIMATORS, SHOTS
 from eval.tasks.knn import KS
 from eval.verify import Check, checks_of, expected_of, print_checks
@@ -123,7 +124,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         action="append",
-        help="a run folder, a checkpoint, or what clipkit.load takes; may be repeated",
+        help="a run folder, a checkpoint, what clipkit.load takes, or timm:NAME; may be repeated",
     )
     add(
         "--name",
@@ -204,6 +205,7 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
     tasks = tuple(options.task) if options.command == "run" else (options.command,)
     if not options.data and not options.suite:
         raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
+    check_image_tasks(options.model, tasks)
     named = find_targets(options.data, root=options.data_root, prompts=options.prompts)
     for target in named:  # what was named one by one fails before anything is scored
         check_tasks(target.dataset, tasks or None)
@@ -284,7 +286,7 @@ def _score_model(
     device: str,
     scored: Scored,
 ) -> None:
-    model = clipkit.load(wanted.source, name=options.name, device=device)
+    model = _load(wanted.source, options.name, device)
     check_appendable(wanted.out)  # while nothing is lost yet
     weights, step = weights_id(wanted.source)
     ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
@@ -319,6 +321,12 @@ def _score_model(
     if ranks.rank == 0:
         there = f", {own.found} were there already" if options.skip_existing else ""
         print(f"wrote {len(own.scores)} lines to {wanted.out.absolute()}{there}")
+
+
+def _load(source: str, name: str, device: str) -> CLIP:
+    if source.startswith(TIMM):
+        return load_image_model(source, device=device)
+    return clipkit.load(source, name=name, device=device)
 
 
 def _tell_trouble(trouble: Sequence[DataError], scored: Scored) -> int:

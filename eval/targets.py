@@ -57,7 +57,7 @@ class Target:
             )
         return replace(
             found, name=bound.name, class_names=bound.class_names, synonyms=bound.synonyms,
-            prompt_set=bound.prompt_set, templates=bound.templates,
+            prompt_set=bound.prompt_set, templates=bound.templates, superclasses=bound.superclasses,
         )  # fmt: skip
 
 
@@ -196,6 +196,7 @@ def _with_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset
         dataset,
         class_names=tuple(names[0] for names in found.class_names),
         synonyms=found.class_names if several else None,
+        superclasses=card.superclass_of(dataset.class_names),
         templates=found.templates,
         prompt_set=found.name,
     )

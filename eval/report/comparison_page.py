@@ -5,10 +5,12 @@ bytes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 from eval.details import Details, read_details
+from eval.image_models import TIMM
 from eval.report.charts import figure, number
 from eval.report.comparison_charts import cost, few_shot, layers, leaders, probe_differences, said_of
 from eval.report.comparison_tables import all_scores, model_facts, score_table_html
@@ -86,13 +88,7 @@ def _page(
     shown = _section_of_blocks(found, tables, details, book)
     sections = [
         Section(name="scores", title="Scores", lead=_lead(first), content=leaders(first) + _tables(tables)),
-        Section(
-            name="probe",
-            title="Zero-shot against linear probe",
-            lead="Zero-shot less linear probe, in points. On datasets with a bar to the right, the names of the "
-            "classes do better than a classifier trained on their pictures.",
-            content=probe_differences(found, first, tables.get("linear-probe")),
-        ),
+        _section_of_probes(found, first, tables.get("linear-probe")),
         Section(name="cost", title="Score against cost", content=cost(first)),
         Section(name="few-shot", title="Few-shot", content=few_shot(found, first)),
         Section(name="layers", title="Layer by layer", content=layers(found)),
@@ -194,6 +190,35 @@ def _tables(tables: Mapping[str, ScoreTable]) -> str:
             opened = " open" if len(table.lines) <= _SHORT else ""
             parts.append(f"<details{opened}><summary><b>{escape(title)}</b></summary>{html}</details>")
     return "".join(parts)
+
+
+def _section_of_probes(found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) -> Section:
+    """Zero-shot of each model against a linear probe: of an image model of timm if there is one, else its own."""
+    baseline = _baseline(found, probe)
+    whose, of_what = "linear probe", "a classifier trained on their pictures"
+    if probe is not None and baseline is not None:
+        name = found.models[baseline].label
+        whose, of_what = f"the linear probe of {name}", f"{of_what} with the features of {name}"
+        # every model is held beside the one probe
+        lines = [replace(line, cells=(line.cells[baseline],) * len(line.cells)) for line in probe.lines]
+        probe = replace(probe, lines=tuple(lines))
+    return Section(
+        name="probe",
+        title="Zero-shot against linear probe",
+        lead=f"Zero-shot less {whose}, in points. On datasets with a bar to the right, the names of the classes do "
+        f"better than {of_what}.",
+        content=probe_differences(found, zero_shot, probe),
+    )
+
+
+def _baseline(found: ResultSet, probe: ScoreTable | None) -> int | None:
+    """Which model is an image model of timm: that with the most probes, the first of several."""
+    counts = {
+        i: sum(line.cells[i] is not None for line in probe.lines if line.counted)
+        for i, model in enumerate(found.models if probe is not None else ())
+        if probe is not None and model.name.startswith(TIMM)
+    }
+    return max((i for i, count in counts.items() if count), key=lambda i: (counts[i], -i), default=None)
 
 
 def _section_of_blocks(

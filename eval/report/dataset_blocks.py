@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from clipkit.errors import DataError
-from eval.details import Details
+from eval.details import Details, Packed
 from eval.report.charts import figure, number
 from eval.report.pictures import PictureBook, example_card
 from eval.report.result_set import Model
@@ -86,18 +86,25 @@ def _calibration(details: Details) -> str:
 
 
 def _confusion(details: Details) -> str:
-    size = len(details.class_names)
-    if details.matrix is None or not size:
+    of_classes = _matrix("Confusion", details.class_names, details.matrix, details.n)
+    return of_classes + _matrix(
+        "By superclass", details.superclass_names, details.superclass_matrix, details.n
+    )
+
+
+def _matrix(title: str, names: Sequence[str], packed: Packed | None, n: int) -> str:
+    size = len(names)
+    if packed is None or not size:
         return ""
     try:
-        matrix = details.matrix.tensor().view(size, size).tolist()
-    except DataError:
+        matrix = packed.tensor().view(size, size).tolist()
+    except (DataError, RuntimeError):
         return '<p class="note">The confusion matrix cannot be read.</p>'
     right = sum(matrix[i][i] for i in range(size))
-    said = f"{number(right)} of {number(details.n)} on the diagonal"
-    drawn = _cells(details.class_names, matrix) if size <= _LABELLED else _drawing(matrix)
+    said = f"{number(right)} of {number(n)} on the diagonal"
+    drawn = _cells(names, matrix) if size <= _LABELLED else _drawing(matrix)
     told = f"rows are true, columns predicted; {said}"
-    caption = f'<figcaption><b>Confusion</b> <span class="note">{told}</span></figcaption>'
+    caption = f'<figcaption><b>{title}</b> <span class="note">{told}</span></figcaption>'
     wide = " wide" if _WIDE < size <= _LABELLED else ""
     return f'<figure class="facet confusion{wide}">{caption}{drawn}</figure>'
 

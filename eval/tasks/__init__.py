@@ -7,6 +7,7 @@ from clipkit.errors import ConfigError, nearest
 from eval.dataset import TASKS, EvalDataset
 from eval.details import item_details, prediction_details, zero_shot_details
 from eval.details_file import Details
+from eval.image_models import TIMM, no_text_tower
 from eval.results import Score
 from eval.subject import Subject
 from eval.tasks.classification import labels_of
@@ -17,7 +18,7 @@ from eval.tasks.linear_probe import linear_probes
 from eval.tasks.retrieval import captions_of, retrieval
 from eval.tasks.zero_shot import zero_shot
 
-__all__ = ["KNOWN_TASKS", "Options", "Outcome", "Task", "check_tasks"]
+__all__ = ["KNOWN_TASKS", "Options", "Outcome", "Task", "check_image_tasks", "check_tasks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ class Task:
         run: scores a model on a dataset.
         check: raises DataError where a dataset lacks what it needs.
         texts: those of a dataset that it will have encoded.
+        needs_text: whether it needs a text tower.
         learns: whether it needs the training split.
         depends_on: facts of provenance that its scores depend on besides weights and pictures.
     """
@@ -81,6 +83,7 @@ class Task:
     run: Callable[[Subject, Options], Outcome]
     check: Callable[[EvalDataset], object]
     texts: Callable[[EvalDataset], Iterable[str]] = lambda _: ()
+    needs_text: bool = False
     learns: bool = False
     depends_on: tuple[str, ...] = ()
 
@@ -160,6 +163,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
         run=_zero_shot,
         check=labels_of,
         texts=_prompts,
+        needs_text=True,
         depends_on=("prompts",),
     ),
     "retrieval": Task(
@@ -167,6 +171,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
         run=_retrieval,
         check=captions_of,
         texts=_captions,
+        needs_text=True,
         depends_on=("captions",),
     ),
     "linear-probe": Task(
@@ -189,6 +194,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
         run=lambda subject, _: Outcome(scores=compositional(subject)),
         check=choices_of,
         texts=_choices,
+        needs_text=True,
         depends_on=("captions", "choices"),
     ),
 }
@@ -208,3 +214,18 @@ def check_tasks(dataset: EvalDataset, tasks: Sequence[str] | None = None) -> tup
             raise ConfigError(f"unknown task {task!r}: {nearest(task, KNOWN_TASKS)}")
         KNOWN_TASKS[task].check(dataset)
     return chosen
+
+
+def check_image_tasks(models: Sequence[str], tasks: Sequence[str]) -> None:
+    """Make sure that models can do all tasks, as far as it can be told by name before any of them is loaded.
+
+    Args:
+        models: as the user names them.
+        tasks: none for those that datasets name.
+
+    Raises:
+        ConfigError: a model has no text tower, and a task needs one.
+    """
+    for model in models:
+        if model.startswith(TIMM) and (not tasks or any(KNOWN_TASKS[task].needs_text for task in tasks)):
+            raise no_text_tower(model)

@@ -1,9 +1,9 @@
 """The metrics of a classifier, whoever made it: each by its name, as a dataset's card gives it.
 
-The names: acc1, acc5, mean_top1_top5, mean_per_class_recall, f1_macro, ece; worst_GROUP_acc1 and worst_GROUP_acc5
-for a column of the dataset's metadata; roc_auc for two classes; of pictures with several labels,
-mean_average_precision and map_11_point, with ``_softmax`` behind them where pictures are ranked by probabilities
-instead of similarities.
+The names: acc1, acc5, mean_top1_top5, mean_per_class_recall, f1_macro, ece; superclass_acc1 where the card groups
+classes; worst_GROUP_acc1 and worst_GROUP_acc5 for a column of the dataset's metadata; roc_auc for two classes; of
+pictures with several labels, mean_average_precision and map_11_point, with ``_softmax`` behind them where pictures
+are ranked by probabilities instead of similarities.
 
 Letters in shape comments: N pictures, D numbers a picture, C classes.
 """
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset, Lacks
+from eval.dataset import EvalDataset, Lacks, superclass_numbers
 from eval.metrics import (
     Estimate,
     TopClasses,
     class_ranks,
     class_scores,
+    confusion,
     expected_calibration_error,
     f1_macro,
     map_11_point,
@@ -30,6 +31,7 @@ from eval.metrics import (
     mean_per_class_interval,
     mean_per_class_recall,
     roc_auc,
+    superclass_confusion,
     top_classes,
     top_k_accuracy,
     worst_group_accuracy,
@@ -87,6 +89,11 @@ class Answers:
         return self.dataset.metadata[name]
 
 
+def _superclass(answers: Answers) -> Estimate:
+    taken = confusion(answers.top.classes[:, 0], answers.labels)
+    return superclass_confusion(taken, superclass_numbers(answers.dataset)).accuracy()
+
+
 def _mean_per_class(answers: Answers) -> Estimate:
     correct = answers.ranks < 1
     low, high = mean_per_class_interval(correct, answers.labels)
@@ -115,6 +122,7 @@ _OF_ONE_LABEL: Mapping[str, Callable[[Answers], Estimate]] = {
     "f1_macro": _f1,
     "roc_auc": _roc_auc,
     "ece": _ece,
+    "superclass_acc1": _superclass,
 }
 _OF_SEVERAL: Mapping[str, Callable[[Answers], Estimate]] = {
     "mean_average_precision": lambda a: mean_average_precision(a.scores(softmax=False), a.labels),

@@ -27,4 +27,6 @@ def zero_shot(subject: Subject, *, calibration: bool = False) -> list[Score]:
     metrics = fitting_metrics(subject.dataset, subject.metrics)
     if calibration and answers.labels.dim() == 1 and "ece" not in metrics:
         metrics = (*metrics, "ece")
+    if calibration and subject.dataset.superclasses:
+        metrics = (*metrics, "superclass_acc1")
     return classification_scores(answers, task="zero-shot", metrics=metrics)

@@ -230,3 +230,19 @@ def test_pages_and_tables(
     main(["list"])
     assert "clip27" in capsys.readouterr().out
     assert json.loads(out.read_text().splitlines()[0])["prompt_set"] == "own"
+
+
+def test_classes_in_groups(run: Path, probed: Path, tmp_path: Path) -> None:
+    """A mistake within a group is none of the groups; the page shows what groups are taken for."""
+    main(["new", "Things in colours", "--data", str(probed)])
+    card = probed / "card.toml"
+    grouped = '\n[superclasses]\nlight = ["yellow", "white", "grey"]\ndark = ["red", "green", "blue", "black"]\n'
+    card.write_text(card.read_text() + grouped)
+    out = tmp_path / "r.jsonl"
+    main(["run", "--model", str(run), "--data", str(probed), "--out", str(out)])
+    found = {metric: value for (_, _, _, metric), value in values(out).items()}
+    details = json.loads(next((tmp_path / "r.details").glob("*.json")).read_text())
+    assert details["superclass_names"] == ["dark", "light"]
+    assert found["acc1"] < found["superclass_acc1"] <= 1
+    main(["report", str(out)])
+    assert "By superclass" in (tmp_path / "report.html").read_text()
