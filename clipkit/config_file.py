@@ -51,7 +51,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file is missing or not TOML, a key is unknown or given twice, or a value does not fit.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # tomllib's own errors, no UTF-8, numbers of 5,000 digits
@@ -195,7 +195,8 @@ def nearest_key(key: str) -> str:
         return f"did you mean {also!r}?"
     last = {one.rsplit(".", 1)[-1]: one for one in reversed(known)}
     name = key.rsplit(".", 1)[-1]
-    return f"did you mean {last[name]!r}?" if name in last else nearest(key, known)
+    hint = f"did you mean {last[name]!r}?" if name in last else nearest(key, known)
+    return hint if hint.startswith("did") else "`train.py --settings` lists and explains them all"
 
 
 def _fit(hint: Any, value: Any, key: str) -> Any:

@@ -168,7 +168,7 @@ def test_an_override_is_read_as_its_field_wants_it(folder: Path, override: str, 
         ("train=x", "did you mean 'data.train'?"),
         ("checkpoints.every_step=1", "checkpoints.every_step is unknown: did you mean 'checkpoint.every_steps'?"),
         ("optm.lr=1", "optm.lr is unknown: did you mean 'optim.lr'?"),
-        ("qqq=1", "qqq is unknown: known: accumulate, batch_size"),
+        ("qqq=1", "qqq is unknown: `train.py --settings` lists"),
         ("steps.x=1", "steps = {'x': 1} does not fit: a whole number"),
         ("model=ViT-B-16", "model = 'ViT-B-16' does not fit: it is a section, set model.<name>"),
         ("optim.lr.x=1", "optim.lr"),
@@ -260,6 +260,11 @@ def test_a_broken_file_is_a_configuration_error(folder: Path, content: bytes) ->
     path.write_bytes(content)
     with pytest.raises(ConfigError):
         load_config(path)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    (folder / "marked.toml").write_bytes(b"\xef\xbb\xbfseed = 7\n")
+    assert load_config(folder / "marked.toml").seed == 7
 
 
 def test_a_missing_file_is_a_configuration_error(folder: Path) -> None:

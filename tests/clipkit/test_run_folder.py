@@ -46,6 +46,15 @@ def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) 
         pass
 
 
+def test_a_folder_that_is_there_and_cannot_be_written_is_said_to(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with (
+        pytest.raises(ConfigError, match="cannot be written: Is a directory"),
+        only_trainer_of(tmp_path, CONFIG, chief=True),
+    ):
+        pass
+
+
 def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     program = (
         "import resource, sys\nfrom pathlib import Path\nfrom clipkit.config import Config\n"
