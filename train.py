@@ -49,7 +49,7 @@ from clipkit.process import StopRequest, loss_after
 from clipkit.profiling import Profile
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
 from clipkit.recompute import recompute_blocks
-from clipkit.resume import load_training
+from clipkit.resume import as_replayed, load_training
 from clipkit.run_costs import Costs, run_costs
 from clipkit.run_folder import (
     append_bad_samples,
@@ -59,6 +59,7 @@ from clipkit.run_folder import (
     only_trainer_of,
     too_many_bad,
 )
+from clipkit.run_notes import beginning, notes
 from clipkit.running_statistics import RunningStatistics
 from clipkit.settings_reference import settings_reference
 from clipkit.spikes import is_spike, next_usual
@@ -115,9 +116,9 @@ def main() -> int:
             print(without_secrets(to_toml(config, differing_from=Config())), *cost_table(costs), sep="\n")
         distributed.stop()
         return 0
+    if options.replay:
+        config = as_replayed(config, run)
     check_split(config, world)
-    if options.replay and latest_checkpoint(run) is None:
-        raise ConfigError(f"--replay needs a run that was saved: there is no checkpoint in {run}")
     if config.data.nvjpeg:
         require_nvjpeg(device)
     bf16 = use_bf16(config, device)
@@ -233,8 +234,13 @@ def main() -> int:
         if chief:
             print(without_secrets(to_toml(config, differing_from=Config())), file=sys.stderr)
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
-        progress.say(describe(model, order, shards, world, device, config, bf16=bf16))
-        progress.say(beginning(run, state.step, config, planned=planned))
+        layers = 0 if unfreezing is None else unfreezing.layers
+        for line in (
+            *describe(model, order, shards, world, device, config, bf16=bf16),
+            *beginning(run, state.step, config, planned=planned),
+            *notes(config, step=state.step, samples=order.samples, layers=layers),
+        ):
+            progress.say(line)
         if checkpoint is not None and (bad := passed_over(checkpoint)):
             progress.say(f"note: {', '.join(bad)} is damaged or missing; {checkpoint.name} was taken instead")
         log = MetricsLog(run, config, step=state.step, kept=chief)
@@ -541,42 +547,19 @@ def use_bf16(config: Config, device: torch.device) -> bool:
     return config.precision == "bf16"
 
 
-def beginning(run: Path, step: int, config: Config, *, planned: int) -> str:
-    """What is about to happen, and what in it may not be meant; ``planned`` steps were wanted so far."""
-    if step >= config.steps:
-        return f"{run} has made all its {config.steps} steps"
-    line = f"resuming {run} at step {step}" if step else f"starting {run}"
-    if step and config.model.weights:
-        line += f"; all weights are its own by now, and model.weights = {config.model.weights!r} is not read"
-    if config.steps != planned:
-        line += (
-            f"; steps = {config.steps} now, and were {planned}: the rate follows the "
-            f"{'longer' if config.steps > planned else 'shorter'} run's schedule from here on, "
-            f"{learning_rate(step - 1, planned, config.optim):.3g} at step {step} and "
-            f"{learning_rate(step, config.steps, config.optim):.3g} at step {step + 1}"
-        )
-    if config.optim.warmup >= config.steps:
-        line += (
-            f"; note that optim.warmup = {config.optim.warmup} is no shorter than the run of {config.steps} steps: "
-            f"the rate ends at {learning_rate(config.steps - 1, config.steps, config.optim):.2g}, "
-            f"and optim.lr is {config.optim.lr:g}"
-        )
-    return line
-
-
 def describe(
     model: CLIP, order: Order, shards: Shards, world: int, device: torch.device, config: Config, *, bf16: bool
-) -> str:
+) -> list[str]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     precision = "bf16" if bf16 else "fp32"
     samples = ", ".join(
         filter(None, (f"{order.samples} samples", shards.manifest.left_out(shards.selection)))
     )
     sources = [shown(source) for source in config.data.sources]
-    return (
-        f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}; "
-        f"{samples}; {order.describe(config.steps, sources)}"
-    )
+    return [
+        f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}",
+        f"{samples}; {order.describe(config.steps, sources)}",
+    ]
 
 
 if __name__ == "__main__":

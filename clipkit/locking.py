@@ -108,6 +108,11 @@ class Unfreezing:
             if parameter.requires_grad
         ]
 
+    @property
+    def layers(self) -> int:
+        """How many are trained in the end, of the tower with the most of them."""
+        return 1 + max((above for _, above in self._above), default=0)
+
     def lock_for_step(self, step: int) -> bool:
         """Set what is trained in update ``step``; returns whether that differs from what it was.
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ _MOST_CAUSES = 1000  # that are counted: some hold numbers, and each is another
 class ProgressLine:
     """A live progress bar on a terminal, a line every ten seconds elsewhere; silent where not ``shown``.
 
+    The figures of the last step stay, as a line of their own.
+
     It also falls silent where nobody reads any more, as when a Ctrl-C has ended the ``tee`` behind a pipe: what is
     shown is never a reason to end a training.
     """
@@ -37,8 +40,9 @@ class ProgressLine:
         output = cast(TextIO, _Output(sys.stderr)) if sys.stderr is not None else StringIO()
         self.console = Console(file=output, soft_wrap=True, highlight=False)
         self._steps, self._shown = steps, shown
-        self._started, self._done_before = time.monotonic(), done
+        self._known: tuple[float, int] | None = None  # when the first figures came, and of which step
         self._last_line = 0.0
+        self._newest, self._told = "", True
         columns = (
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=12),
@@ -54,7 +58,16 @@ class ProgressLine:
     def say(self, line: str) -> None:
         """A line of its own, above the bar; marks that would move the cursor (keys may hold any) are replaced."""
         if self._shown:
-            self.console.print("".join(c if c.isprintable() else "\ufffd" for c in line), markup=False)
+            line = "".join(c if c.isprintable() else "\ufffd" for c in line)
+            if self._live:  # else a line stays one, for who searches a file for it
+                line = textwrap.fill(
+                    line,
+                    self.console.width,
+                    subsequent_indent="  ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            self.console.print(line, markup=False)
 
     def advance(self, step: int) -> None:
         """``step`` updates are made."""
@@ -70,18 +83,34 @@ class ProgressLine:
             f"{metrics['samples_per_second']:.0f}/s data {waiting:.0%} "
             f"scale {metrics['scale']:.1f}"
         )
+        now = time.monotonic()
+        self._newest, self._told = f"step {step}/{self._steps} {text}", False
         if self._live:
             self._bar.update(self._task, completed=step, description=text)
-        elif time.monotonic() - self._last_line >= _PLAIN_EVERY_SECONDS:
-            self._last_line = time.monotonic()
-            elapsed = self._last_line - self._started
-            left = elapsed / max(1, step - self._done_before) * (self._steps - step)
-            self.say(f"step {step}/{self._steps} {text} left {_clock(left)}")
+        elif now - self._last_line >= _PLAIN_EVERY_SECONDS and step < self._steps:
+            self._last_line = now
+            self._tell(self._left(step, now))
+        if step >= self._steps:
+            self._tell()
+        self._known = self._known or (now, step)
+
+    def _left(self, step: int, now: float) -> str:
+        """How long it will take at the pace since the first figures; the first step's tells nothing."""
+        if self._known is None or step == self._known[1]:
+            return ""
+        since, first = self._known
+        return f" left {_clock((now - since) / (step - first) * (self._steps - step))}"
+
+    def _tell(self, more: str = "") -> None:
+        self.say(self._newest + more)
+        self._told = True
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Take the bar away; the newest figures stay."""
         if self._live:
             self._bar.stop()
+        if not self._told:
+            self._tell()
 
 
 class BadSampleLines:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,49 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from clipkit.averaging import AveragedWeights
-from clipkit.checkpoint import FORMAT, STEP_FOLDER, TRAINED, check_weights, read_json, step_of
-from clipkit.errors import CheckpointError
+from clipkit.checkpoint import (
+    FORMAT,
+    STEP_FOLDER,
+    TRAINED,
+    check_weights,
+    latest_checkpoint,
+    read_json,
+    step_of,
+)
+from clipkit.config import Config
+from clipkit.config_file import load_config
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model import CLIP
 from clipkit.parallel import put
 from clipkit.training_state import LoopState, loop_state, restore_optimizer
 
-__all__ = ["load_training"]
+__all__ = ["as_replayed", "load_training"]
+
+
+def as_replayed(config: Config, run: Path) -> Config:
+    """The configuration of a step that one process computes again: in as many pieces as all ranks had together.
+
+    How many ranks there were is told by the lists of samples that each has left, see clipkit/not_finite.py.
+
+    Raises:
+        ConfigError: the run was never saved.
+    """
+    checkpoint = latest_checkpoint(run)
+    if checkpoint is None:
+        raise ConfigError(f"--replay needs a run that was saved: there is no checkpoint in {run}")
+    failed = step_of(checkpoint.name) + 1
+    ranks = max(1, sum(_first_step(path) == failed for path in run.glob("not_finite*.jsonl")))
+    parts = load_config(checkpoint / "config.toml").accumulate * ranks
+    return replace(config, accumulate=min(max(parts, config.accumulate), config.batch_size))
+
+
+def _first_step(path: Path) -> int | None:
+    try:
+        with path.open(encoding="utf-8") as file:
+            step = json.loads(file.readline()).get("step")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def load_training(

@@ -107,7 +107,7 @@ def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> N
     rates += [learning_rate(step, 8, optim) for step in range(4, 8)]
     assert [line["lr"] for line in metrics(out)] == rates
     assert (
-        f"resuming {out} at step 4; steps = 8 now, and were 4: the rate follows the longer run's schedule "
+        f"resuming {out} at step 4\nsteps = 8 now, and were 4: the rate follows the longer run's schedule "
         f"from here on, {rates[3]:.3g} at step 4 and {rates[4]:.3g} at step 5"
     ) in said
     assert load_config(out / "config.toml").steps == 8

@@ -196,6 +196,8 @@ def test_a_mistake_is_one_line(name: str, place: Place, ended: Callable[[str], E
         lines = (place.runs / name / "bad_samples.jsonl").read_text().splitlines()
         assert message.startswith(f"{len(lines)} of {4 + len(lines)} samples ")
         assert all(json.loads(line)["step"] == 1 and json.loads(line)["key"] in ("1", "5") for line in lines)
+    elif name != "missing shards":  # which another case mends
+        assert not (place.runs / name).exists()  # it would look like a run
 
 
 def test_a_few_bad_samples_are_replaced_counted_and_listed(
@@ -216,7 +218,7 @@ def test_a_few_bad_samples_are_replaced_counted_and_listed(
         f"{share:.3g}% of the {8 + len(listed)} samples drawn were bad "
         "(limit: data.max_bad = 5%, taken of at least 1,000)"
     )
-    assert ", 8 samples; " not in training.stderr and "; 8 samples; " in training.stderr
+    assert "\n8 samples; " in training.stderr
 
 
 def test_a_folder_is_for_one_configuration(place: Place, ended: Callable[[str], Ended]) -> None:
@@ -258,7 +260,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(place: Place) -> None:
         early.send_signal(signal.SIGINT)
         _, stderr = early.communicate(timeout=60)
     assert early.returncode == 130
-    assert stderr.splitlines()[-1] == "stopped; before the first step; the same command begins again"
+    assert stderr.splitlines()[-1] == "stopped; no step was made; the same command begins again"
     # where the signal meets a finalizer, Python itself tells of the KeyboardInterrupt that it ignores
     ignored = r"Exception ignored in: .*\nTraceback .*\n(?: .*\n)*KeyboardInterrupt.*\n"
     assert "Traceback" not in re.sub(ignored, "", stderr)

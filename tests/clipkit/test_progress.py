@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,10 +85,47 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
         if not shown:
             assert printed.err == ""
             continue
-        first, hostile, second = printed.err.splitlines()
+        first, hostile, second, last = printed.err.splitlines()
         assert first == "[bold]starting[/bold] runs/x"
         assert hostile == "bad sample replaced: a\ufffd[2Jb\ufffdc"
-        assert second.startswith("step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3 left ")
+        assert second == "step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3"
+        assert last == second.replace(
+            "step 1/", "step 2/"
+        )  # a run that ends early leaves its last figures too
+
+
+def test_the_last_step_is_told_and_the_time_left_once_it_is_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = ProgressLine(steps=50, done=20, shown=True)
+    now += 300  # what the first step waits for
+    progress.update(21, FIGURES)
+    for step in range(22, 51):
+        now += 4
+        progress.update(step, FIGURES)
+    progress.close()
+    told = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert [line[1] for line in told] == ["21/50", *(f"{step}/50" for step in range(24, 50, 3)), "50/50"]
+    assert [line[-2:] for line in told[1:3]] == [["left", "1m44s"], ["left", "1m32s"]]
+    assert "left" not in told[0] and "left" not in told[-1]
+
+
+def test_a_terminal_keeps_the_last_figures_and_breaks_lines_between_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    progress = ProgressLine(steps=3, done=0, shown=True)
+    progress.say("a line of words that is longer than the terminal is wide")
+    progress.update(1, FIGURES)
+    progress.update(2, FIGURES)
+    progress.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).replace("\r", "\n")
+    assert "a line of words that is longer than the\n  terminal is wide" in shown
+    assert shown.rstrip().endswith("step 2/3 loss 1.250 (chance 5.50) 100/s\n  data 10% scale 14.3")
+    assert shown.count("step 2/3") == 1
 
 
 def test_where_there_is_no_level_of_chance_none_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
