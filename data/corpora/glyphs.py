@@ -26,6 +26,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from clipkit.count_progress import CountProgress
 from clipkit.errors import DataError
 from data.corpora.glyph_captions import (
     CLASS_CHARACTERS,
@@ -43,6 +44,7 @@ __all__ = ["REVISION", "make"]
 REVISION = "3"
 
 _CHUNK = 500
+_IN_A_MINUTE = 60_000  # about, on two cores
 _TEST_VIEWS = 10  # pictures of each held-out glyph
 _ORNATE = frozenset({"script", "fraktur", "double-struck"})
 _STEPS = 14  # of a stored distance within a pixel, so that it fits into a byte
@@ -76,7 +78,8 @@ def make(
         size: the pictures' side in pixels; they are 8-bit grey PNGs.
         seed: other seeds give other pictures.
         processes: how many at once; all cores if None. It does not change the files.
-        progress: show a bar on stderr, or where that is no terminal a line at the start and one at the end.
+        progress: show a bar on stderr; where that is no terminal, a line at the start, every ten seconds and at
+            the end.
 
     Raises:
         DataError: ``out`` already holds something, or a number is out of range.
@@ -162,8 +165,15 @@ def _shown(
         )
         return
     count, start = sum(chunk.count for chunk in chunks), time.monotonic()
-    print(f"drawing {count:,} glyphs; 60,000 take about a minute on two cores", file=sys.stderr, flush=True)
-    yield from pairs
+    minutes = round(count / _IN_A_MINUTE)
+    long = f", about {minutes} min on two cores" if minutes else ""
+    print(f"drawing {count:,} glyphs{long}", file=sys.stderr, flush=True)
+    drawn = 0
+    with CountProgress("glyphs drawn:", total=count, shown=True) as shown:
+        for chunk, result in pairs:
+            yield chunk, result
+            drawn += chunk.count
+            shown.show(drawn)
     print(f"drew {count:,} glyphs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 

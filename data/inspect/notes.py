@@ -109,7 +109,7 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
     if captions.repeated > _MENTIONED * captions.read:
         yield Note(
             text=f"{percent(captions.repeated, captions.read)} of the captions read are there already with "
-            "another picture: in one batch such pairs count as wrong"
+            "another picture: in one batch such pairs count as wrong, unless loss.same=positives (or ignored)"
         )
 
 
