@@ -57,6 +57,9 @@ class Pictures(Protocol):
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change when the pictures do."""
 
+    def stamp(self) -> str:
+        """Likewise, and it changes too when files were written anew, or lie elsewhere."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalDataset:
@@ -108,8 +111,7 @@ class EvalDataset:
     @property
     def stamp(self) -> str:
         """Changes whenever the pictures may have, also where the revision, which moves with them, does not."""
-        stamp = getattr(self.shards, "stamp", None)
-        return self.revision if stamp is None else str(stamp())
+        return self.shards.stamp()
 
     def where(self, number: int) -> str:
         """Names a picture in a message."""

@@ -238,6 +238,10 @@ class ArrayPictures:
             caption_number=0,
         )
 
+    def stamp(self) -> str:
+        """The fingerprint, which is of what the pictures hold."""
+        return self.fingerprint()
+
     def fingerprint(self) -> str:
         """16 hexadecimal digits of all pixels where there is an array of them; else of some pictures."""
         digest = hashlib.sha256(f"{len(self)}".encode())

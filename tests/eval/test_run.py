@@ -93,7 +93,7 @@ def test_killed_at_a_random_moment_and_run_again_gives_the_same_table(
     run: Path, probed: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     other = write_dataset("other", labels=[i % 7 for i in range(40)])
-    data = [
+    data: list[str | Path] = [
         "run",
         "--model",
         run,
