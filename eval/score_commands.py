@@ -24,11 +24,11 @@ from eval.image_models import TIMM, load_image_model
 from eval.ranks import Ranks
 from eval.results import check_appendable, weights_id
 from eval.run import Scored, run_model
-from eval.score_table import score_table
 from eval.targets import Missing, Target, find_suites, find_targets
 from eval.tasks import KNOWN_TASKS, Options, check_image_tasks, check_tasks
 from eval.tasks.few_shot import ESTIMATORS, SHOTS
 from eval.tasks.knn import KS
+from eval.terminal_table import score_table
 from eval.verify import Check, checks_of, expected_of, print_checks
 
 __all__ = ["add_score_commands"]
