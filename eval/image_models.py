@@ -30,6 +30,7 @@ TIMM = "timm:"  # before the name of a model
 _ALWAYS_SAFE = (
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch: no pickle is executed, whatever a caller asks
 )
+_MOST = 300  # letters of another library's message
 _RESIZE_MODES = {"center": "shortest", "squash": "squash"}  # timm's crop_mode → ours
 
 
@@ -203,12 +204,10 @@ def _loading(source: str) -> Iterator[None]:
             except OSError as error:
                 raise ConfigError(
                     f"the weights of {source} are not stored on this machine, and fetching them failed; is there a "
-                    f"network? {_first_line(error)}"
+                    f"network? {_one_line(error)}"
                 ) from error
             except (ValueError, KeyError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-                raise ConfigError(
-                    f"timm cannot load the weights of {source}: {_first_line(error)}"
-                ) from error
+                raise ConfigError(f"timm cannot load the weights of {source}: {_one_line(error)}") from error
     finally:
         if before is None:
             del os.environ[_ALWAYS_SAFE]
@@ -216,5 +215,5 @@ def _loading(source: str) -> Iterator[None]:
             os.environ[_ALWAYS_SAFE] = before
 
 
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).strip().split("\n")[:2])
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MOST]

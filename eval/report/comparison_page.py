@@ -194,31 +194,35 @@ def _tables(tables: Mapping[str, ScoreTable]) -> str:
 
 def _section_of_probes(found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) -> Section:
     """Zero-shot of each model against a linear probe: of an image model of timm if there is one, else its own."""
-    baseline = _baseline(found, probe)
     whose, of_what = "linear probe", "a classifier trained on their pictures"
+    content = ""
+    baseline = _baseline(found, probe)
     if probe is not None and baseline is not None:
-        name = found.models[baseline].label
-        whose, of_what = f"the linear probe of {name}", f"{of_what} with the features of {name}"
         # every model is held beside the one probe
         lines = [replace(line, cells=(line.cells[baseline],) * len(line.cells)) for line in probe.lines]
-        probe = replace(probe, lines=tuple(lines))
+        content = probe_differences(found, zero_shot, replace(probe, lines=tuple(lines)))
+    if content and baseline is not None:
+        name = escape(found.models[baseline].label)
+        whose, of_what = f"the linear probe of {name}", f"{of_what} with the features of {name}"
     return Section(
         name="probe",
         title="Zero-shot against linear probe",
         lead=f"Zero-shot less {whose}, in points. On datasets with a bar to the right, the names of the classes do "
         f"better than {of_what}.",
-        content=probe_differences(found, zero_shot, probe),
+        content=content or probe_differences(found, zero_shot, probe),
     )
 
 
 def _baseline(found: ResultSet, probe: ScoreTable | None) -> int | None:
     """Which model is an image model of timm: that with the most probes, the first of several."""
+    if probe is None:
+        return None
     counts = {
         i: sum(line.cells[i] is not None for line in probe.lines if line.counted)
-        for i, model in enumerate(found.models if probe is not None else ())
-        if probe is not None and model.name.startswith(TIMM)
+        for i, model in enumerate(found.models)
+        if model.name.startswith(TIMM)
     }
-    return max((i for i, count in counts.items() if count), key=lambda i: (counts[i], -i), default=None)
+    return max((i for i in counts if counts[i]), key=lambda i: (counts[i], -i), default=None)
 
 
 def _section_of_blocks(
