@@ -44,7 +44,12 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
     for tower, depths in kept.items():
         if depths:
             count = 1 + max(place.top for place in where.values() if place.tower == tower)
-            require(depths <= count, f"lock.{tower}", depths, f"at most {count}, the tower's depths")
+            require(
+                depths <= count,
+                f"lock.{tower}",
+                depths,
+                f"at most {count}, the tower's layers, both ends counted",
+            )
     for name, parameter in model.named_parameters():
         depths = kept.get(tower_of(name), -1)
         if depths == 0 or (depths > 0 and where[name].above >= depths):

@@ -47,11 +47,14 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
 def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
     if small.image_size:
         vision = shape.vision
-        fits = isinstance(vision, VisionTower) and small.image_size % vision.patch_size == 0
-        if not fits or small.image_size > vision.image_size:
+        if not isinstance(vision, VisionTower):
             raise ConfigError(
-                f"small.image_size = {small.image_size} does not fit {label}: a multiple of the patch size of one "
-                "of clipkit's own image towers, and no more than its image size"
+                f"small.image_size = {small.image_size} does not fit {label}: it is for clipkit's own image towers"
+            )
+        if small.image_size % vision.patch_size or small.image_size > vision.image_size:
+            raise ConfigError(
+                f"small.image_size = {small.image_size} does not fit {label}: a multiple of its patch size, "
+                f"{vision.patch_size}, and at most its image size, {vision.image_size}"
             )
     if not 2 <= (small.context_length or 2) <= shape.text.context_length:
         raise ConfigError(
@@ -87,7 +90,7 @@ def first_model(
         if replace(first.architecture, logit_bias=shape.logit_bias) != shape:
             raise ConfigError(
                 f"model.weights = {model.weights!r} are of {first.name or 'another architecture'}, "
-                f"not of {model.label}: set model.name"
+                f"not of {model.label}: set model.name{f'={first.name}' if first.name else ''}"
             )
     else:
         first = create(shape, name=model.label, seed=seed)

@@ -16,6 +16,7 @@ import torch
 
 from clipkit.config import Config
 from clipkit.config_file import load_config
+from clipkit.errors import ConfigError
 from clipkit.estimate import Estimate, estimate
 from clipkit.locking import lock
 from clipkit.model import CLIP
@@ -100,6 +101,14 @@ def test_loads_and_names_a_model_that_there_is(path: Path) -> None:
     assert config.small.steps < config.steps
     assert config.optim.warmup < config.steps
     assert config.out == f"runs/{path.stem}"
+
+
+def test_small_pictures_are_of_whole_patches() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.toml", ["small.steps=3", "small.image_size=10"])
+    with pytest.raises(
+        ConfigError, match="fit ViT-Ti-4-16: a multiple of its patch size, 4, and at most its image"
+    ):
+        shape_of(config.model, config.loss, config.small)
 
 
 @pytest.mark.parametrize("path", DESCRIBED, ids=name_of)
