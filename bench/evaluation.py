@@ -21,12 +21,14 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,15 +58,29 @@ SIDES = ("clipkit", "clip_benchmark")
 Row = dict[str, Any]
 
 
-def alternating(rounds: int, sides: dict[str, Callable[[int], float]]) -> Row:
-    """Seconds of both sides' work in every round, and the median, least and greatest ratio of theirs to ours."""
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+def alternating(rounds: int, sides: dict[str, Callable[[int], object]]) -> Row:
+    """Seconds of both sides' work in every round, and how many times as long theirs takes.
+
+    CPU seconds, of all processes, beside them: on a machine that does other work too they say more.
+    """
+    taken: dict[str, Row] = {side: {"seconds": [], "CPU seconds": []} for side in sides}
     for number in range(rounds):
         for side in sorted(sides, reverse=bool(number % 2)):
-            seconds[side].append(sides[side](number))
-        took = ", ".join(f"{side} {times[-1]:.1f} s" for side, times in seconds.items())
+            began, cpu = time.perf_counter(), cpu_seconds()
+            sides[side](number)
+            taken[side]["seconds"].append(time.perf_counter() - began)
+            taken[side]["CPU seconds"].append(cpu_seconds() - cpu)
+        took = ", ".join(f"{side} {times['seconds'][-1]:.1f} s" for side, times in taken.items())
         print(f"round {number + 1}: {took}, load {os.getloadavg()[0]:.1f}", flush=True)
-    return {"seconds": seconds, **ratios(seconds["clipkit"], seconds["clip_benchmark"])}
+    ours, theirs = (taken[side] for side in SIDES)
+    of_cpu = ratios(ours["CPU seconds"], theirs["CPU seconds"])
+    return {**taken, **ratios(ours["seconds"], theirs["seconds"]), "CPU": of_cpu}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Row:
@@ -114,25 +130,20 @@ def classifier(options: argparse.Namespace) -> Row:
         start = 100 + number * options.classes
         return list(open_clip.IMAGENET_CLASSNAMES[start : start + options.classes])
 
-    def own(number: int) -> float:
-        began = time.perf_counter()
+    def own(number: int) -> None:
         prompts = [[template.replace("{c}", name) for template in templates(80)] for name in names(number)]
         made["clipkit"] = Encoder(ours).classifier(prompts, whose="the classes")
-        return time.perf_counter() - began
 
-    def other(number: int) -> float:
-        began = time.perf_counter()
+    def other(number: int) -> None:
         make = cli.zeroshot_classification.zero_shot_classifier
         made["clip_benchmark"] = make(theirs, tokenizer, names(number), templates(80), "cpu", amp=False)
-        return time.perf_counter() - began
 
     with torch.inference_mode():  # what is done once
         theirs.encode_text(tokenizer(["warm"])), clipkit.encode_text(["warm"], ours)
     found = alternating(options.rounds + 1, {"clipkit": own, "clip_benchmark": other})
     prompts = options.classes * 80
-    found["prompts a second"] = {
-        side: prompts / statistics.median(times) for side, times in found["seconds"].items()
-    }
+    for side in SIDES:
+        found[side]["prompts a second"] = prompts / statistics.median(found[side]["seconds"])
     found["difference of the last classifiers"] = float(
         (made["clipkit"] - made["clip_benchmark"]).abs().max()
     )
@@ -141,7 +152,7 @@ def classifier(options: argparse.Namespace) -> Row:
         "classes": options.classes,
         "prompts": prompts,
         **found,
-        **bound(ours, new, found["seconds"]["clipkit"][-1]),
+        **bound(ours, new, found["clipkit"]["seconds"][-1]),
     }
 
 
@@ -174,85 +185,78 @@ def bound(model: clipkit.CLIP, prompts: list[str], seconds: float) -> Row:
     }
 
 
+@dataclass
+class Commands:
+    """What one types on either side for three tasks, and what came of it.
+
+    Attributes:
+        place: a folder with weights and datasets.
+        model: the architecture.
+        inner: by side, the seconds of each round without imports.
+        scores: by side, of the last round.
+    """
+
+    place: Path
+    model: str
+    inner: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    scores: dict[str, Row] = field(default_factory=lambda: {side: {} for side in SIDES})
+
+    def ours(self, number: int) -> None:
+        """One command, with a cache of its own."""
+        self.inner["clipkit"].append(0)
+        out = self.place / f"{number}.jsonl"
+        given = {"--model": self.weights, "--name": self.model, "--data": self.place / "set", "--out": out}
+        self._run("clipkit", number, "run", given, [part for task in TASKS for part in ("--task", task)])
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        self.scores["clipkit"] = {f"{line['task']} {line['metric']}": line["value"] for line in lines}
+
+    def theirs(self, number: int) -> None:
+        """Three commands."""
+        self.inner["clip_benchmark"].append(0)
+        for ours, task in TASKS.items():
+            out = self.place / f"{number} {ours}.json"
+            given = {
+                "--model": self.model,
+                "--pretrained": self.weights,
+                "--dataset": "wds/set",
+                "--dataset_root": self.place / ("captions" if ours == "retrieval" else "set"),
+                "--task": task,
+                "--feature_root": self.place / f"features {number}",
+                "--num_workers": os.cpu_count() or 1,
+                "--output": out,
+            }
+            plain = ["--no_amp", "--quiet", "--recall_k", "1", "5", "10"]
+            self._run("clip_benchmark", number, "eval", given, plain)
+            found = json.loads(out.read_text())["metrics"]
+            self.scores["clip_benchmark"] |= {f"{ours} {name}": value for name, value in found.items()}
+
+    @property
+    def weights(self) -> Path:
+        return self.place / "weights.safetensors"
+
+    def _run(self, side: str, number: int, what: str, given: dict[str, Any], more: list[str]) -> None:
+        arguments = [what, *(str(part) for pair in given.items() for part in pair), *more]
+        command = [sys.executable, "-m", "bench.evaluation", "--side", side, *arguments]
+        cache = {"CLIPKIT_CACHE": str(self.place / f"cache {number}")}
+        done = subprocess.run(command, env={**os.environ, **cache}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        self.inner[side][number] += float(done.stdout.splitlines()[-1])
+
+
 def three_tasks(options: argparse.Namespace) -> Row:
-    """Seconds from the first command to the end of the last."""
+    """Seconds from the first command to the end of the last, and what both sides say of the same model."""
     import open_clip
     from safetensors.torch import save_file
 
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
-        weights = place / "weights.safetensors"
+    with tempfile.TemporaryDirectory(prefix="clipkit-bench-") as scratch:
+        commands = Commands(place=Path(scratch), model=options.model)
         torch.manual_seed(0)
-        save_file(open_clip.create_model(options.model).state_dict(), weights)
-        words = publish(place, options.pictures)
-        inner: dict[str, list[float]] = {side: [] for side in SIDES}
-        scores: dict[str, Row] = {side: {} for side in SIDES}
-
-        def run(side: str, number: int, arguments: list[Any]) -> float:
-            """A command in a process of its own; its seconds without imports are added to the round's."""
-            command = [sys.executable, "-m", "bench.evaluation", "--side", side, *map(str, arguments)]
-            cache = {"CLIPKIT_CACHE": str(place / f"cache {number}")}
-            began = time.perf_counter()
-            done = subprocess.run(command, env={**os.environ, **cache}, capture_output=True, text=True)
-            seconds = time.perf_counter() - began
-            assert done.returncode == 0, done.stderr[-2000:]
-            inner[side][number] += float(done.stdout.splitlines()[-1])
-            return seconds
-
-        def own(number: int) -> float:
-            inner["clipkit"].append(0)
-            out = place / f"{number}.jsonl"
-            tasks = [part for task in TASKS for part in ("--task", task)]
-            given = [
-                "run",
-                "--model",
-                weights,
-                "--name",
-                options.model,
-                "--data",
-                place / "set",
-                "--out",
-                out,
-            ]
-            seconds = run("clipkit", number, [*given, *tasks])
-            lines = [json.loads(line) for line in out.read_text().splitlines()]
-            scores["clipkit"] = {f"{line['task']} {line['metric']}": line["value"] for line in lines}
-            return seconds
-
-        def other(number: int) -> float:
-            inner["clip_benchmark"].append(0)
-            return sum(other_task(number, ours, theirs) for ours, theirs in TASKS.items())
-
-        def other_task(number: int, ours: str, theirs: str) -> float:
-            out = place / f"{number} {ours}.json"
-            folder = place / ("captions" if ours == "retrieval" else "set")
-            given = [
-                "--model",
-                options.model,
-                "--pretrained",
-                weights,
-                "--dataset",
-                "wds/set",
-                "--output",
-                out,
-            ]
-            given += [
-                "--dataset_root",
-                folder,
-                "--task",
-                theirs,
-                "--feature_root",
-                place / f"features {number}",
-            ]
-            plain = ["--no_amp", "--recall_k", 1, 5, 10, "--num_workers", os.cpu_count() or 1, "--quiet"]
-            seconds = run("clip_benchmark", number, ["eval", *given, *plain])
-            found = json.loads(out.read_text())["metrics"]
-            scores["clip_benchmark"] |= {f"{ours} {name}": value for name, value in found.items()}
-            return seconds
-
-        found = alternating(options.rounds, {"clipkit": own, "clip_benchmark": other})
+        save_file(open_clip.create_model(options.model).state_dict(), commands.weights)
+        sizes = publish(Path(scratch), options.pictures)
+        found = alternating(options.rounds, {"clipkit": commands.ours, "clip_benchmark": commands.theirs})
+    inner = commands.inner
     without = {"seconds": inner, **ratios(inner["clipkit"], inner["clip_benchmark"])}
-    return {"pictures": options.pictures, **words, **found, "without imports": without, "scores": scores}
+    return {**sizes, **found, "without imports": without, "scores": commands.scores}
 
 
 def one_side(side: str, arguments: list[str]) -> None:
@@ -291,7 +295,7 @@ def counted(_: argparse.Namespace) -> Row:
             counts["clip_benchmark"]["texts"] += len(tokens)
             return theirs.encode_text(tokens)  # type: ignore[no-any-return]
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(prefix="clipkit-bench-") as scratch:
         different = publish_family(Path(scratch))
         encoders: list[Encoder] = []
 
@@ -365,10 +369,9 @@ def main() -> None:
         kept[part] = {**about, **found, "load after": os.getloadavg()[0]}
         options.out.parent.mkdir(exist_ok=True)
         options.out.write_text(json.dumps(kept, indent=2) + "\n")
-    for part in options.only:
-        if "ratio" in kept[part]:
-            row = kept[part]
-            print(f"{part}: {row['ratio']:.2f} times ({row['least']:.2f} to {row['greatest']:.2f})")
+        if "ratio" in found:
+            spread = f"({found['least']:.2f} to {found['greatest']:.2f})"
+            print(f"{found['ratio']:.2f} times {spread}, of CPU time {found['CPU']['ratio']:.2f}")
 
 
 if __name__ == "__main__":

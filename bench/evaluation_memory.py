@@ -49,6 +49,9 @@ class Pictures:
     def fingerprint(self) -> str:
         return "0" * 16
 
+    def stamp(self) -> str:
+        return self.fingerprint()
+
 
 class MadeUp:
     """A model on a dataset as tasks see them, with features from nowhere, mapped as the store maps them.
@@ -108,7 +111,7 @@ def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
             own = next(line for line in lines if line.startswith("RssAnon"))
             peak[0] = max(peak[0], int(own.split()[1]) << 10)
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(prefix="clipkit-bench-") as scratch:
         subject: Any = MadeUp(Path(scratch), task, rows, columns, dim)
         watcher = threading.Thread(target=watch)
         watcher.start()
