@@ -21,6 +21,7 @@ from clipkit.config import Config
 from clipkit.config_file import changes, load_config, to_toml
 from clipkit.errors import ConfigError, DataError
 from clipkit.progress import drop_lines_after
+from clipkit.setting import shown
 
 __all__ = [
     "append_bad_samples", "bad_share", "check_bad_samples", "drop_bad_samples_after", "hint_of_moved_data",
@@ -54,14 +55,14 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]
     if not chief:
         yield
         return
-    made = [folder for folder in (run, *run.parents) if not folder.exists()]
     doing = "made"
     try:
+        made = [folder for folder in (run, *run.parents) if not folder.exists()]
         run.mkdir(parents=True, exist_ok=True)
         doing = "written"
         lock = (run / _LOCK).open("a+", encoding="utf-8", errors="replace")  # "w" would take the name out
     except OSError as error:
-        raise ConfigError(f"the run folder {run} cannot be {doing}: {error.strerror}") from error
+        raise ConfigError(f"out = {shown(str(run))} cannot be {doing}: {error.strerror}") from error
     ended = False
     try:
         with lock:
