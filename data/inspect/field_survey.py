@@ -137,18 +137,22 @@ class FieldSurvey:
             read=self._read, with_json=self._with_json, fields=tuple(fields), more=len(by_count) - len(fields)
         )
 
+    def unknown(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What is said of fields that no sample read has, a line each."""
+        return tuple(
+            f"no sample read has the json field {name!r}: {field_hint(name, self._fields)}"
+            for name in dict.fromkeys(names)
+            if name not in self._fields
+        )
+
     def filtered(self) -> Filtered | None:
         """What the filters leave; None if there are none."""
         filters = self._selection.filters
         if not filters:
             return None
-        unknown = [one.name for one in filters if one.name not in self._fields]
         return Filtered(
             filters=tuple(map(str, filters)),
-            unknown=tuple(
-                f"no sample read has the json field {name!r}: {field_hint(name, self._fields)}"
-                for name in dict.fromkeys(unknown)
-            ),
+            unknown=self.unknown([one.name for one in filters]),
             read=self._read,
             passed=self._passed,
             left_out=dict(self._left_out.most_common()),

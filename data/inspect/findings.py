@@ -10,8 +10,8 @@ from typing import Any
 from data.inspect.shard_findings import Names, Place, ShardsFound
 
 __all__ = [
-    "BadCause", "Captions", "Duplicates", "Field", "Fields", "Filtered", "Findings", "Histogram", "Pictures",
-    "Sampled", "SheetEntry", "Speed", "Thumbnail", "wilson",
+    "BadCause", "Captions", "Duplicates", "Field", "Fields", "Filtered", "Findings", "HeldOut", "Histogram",
+    "Pictures", "Sampled", "SheetEntry", "Speed", "Thumbnail", "wilson",
 ]  # fmt: skip
 
 
@@ -77,6 +77,7 @@ class Captions:
         longest_at: where it is.
         repeated: captions that another sample has too, the first one of each left out.
         frequent: the most frequent ones, each at least twice.
+        unknown: what is said of fields that are to hold captions and that no sample read has.
     """
 
     read: int
@@ -88,6 +89,7 @@ class Captions:
     longest_at: Place | None
     repeated: int
     frequent: tuple[tuple[str, int], ...]
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +188,19 @@ class Pictures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Pictures of the split that a model is scored on, beside those that it is trained on.
+
+    Attributes:
+        read: how many of the split test.
+        trained_on: how many of them are, to the byte, among the pictures of the split train that were read.
+    """
+
+    read: int
+    trained_on: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speed:
     """How fast one core makes training samples, and how many cores a GPU needs.
 
@@ -261,6 +276,7 @@ class Findings:
         max_bad: share of bad samples beyond which a training stops.
         batch_size: pairs of a step over all GPUs, as assumed.
         filtered: None where no filters were given.
+        held_out: None where the sources have no split test on a disk.
         sheet: samples as the model sees them.
         bad_shown: some bad samples.
         same, alike: groups of pictures that are the same file or look the same, a few of each.
@@ -279,6 +295,7 @@ class Findings:
     fields: Fields
     filtered: Filtered | None
     pictures: Pictures
+    held_out: HeldOut | None
     speed: Speed
     sheet: tuple[SheetEntry, ...]
     bad_shown: tuple[Thumbnail, ...]

@@ -106,6 +106,8 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
             text=f"{percent(captions.cut, captions.read)} of the captions have more than {found.context_length} "
             "tokens: their end is not seen"
         )
+    for unknown in captions.unknown:
+        yield Note(text=f"data.captions: {plain(unknown, 1000)}")
     if captions.repeated > _MENTIONED * captions.read:
         yield Note(
             text=f"{percent(captions.repeated, captions.read)} of the captions read are there already with "
@@ -114,7 +116,14 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
 
 
 def _picture_notes(found: Findings) -> Iterator[Note]:
-    pictures, speed = found.pictures, found.speed
+    pictures, speed, held_out = found.pictures, found.speed, found.held_out
+    if held_out is not None and held_out.trained_on:
+        among = "those of train" if found.all_decoded else "the ones of train that were read"
+        yield Note(
+            text=f"{held_out.trained_on:,} of {many(held_out.read, 'picture')} of the split test are the same "
+            f"files as some among {among}: scores on them tell what was learnt by heart",
+            grave=True,
+        )
     if pictures.small > _MENTIONED * pictures.read:
         yield Note(
             text=f"{percent(pictures.small, pictures.read)} of the pictures are smaller than the model's "

@@ -38,6 +38,10 @@ class PictureSurvey:
             self._pictures.append(trial.picture)
             self._at.append((trial.place, trial.shard, trial.row))
 
+    def digests(self) -> set[bytes]:
+        """Of the pictures' bytes."""
+        return {one.digest for one in self._pictures}
+
     def found(self) -> Pictures:
         """What was found."""
         many = self._pictures

@@ -1,17 +1,20 @@
 """The course of an inspection: list the shards, look into some, read samples spread evenly over them, sum up."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipkit.config import Config, DataConfig
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from clipkit.tokenizer import CONTEXT_LENGTH
 from clipkit.urls import shown
+from data.captions import TEXT
 from data.inspect.caption_survey import CaptionSurvey
 from data.inspect.course import Course, Progress
 from data.inspect.field_survey import FieldSurvey
-from data.inspect.findings import Findings, Thumbnail
+from data.inspect.findings import Findings, HeldOut, Thumbnail
 from data.inspect.gallery import some_of_each_cause, thumbnail
 from data.inspect.picture_survey import PictureSurvey
 from data.inspect.shard_list import list_shards
@@ -81,10 +84,11 @@ def inspect(
         shards=shards_of(course.listed, course.looks, course.counts, course.ends),
         names=names_of(course.looks),
         sampled=bad_samples(trials.tried, trials.bad),
-        captions=texts.found(),
+        captions=replace(texts.found(), unknown=fields.unknown([one for one in captions if one != TEXT])),
         fields=fields.found(),
         filtered=fields.filtered(),
         pictures=pictures.found(),
+        held_out=_held_out(sources, split, captions, pictures.digests(), samples, image_size),
         speed=trials.speed(rate),
         sheet=tuple(map(sheet_entry, trials.sheet)),
         bad_shown=_thumbnails(
@@ -112,6 +116,28 @@ def _read(
     for more in trials.course.more_texts(trials.spots):
         texts.add(more.caption, more.place)
         fields.add(more.meta)
+
+
+def _held_out(
+    sources: Sequence[str],
+    split: str,
+    captions: Sequence[str],
+    trained_on: Set[bytes],
+    samples: int,
+    image_size: int,
+) -> HeldOut | None:
+    """The split test of folders that have one, beside pictures of the split train."""
+    folders = [source for source in sources if split == "train" and (Path(source) / "test").is_dir()]
+    if not folders:
+        return None
+    try:
+        course = Course(list_shards(folders, split="test"), captions, None)
+        course.look(0, None)
+    except DataError:  # it is not what was asked for
+        return None
+    tried = Trials(course, course.spread(samples), image_size).run(None)
+    digests = [trial.picture.digest for trial in tried if trial.picture is not None]
+    return HeldOut(read=len(digests), trained_on=sum(digest in trained_on for digest in digests))
 
 
 def _thumbnails(

@@ -258,3 +258,22 @@ def test_filters_may_be_many() -> None:
     filtered = survey.filtered()
     assert filtered is not None and (filtered.passed, filtered.unknown) == (1, ())
     assert filtered.left_out == {"without a": 2, "without b": 1}
+
+
+def test_pictures_of_the_test_that_are_trained_on_are_told(tmp_path: Path) -> None:
+    for split, first in (("train", 0), ("test", 9)):
+        pictures = {number: picture(number) for number in range(first, first + 12)}
+        write_tar(tmp_path / "set" / split / "0.tar", pairs(first, 12, pictures=pictures))
+    found = look([str(tmp_path / "set")])
+    assert found.held_out is not None and (found.held_out.read, found.held_out.trained_on) == (12, 3)
+    assert "3 of 12 pictures of the split test are the same files as some among those of train" in told(found)
+    for alone in (look([str(tmp_path / "set" / "train")]), look([str(tmp_path / "set")], split="test")):
+        assert alone.held_out is None and "split test" not in told(alone)
+
+
+def test_a_field_of_captions_that_no_sample_has_is_told(tmp_path: Path) -> None:
+    members = [*pairs(0, 6), *((f"{number:06d}.json", b'{"alt_text": "a"}') for number in range(6))]
+    write_tar(tmp_path / "0.tar", sorted(members))
+    found = look([str(tmp_path)], captions=["txt", "alt"])
+    assert "data.captions: no sample read has the json field 'alt': their json has: alt_text" in told(found)
+    assert "data.captions" not in told(look([str(tmp_path)], captions=["txt", "alt_text"]))
