@@ -72,7 +72,8 @@ class Profile:
         where = "CUDA" if self._cuda else "CPU"
         lines = [f"{'operation':<{_NAME}}{f'{where} ms':>12}{'share':>8}{'calls':>8}"]
         for one in listed[:_ROWS]:
-            name = one.key if len(one.key) < _NAME else one.key[: _NAME - 1] + "…"
+            name = one.key.replace("autograd::engine::evaluate_function: ", "autograd: ")
+            name = name if len(name) < _NAME else name[: _NAME - 2] + "… "
             own = _own(one, self._cuda)
             lines.append(f"{name:<{_NAME}}{own / 1000:>12.2f}{own / whole:>8.1%}{one.count:>8,}")
         lines.append(f"{'all':<{_NAME}}{whole / 1000:>12.2f}{1:>8.1%}")

@@ -236,7 +236,7 @@ def test_a_profile_is_a_table_and_a_trace(plain: Path) -> None:
     head, *rows, whole = table.splitlines()
     assert head.split() == ["operation", "CPU", "ms", "share", "calls"] and "aten::" in table
     names, own = zip(*((row[:44].strip(), float(row[44:].split()[0])) for row in rows), strict=True)
-    assert len(set(names)) == len(names) and list(own) == sorted(own, reverse=True)
+    assert "aten::mm" in names and list(own) == sorted(own, reverse=True)
     assert whole.split()[::2] == ["all", "100.0%"] and max(map(len, table.splitlines())) <= 80
     assert (plain / "profile" / "trace.json.gz").stat().st_size > 1000
 
