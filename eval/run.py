@@ -12,7 +12,7 @@ from clipkit import CLIP
 from clipkit.architectures import VisionTower
 from clipkit.encode import model_hash
 from clipkit.errors import DataError
-from clipkit.flops import image_flops
+from clipkit.flops import counted_flops, image_flops
 from eval.dataset import EvalDataset
 from eval.details_file import write_details
 from eval.encode import Encoder
@@ -171,8 +171,11 @@ def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _gflops(model: CLIP) -> float | None:
-    """Of one picture through the image tower, in 10⁹ FLOPs; None for towers of a library."""
-    vision = model.architecture.vision
-    if not isinstance(vision, VisionTower):
+    """Of one picture through the image tower, in 10⁹ FLOPs; None where that cannot be counted."""
+    if isinstance(model.architecture.vision, VisionTower):
+        flops = image_flops(model.architecture)
+    elif (counted := counted_flops(model)) is not None:
+        flops = counted["image"]
+    else:
         return None
-    return float(f"{image_flops(model.architecture).forward / 1e9:.4g}")
+    return float(f"{flops.forward / 1e9:.4g}")

@@ -33,11 +33,18 @@ class Forked:
         self._lock = threading.Lock()
 
     def run(
-        self, program: str, arguments: Sequence[str], environment: Mapping[str, str], *, timeout: float = 120
+        self,
+        program: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        timeout: float = 120,
+        cwd: Path = ROOT,
     ) -> Ended:
         """Run a program of the repository to its end."""
         with tempfile.TemporaryDirectory() as folder:
             request = {"argv": [program, *arguments], "environment": dict(environment), "folder": folder}
+            request["cwd"] = str(cwd)
             with self._lock:
                 assert self._server.stdin is not None
                 self._server.stdin.write(json.dumps(request) + "\n")
@@ -86,14 +93,14 @@ def _serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if os.fork() == 0:
-            _watch(request["argv"], request["environment"], Path(request["folder"]))
+            _watch(request["argv"], request["environment"], Path(request["folder"]), request["cwd"])
             return
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
 
-def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, cwd: str) -> None:
     """Fork the program; tell its status when it has ended."""
     process = os.fork()
     if process:
@@ -107,6 +114,7 @@ def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path) ->
         os.dup2(file, number)
         os.close(file)
     os.environ.update(environment)
+    os.chdir(cwd)
     sys.argv = list(argv)
     runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
 

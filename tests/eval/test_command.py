@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from clipkit.model import create
 from clipkit.training_state import LoopState
 from eval import read_results, weights_id
 from eval.__main__ import main
+from tests.forked import Forked
 
 WriteDataset = Callable[..., Path]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -31,21 +30,24 @@ def run(model: CLIP, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def command(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("COLUMNS", None)
-    return subprocess.run(
-        [sys.executable, "-m", "eval", *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+class Command:
+    """``python -m eval`` in a folder, as a process of its own."""
+
+    def __init__(self, forked: Forked) -> None:
+        self.forked = forked
+
+    def __call__(self, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+        environment = {"COLUMNS": "80", "CLIPKIT_CACHE": os.environ["CLIPKIT_CACHE"]}
+        return self.forked.run("eval/__main__.py", [*map(str, arguments)], environment, cwd=folder)
+
+
+@pytest.fixture
+def command(forked: Forked) -> Command:
+    return Command(forked)
 
 
 def test_zero_shot_prints_a_table_and_writes_lines(
-    run: Path, write_dataset: WriteDataset, tmp_path: Path
+    command: Command, run: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     colours, shades = write_dataset("A/test"), write_dataset("B/test")
     done = command("zero-shot", "--model", run, "--data", colours, "--data", shades, folder=tmp_path)
@@ -64,7 +66,7 @@ def test_zero_shot_prints_a_table_and_writes_lines(
 
 
 def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
-    run: Path, write_dataset: WriteDataset, tmp_path: Path
+    command: Command, run: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
     data = write_dataset(labels=[None] * 12, captions=[f"thing {i}" for i in range(12)], class_names=None)
     checkpoint = run / "checkpoints" / "step_00000040"
@@ -119,7 +121,11 @@ def test_scores_that_cannot_be_written_are_printed(
 
 
 def test_mistakes_are_one_line_and_exit_1(
-    run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    run: Path,
+    write_dataset: WriteDataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = write_dataset()
     for arguments, message in (

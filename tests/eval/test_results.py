@@ -30,7 +30,8 @@ def test_lines_are_appended_and_read_back(tmp_path: Path) -> None:
     append_results(path, [score("acc1", 0.6)], step=None, provenance={})
     assert read_results(path)[0] == {
         "step": 100, "dataset": "d", "task": "zero-shot", "metric": "acc1", "value": 0.5, "n": 10, "low": 0.2,
-        "high": 0.8, "chance": 0.1, "split": "test", "prompt_set": "", "setting": "", "seconds": None, "weights": "w",
+        "high": 0.8, "chance": 0.1, "split": "test", "prompt_set": "", "setting": "",
+            "seconds": None, "weights": "w",
     }  # fmt: skip
     assert [(line["step"], line["metric"]) for line in read_results(path)] == [
         (100, "acc1"),

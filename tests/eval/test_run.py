@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.training_state import LoopState
 from eval import read_results
 from eval.__main__ import main
+from tests.forked import Forked
 
 WriteDataset = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,14 +57,6 @@ def values(path: Path) -> dict[tuple[str, ...], float]:
     return found
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "eval", *map(str, arguments)]
-
-
-def environment(cache: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CLIPKIT_CACHE": str(cache)}
-
-
 def test_all_tasks_of_a_dataset_and_nothing_twice(
     run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,54 +84,70 @@ def test_all_tasks_of_a_dataset_and_nothing_twice(
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no kill -9")
 def test_killed_at_a_random_moment_and_run_again_gives_the_same_table(
-    run: Path, probed: Path, write_dataset: WriteDataset, tmp_path: Path
+    run: Path, probed: Path, write_dataset: WriteDataset, forked: Forked, tmp_path: Path
 ) -> None:
     other = write_dataset("other", labels=[i % 7 for i in range(40)])
-    data: list[str | Path] = [
-        "run",
-        "--model",
-        run,
-        "--data",
-        probed,
-        "--data",
-        other,
-        "--task",
-        "zero-shot",
-        "--skip-existing",
-    ]
-    whole = subprocess.run(
-        command(*data, "--out", tmp_path / "whole.jsonl"),
-        env=environment(tmp_path / "a"), check=True, capture_output=True,
-    )  # fmt: skip
-    assert whole.returncode == 0
-    again = command(*data, "--out", tmp_path / "again.jsonl")
-    process = subprocess.Popen(again, env=environment(tmp_path / "b"), stdout=subprocess.DEVNULL)
+    named = ["--data", str(probed), "--data", str(other), "--task", "zero-shot", "--skip-existing"]
+
+    def arguments(name: str) -> list[str]:
+        return ["run", "--model", str(run), *named, "--out", str(tmp_path / f"{name}.jsonl")]
+
+    def to_the_end(name: str) -> None:
+        done = forked.run("eval/__main__.py", arguments(name), {"CLIPKIT_CACHE": str(tmp_path / name)})
+        assert done.returncode == 0, done.stderr
+
+    to_the_end("whole")
+    environment = {**os.environ, "CLIPKIT_CACHE": str(tmp_path / "again"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "eval", *arguments("again")]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while process.poll() is None and not (tmp_path / "b" / "features").exists():
+    while process.poll() is None and not (tmp_path / "again" / "features").exists():
         assert time.monotonic() < deadline
         time.sleep(0.005)
     time.sleep(random.uniform(0, 0.3))
     process.kill()
     process.wait()
-    subprocess.run(again, env=environment(tmp_path / "b"), check=True, capture_output=True)
+    to_the_end("again")
     assert values(tmp_path / "again.jsonl") == values(tmp_path / "whole.jsonl")
 
 
-def test_two_processes_share_a_cache(run: Path, probed: Path, tmp_path: Path) -> None:
-    lines = [
-        command("run", "--model", run, "--data", probed, "--out", tmp_path / f"{name}.jsonl")
-        for name in ("one", "two")
+@pytest.mark.parametrize("ranks", [False, True])
+def test_two_processes_at_once(
+    run: Path,
+    probed: Path,
+    forked: Forked,
+    tmp_path: Path,
+    ranks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one cache, each on its own; and as two ranks that share the work."""
+    alone = [
+        "run",
+        "--model",
+        str(run),
+        "--data",
+        str(probed),
+        "--task",
+        "zero-shot",
+        "--task",
+        "knn",
+        "--out",
     ]
-    processes = [
-        subprocess.Popen(
-            line, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        for line in lines
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
-    assert values(tmp_path / "one.jsonl") == values(tmp_path / "two.jsonl")
+    main([*alone, str(tmp_path / "alone.jsonl"), "--features", ""])
+    if ranks:
+        monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
+        forked.ranks("eval/__main__.py", *alone, str(tmp_path / "both.jsonl"), "--features", "", world=2)
+        assert values(tmp_path / "both.jsonl") == values(tmp_path / "alone.jsonl")
+        return
+
+    def one(name: str) -> None:
+        out, cache = tmp_path / f"{name}.jsonl", {"CLIPKIT_CACHE": str(tmp_path / "cache")}
+        done = forked.run("eval/__main__.py", [*alone, str(out)], cache)
+        assert done.returncode == 0, done.stderr
+        assert values(out) == values(tmp_path / "alone.jsonl")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, ["one", "two"]))
 
 
 def test_a_suite_goes_on_without_what_is_not_here_or_broken(
@@ -236,7 +246,9 @@ def test_classes_in_groups(run: Path, probed: Path, tmp_path: Path) -> None:
     """A mistake within a group is none of the groups; the page shows what groups are taken for."""
     main(["new", "Things in colours", "--data", str(probed)])
     card = probed / "card.toml"
-    grouped = '\n[superclasses]\nlight = ["yellow", "white", "grey"]\ndark = ["red", "green", "blue", "black"]\n'
+    grouped = (
+        '\n[superclasses]\nlight = ["yellow", "white", "grey"]\ndark = ["red", "green", "blue", "black"]\n'
+    )
     card.write_text(card.read_text() + grouped)
     out = tmp_path / "r.jsonl"
     main(["run", "--model", str(run), "--data", str(probed), "--out", str(out)])
