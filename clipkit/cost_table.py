@@ -76,8 +76,11 @@ def _fits(costs: Costs) -> Iterator[Row]:
 
 def _time(costs: Costs) -> Iterator[Row]:
     found, machine = costs.whole, costs.machine
-    if found.hours is None or machine.peak is None:
-        yield "time", "not known: a device's peak rate, or a tower's FLOPs"
+    if machine.peak is None:
+        yield "time", "not known: the published rates of GPUs are of bf16"
+        return
+    if found.hours is None:
+        yield "time", "not known: the FLOPs of another library's tower"
         return
     text = f"{duration(found.hours)} for {found.steps:,} steps, scores left out, "
     rate = f"{costs.mfu:.0%} (--mfu) of {machine.peak / 1e12:,.3g} TFLOP/s are reached"

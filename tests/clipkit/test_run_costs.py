@@ -88,6 +88,13 @@ def test_what_fits_nowhere_has_no_settings_that_help() -> None:
     assert "it might with more GPUs" in text_of(costs)
 
 
+def test_without_a_rate_there_are_no_hours() -> None:
+    costs = costs_of(named("vit_b_32"), 8, replace(A100, peak=None))
+    assert "time not known: the published rates of GPUs are of bf16" in text_of(
+        costs
+    ) and "hours" not in text_of(costs)
+
+
 def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
     cpu = Machine(gpu="", memory=None, peak=1e11, measured=True)
     costs = costs_of(named("quickstart"), 1, cpu)
