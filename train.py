@@ -486,7 +486,8 @@ def parse_arguments() -> argparse.Namespace:
     given = [one for one in (options.config, *options.overrides) if one is not None]
     files = [one for one in given if "=" not in one and (one == given[0] or one.endswith(".toml"))]
     if len(files) > 1:
-        raise ConfigError(f"{' and '.join(files)} are given: one file is complete, and settings are key=value")
+        both = " and ".join(files)
+        raise ConfigError(f"{both} are given: one file is complete, and settings are key=value")
     options.overrides = [one for one in given if one not in files]
     options.config = Path(files[0]) if files else DEFAULT_CONFIG
     return options
