@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import DataError, nearest
+from data.corpora.builtin import BUILTIN
 from data.shard_file import is_remote
 from eval.cards import Card, card_names, load_card, load_suite, read_card, suite_names
 from eval.dataset import TEST, EvalDataset
@@ -74,6 +75,11 @@ def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompt
     """
     cards = [name for name in names if name in card_names() and not Path(name).is_dir()]
     plain = [name for name in names if name not in cards]
+    for name in plain:
+        if name.replace("-", "_").isidentifier() and name not in BUILTIN and not Path(name).exists():
+            raise DataError(
+                f"no dataset {name!r}: no folder is called so, and no card ({nearest(name, card_names())})"
+            )
     targets = {name: _of_card(load_card(name), root, prompts=prompts) for name in cards}
     for source, dataset in zip(plain, open_datasets(plain, root=root), strict=True):
         if dataset.name in targets:
