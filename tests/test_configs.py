@@ -105,9 +105,7 @@ def test_loads_and_names_a_model_that_there_is(path: Path) -> None:
 
 def test_small_pictures_are_of_whole_patches() -> None:
     config = load_config(ROOT / "configs" / "quickstart.toml", ["small.steps=3", "small.image_size=10"])
-    with pytest.raises(
-        ConfigError, match="fit ViT-Ti-4-16: a multiple of its patch size, 4, and at most"
-    ):
+    with pytest.raises(ConfigError, match="fit ViT-Ti-4-16: a multiple of its patch size, 4, and at most"):
         shape_of(config.model, config.loss, config.small)
 
 
