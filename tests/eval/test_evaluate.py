@@ -112,7 +112,8 @@ def test_retrieval_of_plain_pairs_has_the_usual_chance(model: CLIP, write_datase
     folder = write_dataset(labels=[None] * 8, captions=[f"thing {i}" for i in range(8)], class_names=None)
     scores = by_metric(evaluation.evaluate(model, folder))
     assert {name: score.chance for name, score in scores.items() if score.chance} == pytest.approx(
-        {f"{way}_R@{k}": k / 8 for way in ("image_to_text", "text_to_image") for k in (1, 5)} | {"mean_R@1": 1 / 8}
+        {f"{way}_R@{k}": k / 8 for way in ("image_to_text", "text_to_image") for k in (1, 5)}
+        | {"mean_R@1": 1 / 8}
     )
 
 
