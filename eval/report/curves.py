@@ -48,7 +48,7 @@ def _loss(run: RunFolder) -> Chart:
     levels = []
     if chance:
         name = f"chance {number(chance[-1][1])}"
-        if not _is_sigmoid(run):
+        if _is_log_of_batch(run):
             batch = round(math.exp(min(chance[-1][1], 40.0)))
             name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
         levels.append(Line(name=name, points=_thinned(chance), reference=True))
@@ -59,9 +59,11 @@ def _loss(run: RunFolder) -> Chart:
     return _noisy("Loss", points, summary=summary, note=note, levels=levels, wide=True)
 
 
-def _is_sigmoid(run: RunFolder) -> bool:
+def _is_log_of_batch(run: RunFolder) -> bool:
+    """Whether guessing gives the logarithm of the batch, as it does but for the sigmoid loss and pairs left out."""
     loss = run.config.get("loss")
-    return isinstance(loss, Mapping) and loss.get("name") == "siglip"
+    plain = not isinstance(loss, Mapping)
+    return plain or (loss.get("name", "clip") == "clip" and loss.get("same", "negatives") != "ignored")
 
 
 def _in_batch(run: RunFolder) -> Chart:
