@@ -33,7 +33,7 @@ from eval.ranks import ONE_RANK, Ranks
 
 __all__ = ["Encoder", "ImageFeatures", "dtype_name"]
 
-_FORMAT = 1  # of what is kept; another number where the same model and picture give other features
+_FORMAT = 2  # of what is kept; another number where the same model and picture give other features
 _TEXT_PIECE = 8192
 _WAIT = 0.5  # seconds between two looks at what another process does
 _log = logging.getLogger("eval")
@@ -204,7 +204,7 @@ class Encoder:
         """Which rows of a table are the pictures of a dataset, encoded first if they are not there."""
         key = f"{dataset.stamp}-{len(dataset)}"
         with self._alone_with(dataset, table, key):
-            rows = table.rows_of(key)
+            rows = table.rows_of(key, len(dataset))
             everywhere = self.ranks.gather(torch.tensor(float(rows is not None)))
             if rows is not None and int(everywhere) == self.ranks.world:
                 if self.progress is not None:

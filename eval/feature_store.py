@@ -6,11 +6,14 @@ sets that share prompts, and a run that was interrupted all share rows.
 
 FOLDER/digests.bin    16 bytes a row
 FOLDER/NAME.bin       a file for each column, float32, WIDTH numbers a row
+FOLDER/sums.bin       a CRC-32 of each column's part of a row, the columns in the order of their names
 FOLDER/rows/KEY.npy   which rows a split of a dataset is made of, once all its pictures are there
 FOLDER/writer         the lock of whoever appends
 
 Columns are written and synced before their digests, so the digests say how many rows there are: what a killed
-process left behind is cut off by the next. Several processes may read and append at the same time.
+process left behind is cut off by the next. Several processes may read and append at the same time. What is read is
+held against its sum, and a table that others cut or removed while it is in use is refused: a score must not come
+from rows of something else.
 
 Letters: N things asked for, R rows of the table, W the width of a column.
 """
@@ -18,6 +21,7 @@ Letters: N things asked for, R rows of the table, W the width of a column.
 import hashlib
 import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +39,7 @@ __all__ = ["DIGEST_BYTES", "FeatureTable", "digest_of"]
 DIGEST_BYTES = 16
 _WAIT = 0.02  # seconds between two tries to take the lock
 _ROW_BYTES = 4
+_SUM_BYTES = 4
 
 Digests = npt.NDArray[np.uint8]  # (N, 16)
 
@@ -60,6 +65,7 @@ class FeatureTable:
         self._number: dict[bytes, int] = {}
         self._memory: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in widths}
         self._rows: dict[str, npt.NDArray[np.int64]] = {}
+        self._names = sorted(self.widths)
         if folder is not None:
             with _told(folder):
                 (folder / "rows").mkdir(parents=True, exist_ok=True)
@@ -75,13 +81,19 @@ class FeatureTable:
         known = len(self._number)
         with _told(self.folder):
             count = self._whole_rows()
-            if count <= known:
+            if count < known:
+                raise DataError(
+                    f"features in {self.folder} were removed while they were in use: run this again"
+                )
+            if count == known:
                 return
             with self._file("digests").open("rb") as file:
                 file.seek(known * DIGEST_BYTES)
                 added = file.read((count - known) * DIGEST_BYTES)
         for number in range(len(added) // DIGEST_BYTES):
             self._number[added[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]] = known + number
+        if len(self._number) != count:  # a digest stands there twice, as nobody has written it
+            raise self._damaged()
 
     def find(self, digest: bytes) -> int | None:
         """The row of a digest, if it is there."""
@@ -95,7 +107,7 @@ class FeatureTable:
             columns: each column's (N, W) float32.
 
         Raises:
-            DataError: they cannot be written. The table stays as it was.
+            DataError: they cannot be written, or the table was removed meanwhile. It stays as it was.
         """
         assert set(columns) == set(self.widths)
         arrays = {name: np.ascontiguousarray(one.cpu().numpy(), np.float32) for name, one in columns.items()}
@@ -127,11 +139,17 @@ class FeatureTable:
                 _write(self._file(name), start * self.widths[name] * _ROW_BYTES, array[places].tobytes())
         added = [digests[place] for place in places]
         if self.folder is not None:
+            sums = np.stack([_sums(arrays[name][places]) for name in self._names], axis=1)  # (R, columns)
+            _write(self._file("sums"), start * sums.shape[1] * _SUM_BYTES, sums.tobytes())
             _write(self._file("digests"), start * DIGEST_BYTES, b"".join(added))
         self._number.update({digest: start + number for number, digest in enumerate(added)})
 
     def column(self, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
-        """(N, W) float32 of N rows: mapped from the disk where they follow each other there, else a copy."""
+        """(N, W) float32 of N rows: mapped from the disk where they follow each other there, else a copy.
+
+        Raises:
+            DataError: the table is damaged, or was removed meanwhile.
+        """
         width = self.widths[name]
         if self.folder is None:
             if len(self._memory[name]) > 1:
@@ -143,20 +161,36 @@ class FeatureTable:
             # copy on write: torch wants what it may write to, the file stays as it is
             shape = (len(self._number), width)
             with _told(self.folder):
+                if self._whole_rows() < len(self._number):
+                    raise DataError(
+                        f"features in {self.folder} were removed while they were in use: run this again"
+                    )
                 whole = np.memmap(self._file(name), np.float32, mode="c", shape=shape)
+                sums = np.memmap(
+                    self._file("sums"), np.uint32, mode="r", shape=(len(self._number), len(self.widths))
+                )
+                if not np.array_equal(_sums(whole, rows), sums[rows, self._names.index(name)]):
+                    raise self._damaged()
         if len(rows) and bool((np.diff(rows) == 1).all()):
             return torch.from_numpy(whole[int(rows[0]) : int(rows[-1]) + 1])
         return torch.from_numpy(np.ascontiguousarray(whole[rows]))
 
-    def rows_of(self, key: str) -> npt.NDArray[np.int64] | None:
-        """The (N,) rows kept under a key; None if there are none that this table can have."""
+    def _damaged(self) -> DataError:
+        return DataError(
+            f"the features kept in {self.folder} are damaged: remove that folder, they are made again"
+        )
+
+    def rows_of(self, key: str, count: int) -> npt.NDArray[np.int64] | None:
+        """The (N,) rows kept under a key; None if there are none that this table can have, or not so many."""
         if self.folder is None:
             return self._rows.get(key)
         try:
             rows: npt.NDArray[np.int64] = np.load(self._rows_file(key), allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
-        if rows.ndim != 1 or rows.dtype != np.int64 or (len(rows) and int(rows.max()) >= len(self._number)):
+        if rows.shape != (count,) or rows.dtype != np.int64:
+            return None
+        if count and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._number):
             return None
         return rows
 
@@ -184,6 +218,7 @@ class FeatureTable:
     def _whole_rows(self) -> int:
         """How many rows are there in full: an index longer than a column would be of a damaged disk."""
         counts = [_size(self._file("digests")) // DIGEST_BYTES]
+        counts.append(_size(self._file("sums")) // (_SUM_BYTES * len(self.widths)))
         counts += [_size(self._file(name)) // (width * _ROW_BYTES) for name, width in self.widths.items()]
         return min(counts)
 
@@ -208,6 +243,14 @@ def _write(path: Path, start: int, data: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sums(
+    values: npt.NDArray[np.float32], rows: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.uint32]:
+    """(N, W) → (N,), the CRC-32 of each row, or of those that are named."""
+    numbers = range(len(values)) if rows is None else rows.tolist()
+    return np.array([zlib.crc32(values[number]) for number in numbers], dtype=np.uint32)
 
 
 def _size(path: Path) -> int:

@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -147,11 +148,48 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
 def test_rows_under_a_key(tmp_path: Path) -> None:
     table = FeatureTable(tmp_path, WIDTHS)
     append(table, [4, 5, 6])
-    assert table.rows_of("k") is None
+    assert table.rows_of("k", 2) is None
     table.keep_rows("k", np.array([2, 0]))
-    rows = FeatureTable(tmp_path, WIDTHS).rows_of("k")
+    rows = FeatureTable(tmp_path, WIDTHS).rows_of("k", 2)
     assert rows is not None and rows.tolist() == [2, 0]
+    assert table.rows_of("k", 3) is None  # of a dataset that has grown
+    table.keep_rows("k", np.array([0, -1]))
+    assert table.rows_of("k", 2) is None
     table.keep_rows("k", np.array([2, 3]))  # of a row that is not there
-    assert table.rows_of("k") is None
+    assert table.rows_of("k", 2) is None
     (tmp_path / "rows" / "k.npy").write_bytes(b"\x93NUMPY\x01")
-    assert table.rows_of("k") is None
+    assert table.rows_of("k", 2) is None
+
+
+@pytest.mark.parametrize("file", ["projected", "before_projection", "sums"])
+def test_what_was_changed_on_the_disk_is_never_read_as_features(tmp_path: Path, file: str) -> None:
+    append(FeatureTable(tmp_path, WIDTHS), list(range(6)))
+    path = tmp_path / f"{file}.bin"
+    whole = path.read_bytes()
+    for data in (bytes(len(whole)), b"\xff" * len(whole), random.randbytes(len(whole))):
+        path.write_bytes(data)
+        table = FeatureTable(tmp_path, WIDTHS)
+        with pytest.raises(DataError, match="are damaged: remove that folder"):
+            for name in WIDTHS:
+                table.column(name, np.arange(6))
+    path.write_bytes(whole)
+    check(FeatureTable(tmp_path, WIDTHS), set(range(6)))
+
+
+@pytest.mark.parametrize("gone", ["projected", "digests", "all"])
+def test_a_table_that_is_removed_while_in_use_is_refused_and_leaves_nothing_wrong(
+    tmp_path: Path, gone: str
+) -> None:
+    table = FeatureTable(tmp_path / "t", WIDTHS)
+    append(table, list(range(6)))
+    if gone == "all":
+        shutil.rmtree(tmp_path / "t")
+        FeatureTable(tmp_path / "t", WIDTHS)  # another process begins anew
+    else:
+        (tmp_path / "t" / f"{gone}.bin").unlink()
+    for use in (lambda: append(table, [7, 8]), lambda: table.column("projected", np.arange(6))):
+        with pytest.raises(DataError, match="were removed while they were in use: run this again"):
+            use()
+    again = FeatureTable(tmp_path / "t", WIDTHS)
+    append(again, [7, 8])
+    check(FeatureTable(tmp_path / "t", WIDTHS), {7, 8})
