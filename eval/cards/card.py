@@ -90,9 +90,11 @@ class Card:
     def check_size(self, split: str, pictures: int) -> None:
         """DataError if a split has not as many pictures as the card states: partial or other data."""
         if (stated := self.splits.get(split, pictures)) != pictures:
+            how = f"fetch it again: {self.get or self.home}"
+            if not (self.get or self.home):  # a user's own, which nobody publishes
+                how = f"bring back what is missing, or set {split!r} of [splits] in its card to {pictures}"
             raise DataError(
-                f"dataset {self.name}: split {split!r} has {pictures:,} pictures, its card says {stated:,}; "
-                f"fetch it again: {self.get or self.home}"
+                f"dataset {self.name}: split {split!r} has {pictures:,} pictures, its card says {stated:,}; {how}"
             )
 
     def class_order(self, keys: Sequence[str]) -> tuple[int, ...]:

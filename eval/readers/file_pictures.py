@@ -10,7 +10,7 @@ from pathlib import Path
 from clipkit.errors import DataError
 from data.shards import Sample
 
-__all__ = ["Box", "FilePictures", "png_of", "state_of"]
+__all__ = ["Box", "FilePictures", "png_of", "state_of", "written"]
 
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
 _MAX_BYTES = 256 << 20  # of one file, as of a member of a shard
@@ -73,13 +73,13 @@ class FilePictures:
         return digest.hexdigest()[:16]
 
     def stamp(self) -> str:
-        """Of the same and of when each file was last changed."""
+        """Of the same and of each file's inode and times of change."""
         states = list(self._states.values())
         return hashlib.sha256(repr((self.fingerprint(), states)).encode()).hexdigest()[:16]
 
 
-def state_of(file: Path) -> tuple[int, int]:
-    """Bytes of a picture and its last change in nanoseconds.
+def state_of(file: Path) -> tuple[int, int, int, int]:
+    """Bytes of a picture, and what tells that it was written anew: see ``written``.
 
     Raises:
         DataError: there is none, it is too large, or no file: reading a pipe, say, might wait for ever.
@@ -94,7 +94,15 @@ def state_of(file: Path) -> tuple[int, int]:
         raise DataError(f"picture {file} is not a regular file: remove it")
     if found.st_size > _MAX_BYTES:
         raise DataError(f"picture {file} has {found.st_size} bytes, the limit is {_MAX_BYTES}")
-    return found.st_size, found.st_mtime_ns
+    return found.st_size, *written(found)
+
+
+def written(found: os.stat_result) -> tuple[int, int, int]:
+    """When a file's content and its entry were last changed, in nanoseconds, and its inode.
+
+    The first alone is not enough: copying and unpacking set it to what they like.
+    """
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def _part(image: bytes, box: Box) -> bytes:

@@ -23,6 +23,8 @@ _SPLITS = ("train", "val", TEST)
 def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
     """A folder of pictures by class, or of splits of such; to test on, one without splits counts as a whole.
 
+    Where there is no ``test``, ``val`` stands in for it, as in ImageNet's layout, and is no split of its own then.
+
     Raises:
         DataError: it has no such split, or what ``ImageFolder`` refuses.
     """
@@ -49,8 +51,14 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
 
 
 def _folder_of_split(folder: Path, split: str) -> Path:
+    here = [own for own in _SPLITS if visible_folders(folder / own)]
+    # else probes would be tuned on what they are scored on
+    if split == "val" and "val" in here and TEST not in here:
+        raise NoSplit(
+            f"{folder} has no split 'val' besides the one to test on, for which its folder 'val' stands in"
+        )
     for own in (split, "val") if split == TEST else (split,):
-        if visible_folders(folder / own):
+        if own in here or visible_folders(folder / own):
             return folder / own
     if split != TEST:
         raise NoSplit(f"{folder} has no split {split!r}: no folder {folder / split} with folders by class")
@@ -121,12 +129,12 @@ class ImageFolder:
     def fingerprint(self) -> str:
         """Of paths and sizes; the folder may be moved."""
         digest = hashlib.sha256()
-        for number, (size, _) in enumerate(self._states):
-            digest.update(f"{self.locate(number)[1]}\0{size}\n".encode("utf-8", "surrogateescape"))
+        for number, state in enumerate(self._states):
+            digest.update(f"{self.locate(number)[1]}\0{state[0]}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
 
     def stamp(self) -> str:
-        """Of the same and of when each file was last changed."""
+        """Of the same and of each file's inode and times of change."""
         return hashlib.sha256(repr((self.fingerprint(), self._states)).encode()).hexdigest()[:16]
 
 

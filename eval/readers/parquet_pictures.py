@@ -18,6 +18,7 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from data.shards import Sample
 from eval.readers.parquet_files import ParquetFiles, reading
+from eval.readers.some_pictures import versions_of
 
 __all__ = ["ParquetPictures"]
 
@@ -105,9 +106,9 @@ class ParquetPictures:
         return digest.hexdigest()[:16]
 
     def stamp(self) -> str:
-        """The same, which also changes with the files' versions."""
-        versions = [(file.size, file.version) for file in self._files.files]
-        return hashlib.sha256(repr((self.fingerprint(), versions)).encode()).hexdigest()[:16]
+        """The same, which also changes when a file was written anew."""
+        states = versions_of(self._files.files)
+        return hashlib.sha256(repr((self.fingerprint(), states)).encode()).hexdigest()[:16]
 
     def _group_of(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1

@@ -3,19 +3,22 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from clipkit.errors import DataError
+from data.shard_file import ShardFile
 from data.shards import Sample, Shards
+from eval.readers.file_pictures import written
 
-__all__ = ["EveryPicture", "SomePictures"]
+__all__ = ["EveryPicture", "SomePictures", "versions_of"]
 
 
 class EveryPicture(Shards):
     """All samples of shards."""
 
     def stamp(self) -> str:
-        """16 hexadecimal digits that change with the samples, and with the time or etag of any shard's content."""
-        shards = [self.manifest.shard(number) for number in range(len(self.counts))]
-        states = [(shard.size, shard.version) for shard in shards]
+        """16 hexadecimal digits that change with the samples, and when any shard was written anew."""
+        states = versions_of([self.manifest.shard(number) for number in range(len(self.counts))])
         return hashlib.sha256(repr((self.fingerprint(), states)).encode()).hexdigest()[:16]
 
 
@@ -55,3 +58,19 @@ class SomePictures:
     def stamp(self) -> str:
         """The same, which also changes with the shards' own stamp."""
         return hashlib.sha256(f"{self.fingerprint()} {self.every.stamp()}".encode()).hexdigest()[:16]
+
+
+def versions_of(files: Sequence[ShardFile]) -> list[tuple[int | str, ...]]:
+    """What tells that files were written anew: their etags, and of this machine's files what ``written`` says.
+
+    Raises:
+        DataError: one of this machine is gone.
+    """
+    return [(one.size, one.version, *(() if one.is_remote else _written(one))) for one in files]
+
+
+def _written(file: ShardFile) -> tuple[int, int, int]:
+    try:
+        return written(Path(file.url).stat())
+    except OSError as error:
+        raise DataError(f"shard {file.shown}: {error.strerror}") from error

@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +15,7 @@ from clipkit.errors import DataError
 from data.pack import pack
 from data.writer import DatasetWriter, Record
 from eval.dataset import DEFAULT_TEMPLATES, NoSplit
+from eval.new_card import new_card
 from eval.readers import open_dataset, open_datasets
 from eval.readers.some_pictures import SomePictures
 
@@ -182,6 +184,39 @@ def test_classes_of_folders_are_those_of_all_splits(tmp_path: Path, caplog: pyte
     os.utime(tmp_path / "pets" / "test" / "cat" / "2.jpg", ns=(1, 1))
     again = open_dataset(tmp_path / "pets")
     assert again.revision == test.revision and again.stamp != stamp
+
+
+def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: Path) -> None:
+    for name in ("train/dog/1.jpg", "train/cat/2.jpg", "val/dog/3.jpg", "val/cat/4.jpg", "val/cat/5.jpg"):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name).write_bytes(picture())
+    assert len(open_dataset(tmp_path / "pets")) == 3
+    with pytest.raises(
+        NoSplit, match="folder 'val' stands in"
+    ):  # probes would be tuned on what they are scored on
+        open_dataset(tmp_path / "pets", split="val")
+    card = new_card("Pets", tmp_path / "pets")
+    assert card.splits == {"train": 2, "test": 3}
+    with pytest.raises(
+        DataError, match=r"bring back what is missing, or set 'test' of \[splits\] in its card to 1$"
+    ):
+        card.check_size("test", 1)
+    (tmp_path / "pets" / "test" / "dog").mkdir(parents=True)
+    (tmp_path / "pets" / "test" / "dog" / "6.jpg").write_bytes(picture())
+    assert [len(open_dataset(tmp_path / "pets", split=split)) for split in ("val", "test")] == [3, 1]
+
+
+def test_a_file_of_the_same_size_and_time_may_be_another(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    """Features are looked up by the stamp."""
+    folder, shards = picture_folder(tmp_path / "pets"), write_dataset()
+    for root, file in ((folder, folder / "cat" / "1.jpg"), (shards, shards / "test" / "0.tar")):
+        before, state = open_dataset(root), file.stat()
+        content, stamp = file.read_bytes(), before.stamp
+        time.sleep(0.02)  # clocks of file systems are coarse
+        file.write_bytes(content[::-1] if root == folder else content.replace(b"IDAT", b"iDAT"))
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+        again = open_dataset(root)
+        assert again.stamp != stamp and again.revision == before.revision
 
 
 def test_equal_names_are_lengthened_by_parent_folders(
