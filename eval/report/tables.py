@@ -1,11 +1,13 @@
 """The table of models × datasets as text: CSV, LaTeX and Markdown. The same results give the same bytes.
 
 Columns are the models in the order of the results, then published numbers; rows are averages, then datasets. CSV
-holds the numbers as they are, the others percentages with one decimal.
+holds the numbers as they are, the others percentages with one decimal. A name that a program for tables would take
+for a formula begins with an apostrophe in CSV.
 """
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ _LATEX = {
     "[": "{[}",  # at the start of a row it would belong to the end of the one before
 }  # fmt: skip
 _MARKDOWN = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#"})
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may obey them
+_FORMULA = ("=", "+", "-", "@")
 _NAMES = ("dataset", "task", "metric")
 
 
@@ -78,10 +82,10 @@ def as_csv(
     table = _table(results, suites, published, primary)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(map(_plain, [*_NAMES, *table.columns]))
+    writer.writerow(map(_cell, [*_NAMES, *table.columns]))
     for row in table.rows:
         values = ["" if value is None else f"{value:.6g}" for value in (*row.values, *row.published)]
-        writer.writerow([*map(_plain, row.names), *values])
+        writer.writerow([*map(_cell, row.names), *values])
     return file.getvalue()
 
 
@@ -169,8 +173,14 @@ def _rows(task: str, table: ScoreTable, published: int) -> list[_Row]:
 
 
 def _plain(text: str) -> str:
-    """One line of whole characters: a name may hold half of a surrogate pair, which no file can."""
-    return " ".join(text.encode("utf-8", "replace").decode().split())
+    """One line of whole characters that show: a name may hold half of a surrogate pair, which no file can."""
+    return _CONTROLS.sub("?", " ".join(text.encode("utf-8", "replace").decode().split()))
+
+
+def _cell(text: str) -> str:
+    """A name of a CSV file, which programs for tables would take for a formula if it begins like one."""
+    plain = _plain(text)
+    return f"'{plain}" if plain.startswith(_FORMULA) else plain
 
 
 def _latex(text: str) -> str:

@@ -266,6 +266,21 @@ def test_tables_as_text(tmp_path: Path) -> None:
     assert markdown.count("\n") == len(rows) + 1
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\r=1"])
+def test_names_are_no_formulas_in_csv(tmp_path: Path, name: str) -> None:
+    lines = [line(0, name, "mean_rank", -2.5), {**line(1, "safe-=", "acc1", 0.5), "model": name}]
+    first, *rows = csv.reader(io.StringIO(as_csv([write(tmp_path / "r.jsonl", lines)])))
+    assert first[4] == f"'{name.strip()}"
+    assert rows[0][0] == f"'{name.strip()}" and rows[1][0] == "safe-="
+    assert rows[0][3] == "-2.5"  # a number stays one
+
+
+def test_tables_as_text_hold_no_control_characters(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", [{**line(0, "a\x1b[2Jb", "acc1", 0.5), "model": "m\x9b\x00"}])
+    for form in (as_csv, as_latex, as_markdown):
+        assert form([path]).replace("\n", "").isprintable()
+
+
 _ODD = st.one_of(
     st.none(),
     st.booleans(),
