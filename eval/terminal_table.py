@@ -1,4 +1,4 @@
-"""Scores as a table for a terminal of 80 columns."""
+"""What a terminal is shown: scores as a table of 80 columns, and names from data made harmless to it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,12 @@ from rich.text import Text
 
 from eval.results import Score
 
-__all__ = ["score_table", "shown_value"]
+__all__ = ["printable", "score_table", "shown_value"]
+
+
+def printable(text: str) -> str:
+    """Text on one line whose characters all show; others, which may command the terminal, as Python writes them."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def score_table(scores: Sequence[Score]) -> Table:
@@ -27,8 +32,8 @@ def score_table(scores: Sequence[Score]) -> Table:
         name = "" if group == before else f"{score.dataset} {score.task}" if several else score.dataset
         before = group
         table.add_row(
-            Text(name),  # it may look like markup
-            Text(f"{score.metric} {score.setting}".strip()),
+            Text(printable(name)),  # not a string, which would be read as markup
+            Text(printable(f"{score.metric} {score.setting}".strip())),
             shown_value(score, score.value),
             _interval(score),
             "" if score.chance is None else f"{100 * score.chance:.2f}",
