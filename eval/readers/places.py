@@ -1,12 +1,15 @@
 """Where published sets lie: their addresses at Hugging Face, the set of a name under a root, and their shards."""
 
+import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from clipkit.errors import DataError
+from data.remote.patience import Unreachable
 from data.shard_file import ShardFile
 from data.sources import find_shards
 from eval.dataset import TEST, NoSplit, some
@@ -21,6 +24,8 @@ _HUB_PAGE = re.compile(
     r"(/datasets/[\w.-]+/[\w.-]+)(?:/(?:tree|raw|resolve|blob)/([^/]+)(/.*)?)?/?", flags=re.ASCII
 )
 _PROBES = (f"{TEST}/nshards.txt", "classnames.txt", "dataset_type.txt")
+_REMEMBERED = 60.0  # seconds; a program that runs on may find the store mended
+_unreachable: dict[str, tuple[float, str]] = {}  # by root, when nobody answered and what was said then
 _MAX_COUNT = 100  # bytes of nshards.txt
 _MAX_SHARDS = 1_000_000
 
@@ -56,8 +61,20 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
         names: what the set may be called, the likeliest first.
 
     Raises:
-        DataError: the store cannot be reached.
+        DataError: the store cannot be reached; for a minute from then on that is told without asking it again, so
+            that a suite of many sets does not wait for each.
     """
+    when, said = _unreachable.get(str(root), (-math.inf, ""))
+    if time.monotonic() - when < _REMEMBERED:
+        raise Unreachable(said)
+    try:
+        return _found(root, names)
+    except Unreachable as error:
+        _unreachable[str(root)] = (time.monotonic(), str(error))
+        raise
+
+
+def _found(root: str | Path, names: Sequence[str]) -> str | None:
     for name in names:
         flat = name.replace("/", "-")
         published = flat if flat.startswith("wds_") else f"wds_{flat}"
@@ -85,8 +102,6 @@ def _json_file(root: str | Path, name: str) -> Path | None:
 
 def _is_set(address: str) -> bool:
     """Whether there is something; a web server, which may list nothing, is asked for a published set's files."""
-    from data.remote.patience import Unreachable
-
     try:
         if address.startswith(("http://", "https://")):
             return any(text_of(f"{address}/{name}") is not None for name in _PROBES)
@@ -120,9 +135,10 @@ def _check_has_split(folder: Path, name: str, split: str) -> None:
     if split != TEST or not splits:
         there = f"only {some(splits)}" if splits else "and no other"
         raise NoSplit(f"dataset {name} has no split {split!r}, {there}")
+    advised = next((own for own in splits if own != "train"), splits[0])
     raise NoSplit(
         f"dataset {name} has no split {split!r} to score on, only {some(splits)}: pack it with pairs held out "
-        f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {folder / splits[0]}"
+        f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {folder / advised}"
     )
 
 

@@ -39,6 +39,7 @@ __all__ = ["CACHE_GB", "open_published"]
 CACHE_GB = 100.0  # of remote shards on this machine, as for a training
 _FETCHING = 4  # shards at a time
 _MARKS_OF_WHOLE = ("card.json", "dataset_type.txt", "nshards.txt")  # files of a set that was written as one
+_MARKS_OF_SET = ("card.json", "dataset_type.txt", "classnames.txt")
 _TYPES = ("classification", "multilabel", "retrieval", "image_caption_selection")
 _SHOWN = 200  # characters of a source in a message
 _log = logging.getLogger("eval")
@@ -56,7 +57,8 @@ def open_published(
 
     Args:
         folder: of this machine, or its URL (``https://``, ``hf://``, ``s3://``, ``gs://``; also a page of Hugging
-            Face, ``https://huggingface.co/datasets/OWNER/NAME/tree/BRANCH``).
+            Face, ``https://huggingface.co/datasets/OWNER/NAME/tree/BRANCH``). Of this machine it may be one split's
+            own; what that does not say of itself is read in the folder above.
         name: of the dataset.
         split: which of its folders.
         metadata_names: of the columns that the ``npy`` of each sample has beside its label, all of them in order.
@@ -65,10 +67,11 @@ def open_published(
     Raises:
         DataError: there is no such split, it is incomplete or contradicts itself.
     """
-    root = address_of(folder) if isinstance(folder, str) and is_remote(folder) else Path(folder)
+    place = address_of(folder) if isinstance(folder, str) and is_remote(folder) else Path(folder)
+    root, own_split = _described(place, split)
     card, kind = _card(root), _type(name, root)
-    shards = _shards(shards_of_split(name, root, split), cache_gb)
-    _check_count(name, shards, split, card)
+    shards = _shards(shards_of_split(name, place, split), cache_gb)
+    _check_count(name, shards, own_split, card)
     class_names = tuple(lines_of(beside(root, "classnames.txt")))
     several = kind == "multilabel"
     if several and metadata_names:
@@ -81,7 +84,8 @@ def open_published(
     if several:
         labels = multi_hot(name, beside_pictures.arrays, shards, classes=len(class_names))
     else:
-        plain = not any(text_of(beside(root, mark)) is not None for mark in _MARKS_OF_WHOLE)
+        marks = [beside(one, mark) for one in dict.fromkeys((place, root)) for mark in _MARKS_OF_WHOLE]
+        plain = not any(text_of(mark) is not None for mark in marks)
         pictures, labels, captions = _annotated(name, shards, beside_pictures, may_lack_captions=plain)
     choices = captions if kind == "image_caption_selection" else None
     templates = tuple(
@@ -103,6 +107,15 @@ def open_published(
             tasks=_tasks(name, card, kind, pairs_only=labels is None and bool(captions)),
         )
     )
+
+
+def _described(place: Path | str, split: str) -> tuple[Path | str, str]:
+    """Where the files are that say what a set is, and the split's name there: of a split's own folder, above it."""
+    if split != TEST or not isinstance(place, Path) or not any(place.glob("*.tar")):
+        return place, split
+    own = place.absolute()
+    known = [any((folder / mark).is_file() for mark in _MARKS_OF_SET) for folder in (own, own.parent)]
+    return (own.parent, own.name) if known == [False, True] else (place, split)
 
 
 def _shards(found: Sequence[ShardFile], cache_gb: float) -> EveryPicture:

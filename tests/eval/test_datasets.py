@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
 from io import BytesIO
@@ -18,6 +19,7 @@ from eval.dataset import DEFAULT_TEMPLATES, NoSplit
 from eval.new_card import new_card
 from eval.readers import open_dataset, open_datasets
 from eval.readers.some_pictures import SomePictures
+from tests.eval.conftest import CLASSES
 
 WriteDataset = Callable[..., Path]
 
@@ -309,13 +311,31 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
         "dataset split has no split 'test' to score on, only train: pack it with pairs held out "
         f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {split / 'train'}"
     )
-    assert len(open_dataset(split / "train")) == 23
+    alone = open_dataset(split / "train")
+    assert (len(alone), alone.class_names) == (23, CLASSES)
     kind = write_dataset("kind")
     (kind / "dataset_type.txt").write_text("multilable\n")
     assert "of type 'multilable'; known: classification, multilabel" in refusal(kind)
     latin = write_dataset("latin")
     (latin / "classnames.txt").write_bytes("café\n".encode("latin-1"))
     assert "not UTF-8" in refusal(latin)
+
+
+def test_the_folder_of_one_split_is_a_set_that_the_folder_above_describes(
+    write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_dataset(split="val")
+    shutil.copytree(folder / "val", folder / "train")
+    assert refusal(folder).endswith(f"name a split's own folder, {folder / 'val'}")
+    monkeypatch.chdir(folder / "val")
+    for place in (folder / "val", "."):
+        dataset = open_dataset(place)
+        assert (dataset.class_names, dataset.templates) == (CLASSES, ("a photo of something {c}.", "{c}"))
+    card = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps({**card, "samples": {"val": 24, "test": 23}}))
+    assert "its card says 24" in refusal(folder / "val")
+    (folder / "val" / "classnames.txt").write_text("\n" * 6 + "own\n")  # then it says itself what it is
+    assert open_dataset(folder / "val").class_names[6] == "own"
 
 
 def test_lost_shards_and_samples_are_refused(write_dataset: WriteDataset) -> None:

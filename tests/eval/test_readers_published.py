@@ -2,9 +2,12 @@
 
 import json
 import logging
+import socket
+import time
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +18,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipkit.errors import DataError
+from data.remote.patience import Unreachable
 from eval.dataset import EvalDataset, NoSplit
-from eval.readers import find_published, open_dataset
+from eval.readers import find_published, open_dataset, places
 from eval.readers.npy import array_of
 from eval.readers.places import address_of
+from eval.readers.text_files import text_of
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx
 from tests.data.remote.test_hub import use
@@ -288,6 +293,30 @@ def test_statistics_beside_shards_are_not_believed(tmp_path: Path) -> None:
     root = publish(tmp_path / "x", labelled([0, 1, 2]))
     (root / "test" / "0_stats.json").write_text(json.dumps({"successes": 1}))
     assert len(open_dataset(root)) == 3
+
+
+def test_a_root_that_nobody_answers_is_not_asked_again_for_each_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        root = f"http://127.0.0.1:{taken.getsockname()[1]}/sets"
+        asked: list[str | Path] = []
+
+        def asking(place: str | Path) -> str | None:
+            asked.append(place)
+            return text_of(place)
+
+        monkeypatch.setattr(places, "text_of", asking)
+        said = []
+        for name in ("one", "two", "three"):
+            with pytest.raises(Unreachable) as caught:
+                find_published(root, [name])
+            said.append(str(caught.value))
+        assert len(asked) == 1 and len(set(said)) == 1
+        now = time.monotonic()
+        monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: now + 61))
+        with pytest.raises(Unreachable):
+            find_published(root, ["one"])
+        assert len(asked) == 2  # it may be back
 
 
 def test_a_shard_that_was_written_anew_has_another_stamp(tmp_path: Path) -> None:
