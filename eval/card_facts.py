@@ -1,10 +1,10 @@
 """What cards say of the datasets in some results, in the plain form that pages and tables take."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from eval.cards import Card, card_names, load_card, load_suite, suite_names
 
-__all__ = ["primary_metrics", "published_scores", "suites_of"]
+__all__ = ["is_of_card", "primary_metrics", "published_scores", "suites_of"]
 
 
 def suites_of(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -27,6 +27,14 @@ def published_scores(datasets: Iterable[str]) -> dict[str, Mapping[str, float]]:
         if (first := next(fitting, None)) is not None:
             found[card.name] = first.values
     return found
+
+
+def is_of_card(dataset: str, counts: Collection[object]) -> bool:
+    """Whether scores under this name, of so many pictures, are of the card's dataset, not of a folder called so."""
+    if dataset not in card_names():
+        return False
+    stated = load_card(dataset).splits.get("test")
+    return stated is None or stated in counts
 
 
 def _cards(datasets: Iterable[str]) -> list[Card]:

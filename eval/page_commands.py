@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clipkit.errors import ConfigError
-from eval.card_facts import primary_metrics, published_scores, suites_of
+from eval.card_facts import is_of_card, primary_metrics, published_scores, suites_of
 from eval.cards import load_card, load_suite, suite_names
 from eval.results import read_results
 
@@ -95,7 +95,11 @@ def _report(options: argparse.Namespace) -> int:
 
 def _facts(files: Sequence[Path]) -> dict[str, Any]:
     """What cards say of the datasets in the results."""
-    datasets = {str(line["dataset"]) for file in files for line in read_results(file)}
+    counts: dict[str, set[object]] = {}
+    for file in files:
+        for line in read_results(file):
+            counts.setdefault(str(line["dataset"]), set()).add(line.get("n"))
+    datasets = [name for name, own in counts.items() if is_of_card(name, own)]
     return {
         "published": published_scores(datasets),
         "suites": suites_of(datasets),

@@ -1,7 +1,9 @@
 """Scores models on many datasets and tasks: everything is encoded once, and lines are appended as they come."""
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from clipkit import CLIP
 from clipkit.architectures import VisionTower
 from clipkit.encode import model_hash
-from clipkit.errors import DataError
+from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.flops import counted_flops, image_flops
 from eval.dataset import EvalDataset
 from eval.details_file import write_details
@@ -21,8 +23,11 @@ from eval.results import Score, append_results, provenance, read_results, time_n
 from eval.subject import Subject
 from eval.targets import Target
 from eval.tasks import KNOWN_TASKS, Options, Outcome, check_tasks
+from eval.tasks.linear_probe import learned
 
 __all__ = ["Scored", "run_model"]
+
+_DIGITS = 16
 
 
 @dataclass(kw_only=True)
@@ -37,21 +42,21 @@ class Scored:
 
     scores: list[Score] = field(default_factory=list)
     found: int = 0
-    trouble: list[DataError] = field(default_factory=list)
+    trouble: list[ClipkitError] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Work:
     """One task on one dataset, with the facts that go into its lines."""
 
-    target: Target
+    subject: Subject
     task: str
     facts: Mapping[str, Any]
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a score depends on: lines with the same are of the same."""
-        dataset = self.target.dataset
+        """What tells its lines from those of other work."""
+        dataset = self.subject.dataset
         return _key({"dataset": dataset.name, "split": dataset.split, "task": self.task, **self.facts})
 
 
@@ -99,29 +104,52 @@ def run_model(
     origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": _gflops(model)}
     works: list[_Work] = []
     for target in targets:
+        subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
         try:
-            for task in check_tasks(target.dataset, tasks or _main_task(target)):
-                own = provenance(model, target.dataset, weights="")
-                facts = {**own, **origin, "options": options.text_of(task)}
-                works.append(_Work(target=target, task=task, facts=facts))
-        except DataError as error:
+            for task in dict.fromkeys(check_tasks(target.dataset, tasks or _main_task(target))):
+                facts = {**provenance(model, target.dataset, weights=""), **origin}
+                facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
+                works.append(_Work(subject=subject, task=task, facts=facts))
+        except (ConfigError, DataError) as error:
             scored.trouble.append(error)
     if skip_existing:
         works = _not_done(works, out, ranks, scored)
     _encode_prompts(encoder, works)
-    for target, own_works in _by_target(works):
-        encoder.progress = started(target.dataset) if started is not None else None
-        subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
-        for work in own_works:
-            begun = time.monotonic()
-            try:
-                outcome = KNOWN_TASKS[work.task].run(subject, options)
-            except DataError as error:
-                scored.trouble.append(error)
-                continue
-            scored.scores += outcome.scores
-            if ranks.rank == 0:
-                _write(out, work, outcome, step=step, seconds=time.monotonic() - begun)
+    before: Subject | None = None
+    for work in works:
+        if started is not None and work.subject is not before:
+            encoder.progress, before = started(work.subject.dataset), work.subject
+        begun = time.monotonic()
+        try:
+            outcome = KNOWN_TASKS[work.task].run(work.subject, options)
+        except (ConfigError, DataError) as error:
+            scored.trouble.append(error)
+            continue
+        scored.scores += outcome.scores
+        if ranks.rank == 0:
+            _write(out, work, outcome, step=step, seconds=time.monotonic() - begun)
+
+
+def _inputs(subject: Subject, task: str, options: Options) -> str:
+    """A digest of all that a task's scores depend on besides the model: pictures, labels, texts, metrics, options.
+
+    Raises:
+        Lacks: the task learns from a split that the dataset does not have.
+        DataError: that split is broken.
+    """
+    known = [subject.metrics, subject.dataset.superclasses, options.text_of(task)]
+    digest = hashlib.sha256(json.dumps(known).encode())
+    splits = [subject.dataset]
+    if KNOWN_TASKS[task].learns:
+        train, val = learned(subject, "train", f"the task {task}"), subject.split("val")
+        splits += [train, *([val] if val is not None else [])]
+    for dataset in splits:
+        digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
+        for values in (dataset.labels, dataset.items, *dataset.metadata.values()):
+            digest.update(b"" if values is None else values.numpy().tobytes())
+    for texts in KNOWN_TASKS[task].texts(subject.dataset):
+        digest.update(json.dumps(texts).encode())
+    return digest.hexdigest()[:_DIGITS]
 
 
 def _main_task(target: Target) -> tuple[str, ...]:
@@ -129,45 +157,41 @@ def _main_task(target: Target) -> tuple[str, ...]:
 
 
 def _write(out: Path, work: _Work, outcome: Outcome, *, step: int | None, seconds: float) -> None:
-    facts = {**work.facts, "time": time_now()}
+    facts = {**work.facts, "lines": len(outcome.scores), "time": time_now()}
     append_results(out, outcome.scores, step=step, provenance=facts, seconds=round(seconds, 3))
     for details in outcome.details:
         write_details(out, details, weights=str(work.facts["weights"]))
-
-
-def _by_target(works: Sequence[_Work]) -> Iterator[tuple[Target, list[_Work]]]:
-    for target in dict.fromkeys(work.target for work in works):
-        yield target, [work for work in works if work.target is target]
 
 
 def _encode_prompts(encoder: Encoder, works: Sequence[_Work]) -> None:
     """The texts of all tasks in one pass, sorted by length, each once."""
     texts: dict[str, None] = {}
     for work in works:
-        texts.update(dict.fromkeys(KNOWN_TASKS[work.task].texts(work.target.dataset)))
+        for own in KNOWN_TASKS[work.task].texts(work.subject.dataset):
+            texts.update(dict.fromkeys(own))
     encoder.texts(list(texts), whose="the prompts")
 
 
 def _not_done(works: Sequence[_Work], out: Path, ranks: Ranks, scored: Scored) -> list[_Work]:
-    """The work without scores in the results file, as rank 0 finds it: other ranks may see another file."""
+    """The work whose lines are not all in the results file, as rank 0 finds it: others may see another file."""
     counts = torch.zeros(len(works))
     if ranks.rank == 0:
-        there: dict[tuple[str, ...], int] = {}
+        there: dict[tuple[str, ...], dict[tuple[str, str], Any]] = {}
         for line in read_results(out):
-            there[_key(line)] = there.get(_key(line), 0) + 1
-        counts = torch.tensor([float(there.get(work.key, 0)) for work in works])
+            of = there.setdefault(_key(line), {})
+            of[str(line.get("setting")), str(line.get("metric"))] = line.get("lines")
+        whole = {key: len(lines) for key, lines in there.items() if len(lines) in lines.values()}
+        counts = torch.tensor([float(whole.get(work.key, 0)) for work in works])
     found = [int(count) for count in ranks.gather(counts).tolist()]
     scored.found += sum(found)
     return [work for work, count in zip(works, found, strict=True) if not count]
 
 
 def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a line of results, what its value depends on."""
-    task = str(line.get("task"))
-    of = ["dataset", "split", "task", "model_hash", "dtype", "data_revision", "options"]
-    if task in KNOWN_TASKS:
-        of += KNOWN_TASKS[task].depends_on
-    return tuple(str(line.get(name)) for name in of)
+    """Of a line of results."""
+    return tuple(
+        str(line.get(name)) for name in ("dataset", "split", "task", "model_hash", "dtype", "inputs")
+    )
 
 
 def _gflops(model: CLIP) -> float | None:

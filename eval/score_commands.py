@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.checkpoint import resolve_checkpoint
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.open_clip_run import newest_epoch
 from data.cache import cache_folder
 from eval.cards import card_names, load_card
@@ -28,7 +28,7 @@ from eval.targets import Missing, Target, find_suites, find_targets
 from eval.tasks import KNOWN_TASKS, Options, check_image_tasks, check_tasks
 from eval.tasks.few_shot import ESTIMATORS, SHOTS
 from eval.tasks.knn import KS
-from eval.terminal_table import score_table
+from eval.terminal_table import printable, score_table
 from eval.verify import Check, checks_of, expected_of, print_checks
 
 __all__ = ["add_score_commands"]
@@ -210,20 +210,46 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
     for target in named:  # what was named one by one fails before anything is scored
         check_tasks(target.dataset, tasks or None)
     others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
-    names = {target.dataset.name for target in named}
-    targets = [*named, *(target for target in others if target.dataset.name not in names)]
-    models = [_Model.of(name, options.out) for name in options.model]
+    targets = _together(named, others, options.prompts)
+    models = [_Model.of(name, options.out) for name in dict.fromkeys(options.model)]
     scored = Scored()
     for model in models:
         if len(models) > 1 and distributed.rank() == 0:
             print(f"\n{model.name}")
-        _score_model(model, targets, tasks, options, place, scored)
+        try:
+            _score_model(model, targets, tasks, options, place, scored)
+        except ClipkitError as error:  # of several models, one that does not load costs its own scores
+            if len(models) == 1:
+                raise
+            scored.trouble.append(error)
     return _tell_trouble([*trouble, *scored.trouble], scored)
+
+
+def _together(named: Sequence[Target], others: Sequence[Target], prompts: str) -> list[Target]:
+    """Datasets that are named and those of suites, each once.
+
+    Raises:
+        DataError: two would have one name.
+        ConfigError: none of them has the prompt set that is asked for.
+    """
+    targets = {target.dataset.name: target for target in named}
+    for target in others:
+        there = targets.setdefault(target.dataset.name, target)
+        if there.card is not target.card:
+            raise DataError(
+                f"two datasets would both be named {target.dataset.name}, yours and the suite's: rename the folder"
+            )
+    if prompts and targets and all(one.dataset.prompt_set != prompts for one in targets.values()):
+        known = sorted({name for one in targets.values() if one.card for name in one.card.prompt_sets})
+        raise ConfigError(
+            f"--prompts {prompts}: none of the datasets has it ({nearest(prompts, known or ['own'])})"
+        )
+    return list(targets.values())
 
 
 def _verify(options: argparse.Namespace, device: torch.device) -> int:
     """Measure what cards expect of a model, prompt set by prompt set, and hold it beside that."""
-    place = _device(options.device, device)
+    place, options.skip_existing = _device(options.device, device), False  # what is checked is measured
     if len(options.model) > 1:
         raise ConfigError("verify checks one --model at a time")
     model = _Model.of(options.model[0], options.out)
@@ -329,12 +355,13 @@ def _load(source: str, name: str, device: str) -> CLIP:
     return clipkit.load(source, name=name, device=device)
 
 
-def _tell_trouble(trouble: Sequence[DataError], scored: Scored) -> int:
+def _tell_trouble(trouble: Sequence[ClipkitError], scored: Scored) -> int:
     """Every dataset, or task on one, without scores, a line each; the exit status."""
     broken = [one for one in trouble if not isinstance(one, Missing | Lacks)]
     if distributed.rank() == 0:
         for one in trouble:
-            print(f"{'not here' if isinstance(one, Missing) else 'not scored'}: {one}", file=sys.stderr)
+            what = "not here" if isinstance(one, Missing) else "not scored"
+            print(f"{what}: {printable(str(one))}", file=sys.stderr)
     return 1 if broken or not (scored.scores or scored.found) else 0
 
 

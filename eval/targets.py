@@ -35,6 +35,7 @@ class Target:
         card: what is known of it, if anything is.
         keys: what the dataset itself calls its classes.
         opener: opens any of its splits as it lies there.
+        own_card: whether the card lies beside the pictures, and so knows all their splits.
     """
 
     dataset: EvalDataset
@@ -42,6 +43,7 @@ class Target:
     card: Card | None = None
     keys: tuple[str, ...]
     opener: Opener
+    own_card: bool = False
 
     def open_split(self, split: str) -> EvalDataset:
         """Another split of the same dataset, its classes named as here.
@@ -51,6 +53,8 @@ class Target:
             DataError: it is broken, or its classes are others.
         """
         found, bound = self.opener(split), self.dataset
+        if self.own_card and self.card is not None:  # others may be of another edition's training pictures
+            self.card.check_size(split, len(found))
         if found.class_names != self.keys:
             raise DataError(
                 f"dataset {bound.name} has other classes in split {split!r} than in split {bound.split!r}, or in "
@@ -146,7 +150,14 @@ def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, promp
     card = read_card(own, name=dataset.name)
     card.check_size(TEST, len(dataset))
     bound = _with_prompts(card, dataset, prompts)
-    return Target(dataset=bound, metrics=card.metrics, card=card, keys=dataset.class_names, opener=opener)
+    return Target(
+        dataset=bound,
+        metrics=card.metrics,
+        card=card,
+        keys=dataset.class_names,
+        opener=opener,
+        own_card=True,
+    )
 
 
 def _opener(card: Card, root: Path | str | None) -> Opener:

@@ -62,8 +62,9 @@ def _loss(run: RunFolder) -> Chart:
 def _is_log_of_batch(run: RunFolder) -> bool:
     """Whether guessing gives the logarithm of the batch, as it does but for the sigmoid loss and pairs left out."""
     loss = run.config.get("loss")
-    plain = not isinstance(loss, Mapping)
-    return plain or (loss.get("name", "clip") == "clip" and loss.get("same", "negatives") != "ignored")
+    if not isinstance(loss, Mapping):
+        return True
+    return bool(loss.get("name", "clip") == "clip" and loss.get("same", "negatives") != "ignored")
 
 
 def _in_batch(run: RunFolder) -> Chart:

@@ -73,19 +73,17 @@ class Task:
         what: it is, in a few words.
         run: scores a model on a dataset.
         check: raises DataError where a dataset lacks what it needs.
-        texts: those of a dataset that it will have encoded.
+        texts: those of a dataset that it will have encoded, by class or by picture.
         needs_text: whether it needs a text tower.
         learns: whether it needs the training split.
-        depends_on: facts of provenance that its scores depend on besides weights and pictures.
     """
 
     what: str
     run: Callable[[Subject, Options], Outcome]
     check: Callable[[EvalDataset], object]
-    texts: Callable[[EvalDataset], Iterable[str]] = lambda _: ()
+    texts: Callable[[EvalDataset], Iterable[Sequence[str]]] = lambda _: ()
     needs_text: bool = False
     learns: bool = False
-    depends_on: tuple[str, ...] = ()
 
 
 def _zero_shot(subject: Subject, options: Options) -> Outcome:
@@ -144,17 +142,17 @@ def _few_shot(subject: Subject, options: Options) -> Outcome:
     return Outcome(scores=scores)
 
 
-def _prompts(dataset: EvalDataset) -> Iterable[str]:
-    return (prompt for own in dataset.prompts() for prompt in own)
+def _prompts(dataset: EvalDataset) -> Iterable[Sequence[str]]:
+    return dataset.prompts()
 
 
-def _captions(dataset: EvalDataset) -> Iterable[str]:
-    return (caption for own in dataset.captions or () for caption in own)
+def _captions(dataset: EvalDataset) -> Iterable[Sequence[str]]:
+    return dataset.captions or ()
 
 
-def _choices(dataset: EvalDataset) -> Iterable[str]:
-    yield from (caption for own in dataset.choices or () for caption in own)
-    yield from _captions(dataset)
+def _choices(dataset: EvalDataset) -> Iterable[Sequence[str]]:
+    yield from dataset.choices or ()
+    yield from dataset.captions or ()
 
 
 KNOWN_TASKS: Mapping[str, Task] = {
@@ -164,7 +162,6 @@ KNOWN_TASKS: Mapping[str, Task] = {
         check=labels_of,
         texts=_prompts,
         needs_text=True,
-        depends_on=("prompts",),
     ),
     "retrieval": Task(
         what="find captions by pictures and pictures by captions",
@@ -172,7 +169,6 @@ KNOWN_TASKS: Mapping[str, Task] = {
         check=captions_of,
         texts=_captions,
         needs_text=True,
-        depends_on=("captions",),
     ),
     "linear-probe": Task(
         what="logistic regression on the image tower's features, as in the CLIP paper",
@@ -195,7 +191,6 @@ KNOWN_TASKS: Mapping[str, Task] = {
         check=choices_of,
         texts=_choices,
         needs_text=True,
-        depends_on=("captions", "choices"),
     ),
 }
 assert set(KNOWN_TASKS) <= set(TASKS)

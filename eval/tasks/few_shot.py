@@ -101,6 +101,8 @@ def few_shot(
 def _check(shots: Sequence[int], seeds: Sequence[int], estimators: Sequence[str]) -> None:
     if not seeds:
         raise ConfigError("few-shot classification needs at least one seed")
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds = {list(seeds)} does not fit: a draw that is taken twice says nothing new")
     if not shots or min(shots) < 1:
         raise ConfigError(f"shots = {list(shots)} does not fit: one picture a class or more")
     for estimator in estimators:

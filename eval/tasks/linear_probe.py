@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from clipkit.representations import layer_count
 from eval.dataset import EvalDataset, NoSplit, some
 from eval.metrics import (
@@ -244,7 +244,10 @@ def linear_probes(
     """One probe after another, the final representation's first; arguments and errors as for ``linear_probe``."""
     if isinstance(layers, bool):
         layers = range(1, layer_count(subject.encoder.model) + 1) if layers else ()
-    for layer in (None, *layers):
+    known = layer_count(subject.encoder.model)
+    if wrong := [layer for layer in layers if not 1 <= layer <= known]:
+        raise ConfigError(f"layer {wrong[0]} does not fit: the image tower has {known} that can be probed")
+    for layer in (None, *dict.fromkeys(layers)):
         yield _probe(subject, layer, seed)
 
 

@@ -1,5 +1,6 @@
 """Many datasets and tasks in one call: what is encoded, written, left alone, and said of what cannot be scored."""
 
+import io
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -258,3 +260,86 @@ def test_classes_in_groups(run: Path, probed: Path, tmp_path: Path) -> None:
     assert found["acc1"] < found["superclass_acc1"] <= 1
     main(["report", str(out)])
     assert "By superclass" in (tmp_path / "report.html").read_text()
+
+
+def rewrite(folder: Path, change: Callable[[str, bytes], bytes]) -> None:
+    """Change members of a split's tars, which keep their sizes."""
+    for path in folder.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            members = [(one, tar.extractfile(one).read()) for one in tar.getmembers()]  # type: ignore[union-attr]
+        with tarfile.open(path, "w") as tar:
+            for member, data in members:
+                changed = change(member.name, data)
+                assert len(changed) == len(data)
+                tar.addfile(member, io.BytesIO(changed))
+
+
+def test_what_is_there_is_scored_again_if_anything_that_it_depends_on_has_changed(
+    run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.jsonl"
+    tasks = ["--task", "zero-shot", "--task", "knn", "--neighbours", "3"]
+    arguments = [
+        "run",
+        "--model",
+        str(run),
+        "--data",
+        str(probed),
+        *tasks,
+        "--out",
+        str(out),
+        "--skip-existing",
+    ]
+
+    def scored() -> set[str]:
+        before = len(read_results(out))
+        assert main(arguments) == 0
+        capsys.readouterr()
+        return {line["task"] for line in read_results(out)[before:]}
+
+    assert scored() == {"zero-shot", "knn"}
+    assert scored() == set()
+    turned = {"0": b"1", "1": b"0"}
+
+    def other_labels(name: str, data: bytes) -> bytes:
+        return turned.get(data.decode(), data) if name.endswith(".cls") else data
+
+    rewrite(probed / "train", other_labels)
+    assert scored() == {"knn"}
+    rewrite(probed / "test", other_labels)
+    assert scored() == {"zero-shot", "knn"}
+    (probed / "zeroshot_classification_templates.txt").write_text("a thing of {c} colour\n")
+    assert scored() == {"zero-shot"}
+    lines = out.read_text().splitlines()  # as if the disk had been full in the middle of the last task
+    out.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:30])
+    assert scored() == {"zero-shot"}
+    assert scored() == set()
+
+
+def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    mine = write_dataset("digits")
+    arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
+    with pytest.raises(DataError, match="two datasets would both be named digits, yours and the suite's"):
+        main(["run", "--data", str(mine), "--suite", "builtin", *arguments])
+    assert main(["run", "--data", str(mine), *arguments]) == 0
+    main(["report", str(tmp_path / "r.jsonl"), "--csv", str(tmp_path / "t.csv")])
+    assert "builtin" not in (tmp_path / "t.csv").read_text()
+
+
+def test_several_models_of_which_one_does_not_load_and_options_that_do_not_fit(
+    run: Path, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.jsonl"
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    models = ["--model", str(run), "--model", str(tmp_path / "none"), "--model", str(other)]
+    tasks = ["--task", "linear-probe", "--task", "zero-shot", "--layers", "9"]
+    assert main(["run", *models, "--data", str(probed), *tasks, "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "not scored: no model at" in said
+    assert "not scored: layer 9 does not fit: the image tower has 1 that can be probed" in said
+    assert {line["model"] for line in read_results(out)} == {str(run), str(other)}
+    with pytest.raises(ConfigError, match="--prompts opeani: none of the datasets has it"):
+        main(["run", *models, "--data", str(probed), "--prompts", "opeani", "--out", str(out)])
