@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from eval.report.bars import Bar, Dot, difference_bars, ranked_bars, scatter
 from eval.report.charts import Chart, Line, draw
 from eval.report.result_set import ResultSet, Row
+from eval.report.same_data import same_data
 from eval.report.score_table import Average, ScoreTable, is_share
 
 __all__ = ["cost", "few_shot", "layers", "leaders", "probe_differences"]
@@ -60,7 +61,7 @@ def probe_differences(results: ResultSet, zero_shot: ScoreTable, probe: ScoreTab
         for line in probe.lines:
             other = before.get((line.dataset, line.metric))
             own, first = line.cells[i], other.cells[i] if other else None
-            if line.counted and own is not None and first is not None:
+            if line.counted and own is not None and first is not None and same_data(first, own):
                 bar = Bar(name=line.dataset, value=first.value - own.value)
                 found.setdefault(model.label, []).append(bar)
     values = [bar.value for bars in found.values() for bar in bars]
@@ -245,8 +246,10 @@ def _line(
 
 
 def _common(curves: Sequence[_Curve]) -> list[str]:
-    """The datasets that every curve has at every point."""
-    return sorted(set.intersection(*(curve.datasets for curve in curves)))
+    """The datasets that every curve has at every point, of the same data."""
+    every = set.intersection(*(curve.datasets for curve in curves))
+    rows = {name: [own[name] for curve in curves for own in curve.points.values()] for name in every}
+    return sorted(name for name in every if same_data(*rows[name]))
 
 
 def _datasets(common: Sequence[str], curves: Sequence[_Curve]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from eval.report.charts import figure, number
 from eval.report.page_frame import scrolling
 from eval.report.result_set import Model, ResultSet, Row
+from eval.report.same_data import DataGroup, by_data
 from eval.report.score_table import Average, Line, ScoreTable, is_share
 from eval.report.scores import metric_name
 
@@ -128,13 +129,17 @@ def _titles(row: Row | None, share: bool) -> str:
 
 def all_scores(results: ResultSet) -> str:
     """Every score with its interval, a table a dataset behind a line to click on."""
-    by_dataset: dict[str, dict[tuple[str, ...], dict[int, Row]]] = {}
+    by_dataset: dict[str, dict[tuple[str, ...], list[Row]]] = {}
     for row in results.rows:
-        by_dataset.setdefault(row.dataset, {}).setdefault(row.what, {})[row.model] = row
+        by_dataset.setdefault(row.dataset, {}).setdefault(row.what, []).append(row)
     heads = "".join(f'<th scope="col">{broken(model.label)}</th>' for model in results.models)
     parts = []
     for dataset, rows in by_dataset.items():
-        body = "".join(_score_row(what, own, len(results.models)) for what, own in rows.items())
+        body = "".join(
+            _score_row(what, group, len(results.models))
+            for what, own in rows.items()
+            for group in by_data(own)
+        )
         whole = (
             '<table><thead><tr><th scope="col">Score</th><th scope="col">n</th><th scope="col">chance</th>'
             f"{heads}</tr></thead><tbody>{body}</tbody></table>"
@@ -148,12 +153,16 @@ def all_scores(results: ResultSet) -> str:
     return "".join(parts)
 
 
-def _score_row(what: tuple[str, ...], rows: Mapping[int, Row], models: int) -> str:
+def _score_row(what: tuple[str, ...], group: DataGroup, models: int) -> str:
     _, split, task, prompts, setting, metric = what
+    rows = {row.model: row for row in group.rows}
     values = [one for row in rows.values() for one in (row.value, row.low, row.high, row.chance)]
     share = is_share(*values)
     note = ", ".join(
-        filter(None, (task, setting, prompts and f"prompts {prompts}", "" if split == "test" else split))
+        filter(
+            None,
+            (task, setting, prompts and f"prompts {prompts}", "" if split == "test" else split, group.note),
+        )
     )
     cells = []
     for i in range(models):
@@ -164,18 +173,11 @@ def _score_row(what: tuple[str, ...], rows: Mapping[int, Row], models: int) -> s
         interval = _interval(row, share)
         text = f"{100 * row.value:.2f}" if share else number(row.value)
         cells.append(f"<td>{text}{f'<small>{interval}</small>' if interval else ''}</td>")
-    sizes = _one_or_range([row.n for row in rows.values()])
+    size = "" if group.n is None else number(group.n)
     chances = [row.chance for row in rows.values() if row.chance is not None]
     chance = "" if not chances else figure(100 * chances[0], "%") if share else number(chances[0])
     name = f"{escape(metric_name(metric))} <small>{escape(note)}</small>"
-    return f'<tr><th scope="row">{name}</th><td>{sizes}</td><td>{chance}</td>{"".join(cells)}</tr>'
-
-
-def _one_or_range(counts: Sequence[int | None]) -> str:
-    known = sorted({count for count in counts if count is not None})
-    if not known:
-        return ""
-    return number(known[0]) if len(known) == 1 else f"{number(known[0])}–{number(known[-1])}"
+    return f'<tr><th scope="row">{name}</th><td>{size}</td><td>{chance}</td>{"".join(cells)}</tr>'
 
 
 def model_facts(results: ResultSet) -> str:

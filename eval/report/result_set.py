@@ -19,6 +19,7 @@ from eval.report.json_lines import finite, json_lines, whole
 __all__ = ["Model", "ResultSet", "Row", "read_result_set"]
 
 _MAX_TEXT = 300
+_REVISION = 16  # characters of one that are shown
 _SCORE = (
     "step", "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high", "chance",
     "seconds",
@@ -122,12 +123,19 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
     numbers: dict[tuple[str, str], int] = {}
     last: dict[tuple[int, tuple[str, ...]], Row] = {}
     newest: dict[int, _Line] = {}
+    replaced: dict[tuple[str, str], None] = {}
     for line in lines:
         number = numbers.setdefault((line.name, line.weights), len(numbers))
         newest[number] = line
+        before = last.get((number, line.row.what))
+        if before is not None and _are_other_data(before, line.row):
+            replaced[before.dataset, before.data_revision[:_REVISION]] = None
         last[number, line.row.what] = line.row
     rows = tuple(replace(row, model=number) for (number, _), row in last.items())
     notes += _different_data(rows)
+    if replaced:
+        names = some([f"{name} (revision {revision})" for name, revision in replaced])
+        notes.append(f"Scores on other pictures of the same name left out, since later ones count: {names}.")
     return ResultSet(models=_models(newest), rows=rows, notes=tuple(notes))
 
 
@@ -192,23 +200,38 @@ def _last_steps(lines: Sequence[_Line], notes: list[str]) -> list[_Line]:
     return kept
 
 
+def _are_other_data(one: Row, other: Row) -> bool:
+    return bool(one.data_revision and other.data_revision) and one.data_revision != other.data_revision
+
+
 def _different_data(rows: Sequence[Row]) -> list[str]:
     """Datasets whose pictures or prompts are known not to be the same for all models."""
-    pictures: dict[tuple[str, ...], set[str]] = {}
-    prompts: dict[tuple[str, ...], set[str]] = {}
+    found: dict[tuple[str, str], dict[tuple[str, ...], dict[str, None]]] = {}
     for row in rows:
-        if row.data_revision:
-            pictures.setdefault((row.dataset, row.split), set()).add(row.data_revision)
-        if row.n is not None:
-            pictures.setdefault(row.what, set()).add(str(row.n))
-        if row.prompts and row.task == "zero-shot":
-            prompts.setdefault((row.dataset, row.split, row.prompt_set), set()).add(row.prompts)
+        kinds = {
+            ("pictures", "revisions"): ((row.dataset, row.split), row.data_revision),
+            ("pictures", "n ="): (row.what, "" if row.n is None else f"{row.n:,}"),
+            ("prompts", "revisions"): (
+                (row.dataset, row.split, row.prompt_set),
+                row.prompts if row.task == "zero-shot" else "",
+            ),
+        }
+        for kind, (key, value) in kinds.items():
+            if value:
+                found.setdefault(kind, {}).setdefault(key, {})[value] = None
+    where: dict[str, dict[str, dict[str, None]]] = {}
+    for (what, called), seen in found.items():
+        for key, values in seen.items():
+            if len(values) > 1:
+                cut = [value[:_REVISION] for value in values]
+                told = f"{called} {' and '.join(cut) if len(cut) < 4 else some(cut)}"
+                where.setdefault(what, {}).setdefault(key[0], {})[told] = None
     notes = []
-    for what, seen in (("pictures", pictures), ("prompts", prompts)):
-        differing = list(dict.fromkeys(key[0] for key, values in seen.items() if len(values) > 1))
-        if differing:
-            where = f"the same {what} on {some(differing)}"
-            notes.append(f"Not all models were scored with {where}: these scores do not compare.")
+    for what, datasets in where.items():
+        named = some([f"{name} ({'; '.join(told)})" for name, told in datasets.items()])
+        notes.append(
+            f"Not all models were scored with the same {what} on {named}: these scores do not compare."
+        )
     return notes
 
 

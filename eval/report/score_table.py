@@ -2,13 +2,15 @@
 
 A dataset's score is its primary metric, of its main task and the prompt set that most models were scored with. An
 average is taken over the datasets that every model has, so that its columns compare; how many those are is said. A
-suite of which they are less than half has no average.
+suite of which they are less than half has no average. Scores of other data under the same name stand in a line of
+their own, which no average counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.report.result_set import Model, ResultSet, Row
+from eval.report.same_data import by_data
 
 __all__ = ["AS_TRAINED", "Average", "Line", "ScoreTable", "is_share", "score_table", "task_tables"]
 
@@ -32,7 +34,7 @@ class Line:
 
     Attributes:
         dataset: its name.
-        note: the task, prompt set, split or setting, where the dataset has several; or "".
+        note: the task, prompt set, split, setting or data, where the dataset has several; or "".
         metric: of all cells.
         cells: a score a model; None where it has none.
         published: a number for each of the table's published columns.
@@ -143,7 +145,7 @@ def _dataset_lines(
     primary: str | None,
     published: Sequence[float | None],
 ) -> list[Line]:
-    """The lines of one dataset; of several prompt sets, splits or settings each has one, and the fullest counts."""
+    """The lines of one dataset; each prompt set, split, setting and data has one, the fullest counts."""
     kinds: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row.task, row.split, row.prompt_set, row.setting), []).append(row)
@@ -155,25 +157,26 @@ def _dataset_lines(
         metric = primary if primary in metrics else metrics[0]
         shown = [metric] + [one for one in (_OTHER_HALF.get(metric),) if one in metrics]
         for one in shown:
-            cells: list[Row | None] = [None] * models
-            for row in own:
-                if row.metric == one:
+            for i, group in enumerate(by_data(row for row in own if row.metric == one)):
+                first = kind == chief and i == 0
+                cells: list[Row | None] = [None] * models
+                for row in group.rows:
                     cells[row.model] = row
-            known = (
-                published
-                if kind == chief and one == metric and primary in (None, one)
-                else [None] * len(published)
-            )
-            lines.append(
-                Line(
-                    dataset=rows[0].dataset,
-                    note=_note(kind, list(kinds)),
-                    metric=one,
-                    cells=tuple(cells),
-                    published=tuple(known),
-                    counted=kind == chief and is_share(*(row.value for row in own if row.metric == one)),
+                known = (
+                    published
+                    if first and one == metric and primary in (None, one)
+                    else [None] * len(published)
                 )
-            )
+                lines.append(
+                    Line(
+                        dataset=rows[0].dataset,
+                        note=", ".join(filter(None, (_note(kind, list(kinds)), group.note))),
+                        metric=one,
+                        cells=tuple(cells),
+                        published=tuple(known),
+                        counted=first and is_share(*(row.value for row in group.rows)),
+                    )
+                )
     return lines
 
 

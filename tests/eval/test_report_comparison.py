@@ -266,6 +266,55 @@ def test_tables_as_text(tmp_path: Path) -> None:
     assert markdown.count("\n") == len(rows) + 1
 
 
+@pytest.mark.parametrize(
+    ("more", "notes", "said"),
+    [
+        ({"data_revision": "r2"}, ("data r1", "data r2"), "(revisions r1 and r2)"),
+        ({"n": 20}, ("n = 5,000", "n = 20"), "(n = 5,000 and 20)"),
+    ],
+)
+def test_scores_of_other_data_stand_in_a_row_of_their_own(
+    tmp_path: Path, more: dict[str, Any], notes: tuple[str, str], said: str
+) -> None:
+    same = {"data_revision": "r1"}
+    lines = [
+        line(model, name, "acc1", 0.4 + model / 9, **same) for model in (0, 1) for name in ("a", "b", "c")
+    ]
+    lines += [
+        line(2, name, "acc1", 0.9, **{**same, **(more if name == "c" else {})}) for name in ("a", "b", "c")
+    ]
+    lines += [
+        line(model, "d", "acc1", 0.5, **{"data_revision": ""}) for model in (0, 1)
+    ]  # nothing known of it
+    path = write(tmp_path / "r.jsonl", lines)
+    found = read_result_set([path])
+    table = score_table(found)
+    shown = {
+        (one.dataset, one.note): ([bool(cell) for cell in one.cells], one.counted) for one in table.lines
+    }
+    assert shown["a", ""] == ([True] * 3, True)
+    assert shown["c", notes[0]] == ([True, True, False], True)
+    assert shown["c", notes[1]] == ([False, False, True], False)
+    assert shown["d", ""] == ([True, True, False], True)
+    (mean,) = table.averages
+    assert (mean.over, mean.of) == (2, 4) and mean.cells[2] == pytest.approx(0.9)
+    told = f"Not all models were scored with the same pictures on c {said}: these scores do not compare."
+    assert found.notes == (told,)
+    assert told in built(path).words
+    rows = [row for row in as_markdown([path]).splitlines() if row.startswith("| c ")]
+    assert rows[0].startswith(f"| c ({notes[0]}) |") and "**51.1**" in rows[0] and "90.0" not in rows[0]
+    assert rows[1].startswith(f"| c ({notes[1]}) |") and "**" not in rows[1] and "51.1" not in rows[1]
+
+
+def test_a_model_scored_again_on_other_data_is_told(tmp_path: Path) -> None:
+    lines = [line(0, "test", "acc1", value, data_revision=f"r{value}") for value in (0.1, 0.2)]
+    found = read_result_set([write(tmp_path / "r.jsonl", lines)])
+    assert [row.value for row in found.rows] == [0.2]
+    assert found.notes == (
+        "Scores on other pictures of the same name left out, since later ones count: test (revision r0.1).",
+    )
+
+
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\r=1"])
 def test_names_are_no_formulas_in_csv(tmp_path: Path, name: str) -> None:
     lines = [line(0, name, "mean_rank", -2.5), {**line(1, "safe-=", "acc1", 0.5), "model": name}]
