@@ -1,5 +1,8 @@
 """The sigmoid loss of SigLIP over the global batch (Zhai et al. 2023, https://arxiv.org/abs/2303.15343).
 
+On the quickstart, whose settings were chosen for the softmax loss: handwriting 57.5% and unseen fonts 80.4%, where
+softmax gives 62.3% and 84.5% (bench/options.py, one seed).
+
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile, K identities of a pair.
 """
 
