@@ -15,7 +15,7 @@ from clipkit.architectures import VisionTower
 from clipkit.encode import model_hash
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.flops import counted_flops, image_flops
-from eval.dataset import EvalDataset
+from eval.dataset import EvalDataset, NoSplit
 from eval.details_file import write_details
 from eval.encode import Encoder
 from eval.ranks import ONE_RANK, Ranks
@@ -23,7 +23,6 @@ from eval.results import Score, append_results, provenance, read_results, time_n
 from eval.subject import Subject
 from eval.targets import Target
 from eval.tasks import KNOWN_TASKS, Options, Outcome, check_tasks
-from eval.tasks.linear_probe import learned
 
 __all__ = ["Scored", "run_model"]
 
@@ -105,13 +104,15 @@ def run_model(
     works: list[_Work] = []
     for target in targets:
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
-        try:
-            for task in dict.fromkeys(check_tasks(target.dataset, tasks or _main_task(target))):
+        for task in dict.fromkeys(tasks or _main_task(target)):
+            try:
+                check_tasks(target.dataset, [task])
                 facts = {**provenance(model, target.dataset, weights=""), **origin}
                 facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
+            except (ConfigError, DataError) as error:
+                scored.trouble.append(error)
+            else:
                 works.append(_Work(subject=subject, task=task, facts=facts))
-        except (ConfigError, DataError) as error:
-            scored.trouble.append(error)
     if skip_existing:
         works = _not_done(works, out, ranks, scored)
     _encode_prompts(encoder, works)
@@ -141,8 +142,9 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
     digest = hashlib.sha256(json.dumps(known).encode())
     splits = [subject.dataset]
     if KNOWN_TASKS[task].learns:
-        train, val = learned(subject, "train", f"the task {task}"), subject.split("val")
-        splits += [train, *([val] if val is not None else [])]
+        splits += [one for one in (subject.split("train"), subject.split("val")) if one is not None]
+        if len(splits) == 1 or splits[1].split != "train":
+            raise NoSplit(f"dataset {subject.dataset.name} has no train split, which {task} learns from")
     for dataset in splits:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):

@@ -343,3 +343,14 @@ def test_several_models_of_which_one_does_not_load_and_options_that_do_not_fit(
     assert {line["model"] for line in read_results(out)} == {str(run), str(other)}
     with pytest.raises(ConfigError, match="--prompts opeani: none of the datasets has it"):
         main(["run", *models, "--data", str(probed), "--prompts", "opeani", "--out", str(out)])
+
+
+def test_a_task_that_a_dataset_lacks_something_for_costs_no_other(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.jsonl"
+    arguments = ["run", "--model", str(run), "--data", str(write_dataset()), "--out", str(out)]
+    assert main([*arguments, "--task", "knn", "--task", "zero-shot"]) == 0
+    assert "not scored: dataset colours has no train split, which knn learns from" in capsys.readouterr().err
+    assert {line["task"] for line in read_results(out)} == {"zero-shot"}
+    assert main([*arguments, "--task", "knn"]) == 1
