@@ -346,7 +346,7 @@ def test_a_configuration_that_names_code_is_refused(tokenizer: Path, tmp_path: P
     assert not ran.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_train_py_takes_other_towers_and_weights(colours: Path, tmp_path: Path) -> None:
     def train(*settings: str) -> str:
         fixed = [

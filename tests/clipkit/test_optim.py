@@ -289,7 +289,8 @@ def test_each_name_that_a_configuration_takes_is_an_optimizer_or_a_schedule() ->
     for names, setting in ((OPTIMIZERS, "name"), (SCHEDULES, "schedule")):
         for name in names:
             OptimConfig(**{setting: name})  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=f"optim.{setting} = 'other' does not fit: {', '.join(names)}"):
+        known = f"{', '.join(tuple(names)[:-1])} or {tuple(names)[-1]}"
+        with pytest.raises(ConfigError, match=f"optim.{setting} = 'other' does not fit: {known}"):
             OptimConfig(**{setting: "other"})  # type: ignore[arg-type]
 
 

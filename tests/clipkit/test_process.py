@@ -34,7 +34,7 @@ def test_where_there_is_something_to_save_the_step_is_finished(number: signal.Si
 @pytest.mark.parametrize("number", SIGNALS)
 def test_where_there_is_nothing_to_save_it_leaves_at_once(number: signal.Signals) -> None:
     StopRequest()
-    with pytest.raises(KeyboardInterrupt, match="before the first step"):
+    with pytest.raises(KeyboardInterrupt, match="no step was made"):
         signal.raise_signal(number)
 
 

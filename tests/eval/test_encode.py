@@ -102,7 +102,7 @@ def test_ranks_with_stores_of_their_own_share_what_one_of_them_has(
     Encoder(model, store=stores[0 if first else 1]).images(
         open_dataset(write_dataset("some", labels=[0] * 9))
     )
-    barrier, values = threading.Barrier(2, timeout=20), [torch.empty(0)] * 2
+    barrier, values = threading.Barrier(2, timeout=120), [torch.empty(0)] * 2
 
     def gather(rank: int) -> Callable[[Tensor], Tensor]:
         def add(own: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.values: list[Tensor | None] = [None, None]
-        self.barrier = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=120)
 
     def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
         def add(values: Tensor) -> Tensor:

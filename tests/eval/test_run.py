@@ -24,6 +24,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.training_state import LoopState
 from eval import read_results
 from eval.__main__ import main
+from eval.targets import find_targets
 from tests.forked import Forked
 
 WriteDataset = Callable[..., Path]
@@ -317,8 +318,10 @@ def test_what_is_there_is_scored_again_if_anything_that_it_depends_on_has_change
 
 
 def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
-    run: Path, write_dataset: WriteDataset, tmp_path: Path
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # of the suite only the one that is quickly made
+    monkeypatch.setattr("eval.score_commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
     mine = write_dataset("digits")
     arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
     with pytest.raises(DataError, match="two datasets would both be named digits, yours and the suite's"):
