@@ -326,6 +326,7 @@ def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
     arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
     with pytest.raises(DataError, match="two datasets would both be named digits, yours and the suite's"):
         main(["run", "--data", str(mine), "--suite", "builtin", *arguments])
+    monkeypatch.undo()
     assert main(["run", "--data", str(mine), *arguments]) == 0
     main(["report", str(tmp_path / "r.jsonl"), "--csv", str(tmp_path / "t.csv")])
     assert "builtin" not in (tmp_path / "t.csv").read_text()
