@@ -2,8 +2,8 @@
 
 A vision transformer that sees half of the patches costs about half, and FLIP reaches the accuracy of all patches in
 less time, best with a short end of the training on whole images. It changes what is learned: an option. Where
-there are few patches it costs much: on the quickstart's 16 patches a picture, unseen fonts 75.4% with a quarter left
-out and 20.1% with half, where all give 84.5% (bench/options.py, one seed).
+there are few patches it costs much: on the quickstart's 16 patches a picture, unseen fonts 75.4% with a quarter
+left out and 20.1% with half, where all give 84.5% (bench/options.py, one seed).
 
 What is kept is a function of a seed and an image's place in the global batch, computed in whole numbers: the same
 on every device, for any number of ranks and any accumulation, and again in a second pass over the same images.

@@ -320,13 +320,12 @@ def test_what_is_there_is_scored_again_if_anything_that_it_depends_on_has_change
 def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # of the suite only the one that is quickly made
-    monkeypatch.setattr("eval.score_commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
     mine = write_dataset("digits")
     arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
-    with pytest.raises(DataError, match="two datasets would both be named digits, yours and the suite's"):
-        main(["run", "--data", str(mine), "--suite", "builtin", *arguments])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:  # of the suite only the one that is quickly made
+        patch.setattr("eval.score_commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
+        with pytest.raises(DataError, match="two datasets would both be named digits, yours and the suite's"):
+            main(["run", "--data", str(mine), "--suite", "builtin", *arguments])
     assert main(["run", "--data", str(mine), *arguments]) == 0
     main(["report", str(tmp_path / "r.jsonl"), "--csv", str(tmp_path / "t.csv")])
     assert "builtin" not in (tmp_path / "t.csv").read_text()
