@@ -3,6 +3,7 @@
 Letters: B batch, S image side in pixels, W width of the image tower, O embedding dimension.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from clipkit.model import CLIP
 from clipkit.towers import VisionTransformer
 
 __all__ = ["ImageRepresentations", "image_representations", "layer_count"]
+
+
+_unprojected = threading.Lock()  # held while a tower of open_clip's has no projection
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,17 +78,19 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
 def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]:
     """The features before normalization, (B, O), and before projection, (B, W), where there is such a place."""
     visual: Any = model.visual
-    if isinstance(proj := getattr(visual, "proj", None), nn.Parameter) and not isinstance(
-        visual, VisionTransformer
-    ):
+    own = isinstance(visual, VisionTransformer)
+    with _unprojected:  # not while another thread has it off
+        proj = None if own else getattr(visual, "proj", None)
+    if isinstance(proj, nn.Parameter):
         # open_clip's ViT pools in many ways, all of them inside its forward: without a projection it gives the pool
-        visual.proj = None
-        try:
-            pooled = model.encode_image(images, normalize=False)
-        finally:
-            visual.proj = proj
+        with _unprojected:
+            visual.proj = None
+            try:
+                pooled = model.encode_image(images, normalize=False)
+            finally:
+                visual.proj = proj
         return pooled @ proj.float(), pooled
-    place = visual.ln_post if isinstance(visual, VisionTransformer) else getattr(visual, "trunk", None)
+    place = visual.ln_post if own else getattr(visual, "trunk", None)
     if not isinstance(place, nn.Module):
         return model.encode_image(images, normalize=False), None
     outs: list[Tensor] = []
@@ -95,8 +101,11 @@ def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]
 
 @contextmanager
 def _watched(module: nn.Module, see: Callable[[Tensor], object]) -> Iterator[None]:
+    """What a module gives in this thread; others may run the same model meanwhile."""
+    here = threading.get_ident()
+
     def hook(_: nn.Module, __: object, out: object) -> None:
-        if isinstance(out, Tensor):
+        if isinstance(out, Tensor) and threading.get_ident() == here:
             see(out)
 
     handle = module.register_forward_hook(hook)

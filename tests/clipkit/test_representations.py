@@ -1,5 +1,6 @@
 """What towers know before their projection: projected by hand it is what they give."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,21 @@ def test_layers_end_in_what_is_projected() -> None:
     assert {tuple(values.shape) for values in out.layers.values()} == {(3, out.before_projection.shape[1])}
     with pytest.raises(ConfigError, match=f"no layer {count + 1} to look behind: 1 to {count}"):
         image_representations(model, images, layers=[count + 1])
+
+
+@pytest.mark.parametrize("kind", ["ViT", "CoCa"])
+@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
+def test_threads_that_share_a_model_see_their_own_pictures_alone(kind: str, tmp_path: Path) -> None:
+    write_hub_folder(tmp_path, kind)
+    model = clipkit.load(tmp_path)
+
+    def look(count: int) -> bool:
+        images = pictures(model, count)
+        with torch.inference_mode():
+            outs = [image_representations(model, images) for _ in range(30)]
+        return all(torch.equal(one.before_projection, outs[0].before_projection) for one in outs) and all(
+            len(one.before_projection) == len(one.projected) == count for one in outs
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(look, [1, 2, 3, 4]))
