@@ -24,40 +24,36 @@ from eval.image_models import TIMM, load_image_model
 from eval.ranks import Ranks
 from eval.results import check_appendable, weights_id
 from eval.run import Scored, run_model
+from eval.score_options import PRECISIONS, add_data, add_model, add_task_options, task_options
 from eval.targets import Missing, Target, find_suites, find_targets
-from eval.tasks import KNOWN_TASKS, Options, check_image_tasks, check_tasks
-from eval.tasks.few_shot import ESTIMATORS, SHOTS
-from eval.tasks.knn import KS
+from eval.tasks import KNOWN_TASKS, check_image_tasks, check_tasks
 from eval.terminal_table import printable, score_table
 from eval.verify import Check, checks_of, expected_of, print_checks
 
 __all__ = ["add_score_commands"]
-
-_MAX_BATCH = 65_536
-_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_score_commands(commands: Any) -> None:
     """Add them to the command line; each sets ``run``."""
     what = "score models on datasets and suites, each on its main task or on those named"
     run = commands.add_parser("run", help=what, description=_sentence(what))
-    _add_data(run)
-    _add_model(run)
+    add_data(run)
+    add_model(run)
     run.add_argument(
         "--task", action="append", default=[], choices=[*KNOWN_TASKS], help="may be repeated", metavar="TASK"
     )
-    _add_task_options(run, [*KNOWN_TASKS])
+    add_task_options(run, [*KNOWN_TASKS])
     run.set_defaults(run=_started(_score))
     for name, task in KNOWN_TASKS.items():
         command = commands.add_parser(name, help=task.what, description=_sentence(task.what))
-        _add_data(command)
-        _add_model(command)
-        _add_task_options(command, [name])
+        add_data(command)
+        add_model(command)
+        add_task_options(command, [name])
         command.set_defaults(run=_started(_score))
     what = "check that a model reaches the scores that are known for it"
     verify = commands.add_parser("verify", help=what, description=_sentence(what))
-    _add_data(verify)
-    _add_model(verify)
+    add_data(verify)
+    add_model(verify)
     verify.add_argument(
         "--as",
         dest="known_as",
@@ -85,118 +81,6 @@ def _started(
 
 def _sentence(what: str) -> str:
     return what[0].upper() + what[1:] + "."
-
-
-def _add_data(command: argparse.ArgumentParser) -> None:
-    """What to score on."""
-    add = command.add_argument
-    add(
-        "--data",
-        action="append",
-        default=[],
-        metavar="NAME|FOLDER",
-        help="a dataset's name, a dataset folder or URL, or a folder of pictures by class; may be repeated",
-    )
-    add(
-        "--suite",
-        action="append",
-        default=[],
-        metavar="SUITE",
-        help="datasets by their suite's name; may be repeated",
-    )
-    add(
-        "--data-root",
-        metavar="FOLDER",
-        help="where datasets are looked for by name; hf://datasets/clip-benchmark for the published ones",
-    )
-    add(
-        "--prompts",
-        default="",
-        metavar="SET",
-        help="prompt set, where a dataset has it (openai, clip_benchmark …)",
-    )
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    """What to score, and how."""
-    add = command.add_argument
-    add(
-        "--model",
-        required=True,
-        action="append",
-        help="a run folder, a checkpoint, what clipkit.load takes, or timm:NAME; may be repeated",
-    )
-    add(
-        "--name",
-        default="",
-        metavar="ARCHITECTURE",
-        help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
-    )
-    add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
-    add(
-        "--features",
-        metavar="FOLDER",
-        help="where encoded pictures and texts are kept (default: features in the cache); '' keeps none",
-    )
-    add("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
-    add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
-    add("--precision", default="fp32", choices=[*_PRECISIONS], help="what the towers run in (default: fp32)")
-    add("--seed", type=int, default=0, help="of whatever is drawn (default: 0)")
-
-
-def _add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
-    """Options that some tasks have."""
-    add = command.add_argument
-    if "linear-probe" in tasks:
-        add(
-            "--layers",
-            nargs="*",
-            type=_positive,
-            metavar="K",
-            help="linear-probe: probe the image tower behind these blocks too (all where none is named)",
-        )
-    if "few-shot" in tasks:
-        shots = " ".join(map(str, SHOTS))
-        add(
-            "--shots",
-            nargs="+",
-            type=_positive,
-            default=SHOTS,
-            metavar="N",
-            help=f"few-shot: default {shots}",
-        )
-        add(
-            "--seeds",
-            nargs="+",
-            type=int,
-            default=(0, 1, 2),
-            metavar="S",
-            help="few-shot: draws (default: 0 1 2)",
-        )
-        add("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default both")
-        add("--tuned", action="store_true", help="few-shot: choose C on the val split, as the CLIP paper did")
-    if "knn" in tasks:
-        add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
-
-
-def _options(options: argparse.Namespace) -> Options:
-    """Of the command line, for the tasks that it has."""
-    layers = getattr(options, "layers", None)
-    return Options(
-        seed=options.seed,
-        layers=False if layers is None else tuple(layers) or True,
-        shots=tuple(getattr(options, "shots", SHOTS)),
-        seeds=tuple(getattr(options, "seeds", (0, 1, 2))),
-        estimators=tuple(getattr(options, "estimators", ESTIMATORS)),
-        tuned=getattr(options, "tuned", False),
-        neighbours=tuple(getattr(options, "neighbours", KS)),
-    )
 
 
 def _score(options: argparse.Namespace, device: torch.device) -> int:
@@ -329,7 +213,7 @@ def _score_model(
                 targets,
                 out=wanted.out,
                 tasks=tasks,
-                options=_options(options),
+                options=task_options(options),
                 skip_existing=options.skip_existing,
                 store=_store(options.features),
                 ranks=ranks,
@@ -372,7 +256,7 @@ def _store(features: str | None) -> Path | None:
 
 
 def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
-    dtype = _PRECISIONS[precision]
+    dtype = PRECISIONS[precision]
     return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype)
 
 
@@ -416,10 +300,3 @@ def _progress(ranks: Ranks) -> Progress:
     )
     hidden = not sys.stderr.isatty() or ranks.rank > 0
     return Progress(*columns, console=console, transient=True, disable=hidden)
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 10 else 0
-    if not 1 <= value <= _MAX_BATCH:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MAX_BATCH}")
-    return value

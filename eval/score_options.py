@@ -1,0 +1,135 @@
+"""What the scoring commands take on the command line."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from eval.tasks import Options
+from eval.tasks.few_shot import ESTIMATORS, SHOTS
+from eval.tasks.knn import KS
+
+__all__ = ["PRECISIONS", "add_data", "add_model", "add_task_options", "task_options"]
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_BATCH = 65_536
+
+
+def add_data(command: argparse.ArgumentParser) -> None:
+    """What to score on."""
+    add = command.add_argument
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME|FOLDER",
+        help="a dataset's name, a dataset folder or URL, or a folder of pictures by class; may be repeated",
+    )
+    add(
+        "--suite",
+        action="append",
+        default=[],
+        metavar="SUITE",
+        help="datasets by their suite's name; may be repeated",
+    )
+    add(
+        "--data-root",
+        metavar="FOLDER",
+        help="where datasets are looked for by name; hf://datasets/clip-benchmark for the published ones",
+    )
+    add(
+        "--prompts",
+        default="",
+        metavar="SET",
+        help="prompt set, where a dataset has it (openai, clip_benchmark …)",
+    )
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """What to score, and how."""
+    add = command.add_argument
+    add(
+        "--model",
+        required=True,
+        action="append",
+        help="a run folder, a checkpoint, what clipkit.load takes, or timm:NAME; may be repeated",
+    )
+    add(
+        "--name",
+        default="",
+        metavar="ARCHITECTURE",
+        help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
+    )
+    add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
+    add(
+        "--features",
+        metavar="FOLDER",
+        help="where encoded pictures and texts are kept (default: features in the cache); '' keeps none",
+    )
+    add("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
+    add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
+    add("--precision", default="fp32", choices=[*PRECISIONS], help="what the towers run in (default: fp32)")
+    add("--seed", type=int, default=0, help="of whatever is drawn (default: 0)")
+
+
+def add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
+    """Options that some tasks have."""
+    add = command.add_argument
+    if "linear-probe" in tasks:
+        add(
+            "--layers",
+            nargs="*",
+            type=_positive,
+            metavar="K",
+            help="linear-probe: probe the image tower behind these blocks too (all where none is named)",
+        )
+    if "few-shot" in tasks:
+        shots = " ".join(map(str, SHOTS))
+        add(
+            "--shots",
+            nargs="+",
+            type=_positive,
+            default=SHOTS,
+            metavar="N",
+            help=f"few-shot: default {shots}",
+        )
+        add(
+            "--seeds",
+            nargs="+",
+            type=int,
+            default=(0, 1, 2),
+            metavar="S",
+            help="few-shot: draws (default: 0 1 2)",
+        )
+        add("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default both")
+        add("--tuned", action="store_true", help="few-shot: choose C on the val split, as the CLIP paper did")
+    if "knn" in tasks:
+        add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
+
+
+def task_options(options: argparse.Namespace) -> Options:
+    """Of the command line, for the tasks that it has."""
+    layers = getattr(options, "layers", None)
+    return Options(
+        seed=options.seed,
+        layers=False if layers is None else tuple(layers) or True,
+        shots=tuple(getattr(options, "shots", SHOTS)),
+        seeds=tuple(getattr(options, "seeds", (0, 1, 2))),
+        estimators=tuple(getattr(options, "estimators", ESTIMATORS)),
+        tuned=getattr(options, "tuned", False),
+        neighbours=tuple(getattr(options, "neighbours", KS)),
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= value <= _MAX_BATCH:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MAX_BATCH}")
+    return value
