@@ -27,7 +27,7 @@ from clipkit.tar_header import (
     text_of,
 )
 
-__all__ = ["Content", "sample_name", "tar_files", "tar_files_of"]
+__all__ = ["Content", "FileContent", "sample_name", "tar_files", "tar_files_of"]
 
 _PLAIN, _PAX = b"0x"  # kinds of nearly all members
 _MARK = b"ustar"  # of headers, but for the oldest kind
@@ -84,10 +84,10 @@ def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        yield from tar_files_of(called or str(path), _FileContent(file.fileno()), at_hand=True)
+        yield from tar_files_of(called or str(path), FileContent(file.fileno()), at_hand=True)
 
 
-class _FileContent:
+class FileContent:
     """The bytes of an open file; not mapped, as to touch what was cut off meanwhile would kill the process."""
 
     def __init__(self, descriptor: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.cards.fields import Fields, read_fields
+from eval.dataset import TASKS
 
 __all__ = [
     "CARD_METRICS",
@@ -34,7 +35,7 @@ __all__ = [
     "words_by_key",
 ]
 
-CARD_TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
+CARD_TASKS = TASKS
 CARD_METRICS = (
     "acc1", "acc5", "mean_top1_top5", "mean_per_class_recall", "f1_macro", "roc_auc",
     "map_11_point", "map_11_point_softmax", "mean_average_precision", "mean_average_precision_softmax",

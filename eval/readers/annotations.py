@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.tar import Content, sample_name, tar_files_of
+from clipkit.tar import Content, FileContent, sample_name, tar_files_of
 from data.index import CAPTION, LABEL, META
 from data.open_shard import OpenShard, label_of, meta_of, text_of
 from data.shard_file import ShardFile
@@ -131,25 +131,11 @@ class _Bytes:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise DataError(f"shard {file.shown}: {error.strerror}") from error
-        self.content = _Local(self._descriptor)
+        self.content = FileContent(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-
-
-class _Local:
-    """The bytes of an open file."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._size = os.fstat(descriptor).st_size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, part: slice, /) -> bytes:
-        return os.pread(self._descriptor, part.stop - part.start, part.start)
 
 
 def multi_hot(name: str, arrays: Sequence[Array | None], shards: Shards, *, classes: int) -> Tensor:
