@@ -36,12 +36,10 @@ from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
 from clipkit.cost_table import cost_table
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, nearest, run_command
-from clipkit.in_batch_recall import in_batch_recall
 from clipkit.locking import Unfreezing, lock
 from clipkit.machines import Machine, published_memory
 from clipkit.model import CLIP, MAX_LOGIT_SCALE
 from clipkit.not_finite import write_down
-from clipkit.objective import chance_level
 from clipkit.optim import learning_rate, make_optimizer
 from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.peak_rate import PUBLISHED_BF16, measured_peak, published_peak
@@ -267,7 +265,7 @@ def main() -> int:
         batches = DeviceBatches(loader, state.step, config.steps, device)
         starvation = Starvation(config.data.workers, ", ".join(map(shown, config.data.sources)))
         profiled = Profile(run, options.profile if chief else 0, device=device, say=progress.say)
-        most = math.log(MAX_LOGIT_SCALE) if config.loss.name == "clip" else math.inf  # of the temperature
+        most = math.log(MAX_LOGIT_SCALE) if config.loss.name != "siglip" else math.inf  # of the temperature
         step, stopped = state.step, False
         began, saved_at = clock() - state.seconds, clock()
         try:
@@ -361,15 +359,11 @@ def main() -> int:
 
                 # 7f. What is shown and recorded.
                 if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
-                    recall = in_batch_recall(features.images, features.texts)
-                    chance = chance_level(config.loss, config.distill, batch.identities)
                     metrics = {
                         "epoch": (step - 1) // order.batches_per_epoch,
                         "samples": step * config.batch_size,
                         "loss": loss,
-                        **({} if chance is None else {"chance": chance}),
-                        "image_to_text_R@1": recall[0].item(),
-                        "text_to_image_R@1": recall[1].item(),
+                        **compute.figures(batch, features),
                         "scale": model.logit_scale.exp().item(),
                         "lr": rate,
                         "grad_norm": norm,

@@ -32,7 +32,7 @@ class Features:
 
     loss: Tensor  # ()
     images: Tensor  # (B, O)
-    texts: Tensor  # (B, O)
+    texts: Tensor  # (B, O), or (C, O) of all classes
 
 
 def check_rows(model: nn.Module, *, batch_size: int, world: int, parts: int) -> None:
@@ -70,7 +70,8 @@ def backward(
 
     Args:
         model: a CLIP, possibly wrapped in DistributedDataParallel or sharded.
-        inputs: arguments of the model by name, each a tensor or a sequence of B rows.
+        inputs: arguments of the model by name, each a tensor or a sequence of B rows; or C rows, of all classes,
+            for the text tower.
         loss: of what the model returns: image features (B, O), text features (B, O), exp(t), and the bias of a
             model that has one; such as ``clip_loss``.
         parts: how many pieces of the batch are computed one after the other, of sizes that differ by one at
@@ -108,8 +109,8 @@ def backward(
     value = loss(*whole, *numbers)
     torch.autograd.backward(value)
     watch.begin("backward")
-    sizes = [len(one[0]) for one in first]
-    gradients = zip(*(_gradient(one).split(sizes) for one in whole), strict=True)
+    sizes = [[len(one[i]) for one in first] for i in (0, 1)]
+    gradients = zip(*(_gradient(one).split(own) for one, own in zip(whole, sizes, strict=True)), strict=True)
     for number, (piece, of_features) in enumerate(zip(pieces, gradients, strict=True)):
         _draw(seeds, number)
         with local_gradients(model, last=number == parts - 1):
@@ -122,10 +123,13 @@ def backward(
 
 def _pieces(inputs: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
     """The inputs cut into pieces of rows."""
-    rows = len(inputs["images"])
-    cuts = [rows * number // parts for number in range(parts + 1)]
-    spans = [slice(*span) for span in pairwise(cuts)]
-    return [{name: value[span] for name, value in inputs.items() if value is not None} for span in spans]
+    pieces: list[dict[str, Any]] = [{} for _ in range(parts)]
+    for name, value in inputs.items():
+        if value is not None:
+            cuts = [len(value) * number // parts for number in range(parts + 1)]
+            for piece, span in zip(pieces, pairwise(cuts), strict=True):
+                piece[name] = value[slice(*span)]
+    return pieces
 
 
 def _draw(seeds: Sequence[int], number: int) -> None:

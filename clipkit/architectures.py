@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from clipkit.errors import CheckpointError, ConfigError, nearest
 
 __all__ = [
-    "ARCHITECTURES", "QUICKGELU", "Architecture", "BagOfWords", "OpenClipText", "OpenClipVision", "TextTower",
-    "TimmVision", "TransformersText", "VisionTower", "named",
+    "ARCHITECTURES", "QUICKGELU", "Architecture", "BagOfWords", "ClassTable", "OpenClipText", "OpenClipVision",
+    "TextTower", "TimmVision", "TransformersText", "VisionTower", "named",
 ]  # fmt: skip
 
 _MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # a stored architecture may be anybody's
@@ -65,6 +65,31 @@ class BagOfWords:
 
     def __post_init__(self) -> None:
         _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTable:
+    """A classifier's head in the text tower's place: a learned row for each class, which its name stands for."""
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if not isinstance(names, tuple | list) or not all(isinstance(one, str) for one in names):
+            raise ConfigError("names is no list of class names")
+        object.__setattr__(self, "names", tuple(names))  # a stored one is a list
+        _check_number("number of classes", len(names), _MAX)
+        for one in names:
+            if not one or one != " ".join(one.split()):
+                raise ConfigError(f"class name {one[:80]!r} is empty, or has spaces that a caption loses")
+        if len(set(names)) < len(names):
+            twice = next(one for one in names if names.count(one) > 1)
+            raise ConfigError(f"class name {twice[:80]!r} stands there twice: each class needs its own")
+
+    @property
+    def context_length(self) -> int:
+        """A class is one token."""
+        return 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +151,14 @@ class TransformersText:
 
 
 Vision: TypeAlias = VisionTower | OpenClipVision | TimmVision
-Text: TypeAlias = TextTower | BagOfWords | OpenClipText | TransformersText
+Text: TypeAlias = TextTower | BagOfWords | ClassTable | OpenClipText | TransformersText
 _KINDS: dict[str, type[Any]] = {  # as stored; the first of each group needs no mention
     "vit": VisionTower,
     "open_clip_vision": OpenClipVision,
     "timm": TimmVision,
     "transformer": TextTower,
     "bag_of_words": BagOfWords,
+    "class_table": ClassTable,
     "open_clip_text": OpenClipText,
     "transformers": TransformersText,
 }
@@ -158,7 +184,9 @@ class Architecture:
     @property
     def is_own(self) -> bool:
         """Whether both towers are clipkit's."""
-        return isinstance(self.vision, VisionTower) and isinstance(self.text, TextTower | BagOfWords)
+        return isinstance(self.vision, VisionTower) and isinstance(
+            self.text, TextTower | BagOfWords | ClassTable
+        )
 
     def own_towers(self) -> tuple[VisionTower, TextTower]:
         """Both, where they are the plain ViT and the plain text transformer."""
@@ -170,7 +198,9 @@ class Architecture:
         vision, text = self.vision, self.text
         if image_size:
             vision = replace(vision, image_size=image_size)
-        if context_length:
+        if context_length > 1 and isinstance(text, ClassTable):
+            raise ConfigError(f"context_length = {context_length} does not fit: a class is one token")
+        if context_length and not isinstance(text, ClassTable):
             text = replace(text, context_length=context_length)
         return replace(self, vision=vision, text=text)
 

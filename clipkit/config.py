@@ -34,7 +34,11 @@ class ModelConfig:
 
     name: str = setting("ViT-B-32", "One of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME.")
     image: str = setting("", "Another image tower: timm:NAME.")
-    text: str = setting("", "Another text tower: cbow, or transformers:FOLDER or NAME.")
+    text: str = setting(
+        "",
+        "Another text tower: cbow, or transformers:FOLDER or NAME; or classes:FILE, a classifier's head with a "
+        "row for each line of a file of class names, for loss.name=classes.",
+    )
     image_size: int = setting(
         0, "Side of the pictures in pixels; 0: the one that belongs to the name.", at_least(0)
     )
@@ -67,8 +71,9 @@ class LossConfig:
     name: str = setting(
         "clip",
         "clip: softmax over all pairs of the batch. siglip: each picture with each text by itself, with a bias; "
-        "its loss begins near 10, far above chance, as the bias begins at -10.",
-        one_of("clip", "siglip"),
+        "its loss begins near 10, far above chance, as the bias begins at -10. classes: softmax over all classes "
+        "of model.text=classes:FILE, whose names are the captions.",
+        one_of("clip", "siglip", "classes"),
     )
     same: str = setting(
         "negatives",
@@ -337,6 +342,18 @@ class Config:
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
         if not self.reshard:
             require_use("reshard", False, "sharding=full or sharding=hybrid", self.sharding != "none")
+        self._check_classes()
         # LAMB counts steps by group: a layer that joins later would begin without the correction of its averages
         counts_late = self.optim.name == "lamb" and self.lock.unfreeze_every > 0
         require(not counts_late, "lock.unfreeze_every", self.lock.unfreeze_every, "0 with optim.name=lamb")
+
+    def _check_classes(self) -> None:
+        """A head of classes and the loss over it go together, and with no other."""
+        classes = self.loss.name == "classes"
+        if self.model.text.startswith("classes:") != classes:
+            require(not classes, "loss.name", "classes", "not without model.text=classes:FILE")
+            require(False, "model.text", self.model.text, "with loss.name=classes alone")
+        if classes:
+            same, teacher = self.loss.same, self.distill.teacher or self.distill.features
+            require(same == "negatives", "loss.same", same, "negatives with loss.name=classes")
+            require(not teacher, "distill", teacher, "no teacher with loss.name=classes")

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from clipkit.architectures import BagOfWords, OpenClipVision, TimmVision, TransformersText
+from clipkit.architectures import BagOfWords, ClassTable, OpenClipVision, TimmVision, TransformersText
 from clipkit.errors import ConfigError
 from clipkit.model import CLIP
 
@@ -93,7 +93,9 @@ def places(model: CLIP) -> dict[str, Place]:
     for tower, layer in (("image", _image_layers(model)), ("text", _text_layers(model))):
         own = {name: layer(_local(name)) for name in names if tower_of(name) == tower}
         blocks = sorted({one for one in own.values() if one is not None and one != _STEM})
-        if not blocks and not isinstance(model.architecture.text, BagOfWords if tower == "text" else ()):
+        if not blocks and not isinstance(
+            model.architecture.text, BagOfWords | ClassTable if tower == "text" else ()
+        ):
             raise _unknown(tower)
         depths = {_STEM: 0, **{block: number for number, block in enumerate(blocks, start=1)}}
         top = len(blocks) + 1

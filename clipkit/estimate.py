@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clipkit.architectures import BagOfWords, TextTower, VisionTower
+from clipkit.architectures import BagOfWords, ClassTable, TextTower, VisionTower
 from clipkit.errors import ConfigError, nearest
 from clipkit.flops import Flops, image_flops, patches_of, step_flops, text_flops, trained_blocks
 
@@ -253,6 +253,8 @@ def _activations(
             continue
         if isinstance(tower, VisionTower):
             length = (patches_of(tower) if length is None else length) + 1
+        elif isinstance(tower, ClassTable):
+            continue
         elif not isinstance(tower, TextTower | BagOfWords):
             return None
         total += rows * activation_bytes(tower, length or 0, blocks=blocks, bf16=bf16, recompute=recompute)

@@ -6,6 +6,7 @@
     timm:resnet50                  as the image tower: any backbone of timm
     transformers:FOLDER or NAME    as the text tower: any encoder of transformers
     cbow                           as the text tower: CLIP's continuous bag of words
+    classes:FILE                   in the text tower's place: a classifier's head, a class name a line
 
 What open_clip describes and clipkit's own towers can do becomes own towers: they have the same parameters and
 give the same features, faster.
@@ -24,6 +25,7 @@ from clipkit.architectures import (
     QUICKGELU,
     Architecture,
     BagOfWords,
+    ClassTable,
     OpenClipText,
     OpenClipVision,
     Text,
@@ -40,7 +42,8 @@ __all__ = [
     "to_open_clip",
 ]  # fmt: skip
 
-OPEN_CLIP, TIMM, TRANSFORMERS, CBOW = "open_clip:", "timm:", "transformers:", "cbow"
+OPEN_CLIP, TIMM, TRANSFORMERS, CBOW, CLASSES = "open_clip:", "timm:", "transformers:", "cbow", "classes:"
+_LARGEST_NAMES = 64 * 2**20  # bytes of a file of class names
 
 # open_clip's fields that our own towers have, with open_clip's defaults; and those that must be at their default
 _OWN_VISION: dict[str, Any] = {
@@ -82,7 +85,7 @@ def architecture(
     Args:
         name: one of clipkit's own, or ``open_clip:NAME``.
         image: ``timm:NAME`` for another image tower, or "".
-        text: ``transformers:FOLDER or NAME`` or ``cbow`` for another text tower, or "".
+        text: ``transformers:FOLDER or NAME``, ``cbow`` or ``classes:FILE`` for another text tower, or "".
         image_size: side of the pictures, 0 for the one that belongs to the name.
         context_length: longest text in tokens, 0 for the one that belongs to the name.
 
@@ -98,6 +101,8 @@ def architecture(
         )
     if text == CBOW:
         shape = replace(shape, text=BagOfWords(width=shape.embed_dim))
+    elif text.startswith(CLASSES):
+        shape = replace(shape, text=ClassTable(names=_class_names(Path(text.removeprefix(CLASSES)))))
     elif text:
         from clipkit.library_towers import describe_encoder
 
@@ -126,8 +131,19 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
         named(name, called=called)
     if image and not image.startswith(TIMM):
         raise ConfigError(f"model.image = {image!r} is unknown: give {TIMM}NAME, such as timm:resnet50")
-    if text and text != CBOW and not text.startswith(TRANSFORMERS):
-        raise ConfigError(f"model.text = {text!r} is unknown: give {CBOW}, or {TRANSFORMERS}FOLDER or NAME")
+    if text and text != CBOW and not text.startswith((TRANSFORMERS, CLASSES)):
+        raise ConfigError(
+            f"model.text = {text!r} is unknown: give {CBOW}, {CLASSES}FILE, or {TRANSFORMERS}FOLDER or NAME"
+        )
+
+
+def _class_names(file: Path) -> tuple[str, ...]:
+    try:
+        if file.stat().st_size > _LARGEST_NAMES:
+            raise ConfigError(f"model.text: {file} is too large for a file of class names")
+        return tuple(file.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.text: {file} has no class names to read: {error}") from error
 
 
 def open_clip_config(name: str) -> dict[str, Any]:

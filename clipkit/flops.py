@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clipkit.architectures import Architecture, BagOfWords, TextTower, VisionTower
+from clipkit.architectures import Architecture, BagOfWords, ClassTable, TextTower, VisionTower
 from clipkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def text_flops(shape: Architecture, length: int, *, blocks: int | None = None) -
         ConfigError: another library builds the tower, see ``counted_flops``.
     """
     text = shape.text
+    if isinstance(text, ClassTable):  # a row is looked up
+        return Flops(forward=0, backward=0)
     if not isinstance(text, TextTower | BagOfWords):
         raise ConfigError("FLOPs by formula are known for clipkit's own towers alone")
     projection = 2 * text.width * shape.embed_dim
@@ -141,7 +143,8 @@ def step_flops(
     for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
-    loss = loss_flops(rows, global_rows, shape.embed_dim)
+    columns = len(shape.text.names) if isinstance(shape.text, ClassTable) else global_rows
+    loss = loss_flops(rows, columns, shape.embed_dim)
     return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
 
 
@@ -201,7 +204,7 @@ def counted_flops(model: "CLIP") -> dict[str, Flops] | None:
     try:
         if not isinstance(shape.vision, VisionTower):
             found["image"] = _counted(model.visual, torch.empty(1, 3, size, size, device="meta"))
-        if model.text is not None and not isinstance(shape.text, BagOfWords):
+        if model.text is not None and not isinstance(shape.text, BagOfWords | ClassTable):
             tokens = torch.ones(1, length, dtype=torch.int64, device="meta")
             found["text"] = _counted(model.text, tokens)
     except (RuntimeError, TypeError, ValueError):  # it looks at values, or makes tensors on another device

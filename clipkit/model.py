@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipkit.architectures import Architecture, BagOfWords, TextTower, VisionTower
+from clipkit.architectures import Architecture, BagOfWords, ClassTable, TextTower, VisionTower
 from clipkit.errors import ConfigError
 from clipkit.family import architecture
 from clipkit.packing import Packed, attention_by_length, attention_varlen, pack, varlen_runs
 from clipkit.preprocess import Preprocess
 from clipkit.text_input import Tokenizer, tokenizer_of
-from clipkit.towers import BagOfWordsTower, Transformer, VisionTransformer
+from clipkit.towers import BagOfWordsTower, ClassTableTower, Transformer, VisionTransformer
 
 __all__ = ["CLIP", "MAX_LOGIT_SCALE", "build", "create"]
 
@@ -215,6 +215,7 @@ class CLIP(nn.Module):
         attention biases                              0
         text MLP biases                               uniform ± fan_in^-½
         norms                                         weight 1, bias 0
+        rows of classes                               normal, std O^-½
         t                                             ln(1 / 0.07); ln 10 where there is a bias
         the bias of SigLIP                            -10 (Zhai et al. 2023)
         ============================================  =========================================
@@ -234,7 +235,7 @@ class CLIP(nn.Module):
             self._initialize_vision(own_vision)
         if self.text is None:
             self._initialize_text()
-        elif isinstance(self.text, BagOfWordsTower):
+        elif isinstance(self.text, BagOfWordsTower | ClassTableTower):
             self.text.initialize()
         self.logit_scale.fill_(math.log(1 / 0.07))
         if self.logit_bias is not None:
@@ -294,6 +295,8 @@ def _text_tower(shape: Architecture) -> nn.Module:
     assert not isinstance(text, TextTower)
     if isinstance(text, BagOfWords):
         return BagOfWordsTower(vocab_size=text.vocab_size, width=text.width, output_dim=shape.embed_dim)
+    if isinstance(text, ClassTable):
+        return ClassTableTower(classes=len(text.names), output_dim=shape.embed_dim)
     from clipkit.library_towers import build_text
 
     return build_text(text, embed_dim=shape.embed_dim, quick_gelu=shape.quick_gelu)

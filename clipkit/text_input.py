@@ -7,20 +7,36 @@ each, so that a model gets the tokens that it was trained with.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from clipkit.architectures import Architecture, BagOfWords, OpenClipText, TextTower, TransformersText
-from clipkit.errors import CheckpointError, ConfigError
+from clipkit.architectures import (
+    Architecture,
+    BagOfWords,
+    ClassTable,
+    OpenClipText,
+    TextTower,
+    TransformersText,
+)
+from clipkit.errors import CheckpointError, ConfigError, DataError, nearest
 from clipkit.tokenizer import VOCABULARY, tokenize
 
-__all__ = ["ClipTokenizer", "LibraryTokenizer", "Tokenizer", "TransformersTokenizer", "tokenizer_of"]
+__all__ = [
+    "ClassTokenizer",
+    "ClipTokenizer",
+    "LibraryTokenizer",
+    "Tokenizer",
+    "TransformersTokenizer",
+    "tokenizer_of",
+]
 
 _FOLDER = "tokenizer"  # of a checkpoint
 _PLAIN = "transformers without cleaning"
+_CLASSES = "class names"
 _SHOWN = 200  # characters of a library's message
 
 
@@ -55,6 +71,39 @@ class ClipTokenizer:
     def of_length(self, context_length: int) -> "ClipTokenizer":
         """The same for texts of up to that many tokens."""
         return replace(self, context_length=context_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTokenizer:
+    """The number of the class that a text is the name of; for a head in the text tower's place."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """N class names → (N, 1) int64.
+
+        Raises:
+            DataError: a text is no class's name.
+        """
+        try:
+            return torch.tensor([self._numbers[" ".join(text.split())] for text in texts]).view(-1, 1).long()
+        except KeyError as error:
+            name = str(error.args[0])
+            raise DataError(
+                f"{name[:80]!r} is none of the model's {len(self.names)} classes: {nearest(name, self.names)}"
+            ) from error
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    def store(self, folder: Path) -> Any:
+        """Nothing to write: the names are in the architecture."""
+        return _CLASSES
+
+    def of_length(self, context_length: int) -> "ClassTokenizer":
+        """Itself: a name is one token."""
+        return self
 
 
 @dataclass(kw_only=True)
@@ -212,6 +261,8 @@ def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: the stored tokenizer does not fit: {error!r}") from error
+    if isinstance(shape.text, ClassTable) and stored in (None, _CLASSES):
+        return ClassTokenizer(names=shape.text.names)
     if stored not in (None, VOCABULARY):
         raise CheckpointError(f"{folder}: tokenizer {stored!r} is unknown to this version")
     text = shape.text

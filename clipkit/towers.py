@@ -19,8 +19,8 @@ from clipkit.packing import Packed, Padded
 from clipkit.resample import fitted_grid
 
 __all__ = [
-    "Attention", "BagOfWordsTower", "Kernel", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer",
-    "VisionTransformer",
+    "Attention", "BagOfWordsTower", "ClassTableTower", "Kernel", "QuickGELU", "ResidualAttentionBlock", "Rows",
+    "Transformer", "VisionTransformer",
 ]  # fmt: skip
 
 
@@ -249,3 +249,20 @@ class BagOfWordsTower(nn.Module):
         """Embeddings normal with std 0.02, as the transformer's; the projection normal with std width^-½."""
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
+
+
+class ClassTableTower(nn.Module):
+    """A learned row for each class, which stands where others encode a text."""
+
+    def __init__(self, *, classes: int, output_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(classes, output_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, 1) int64 numbers of classes → (B, O)."""
+        return F.embedding(tokens[:, 0], self.weight)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Normal with std output_dim^-½."""
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)

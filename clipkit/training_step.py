@@ -1,19 +1,24 @@
-"""What one training step computes: a batch into the gradients of the loss that the settings ask for.
+"""What one training step computes: a batch into the gradients of the loss the settings ask for, and its figures.
 
 Everything that a step draws at random follows from the seed, the step and the place in the global batch.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from clipkit.accumulation import Features, backward
-from clipkit.architectures import Architecture
+from clipkit.architectures import Architecture, ClassTable
+from clipkit.class_loss import class_loss, right_classes
 from clipkit.config import DistillConfig, LossConfig
 from clipkit.distributed import rank
-from clipkit.objective import Teaching, batch_loss
+from clipkit.in_batch_recall import in_batch_recall
+from clipkit.objective import Teaching, batch_loss, chance_level
 from clipkit.patch_dropout import kept_patches
 from clipkit.seeds import seed_of, seeds_of
 from clipkit.stopwatch import Stopwatch
@@ -73,7 +78,7 @@ class TrainingStep:
         return backward(
             module,
             self._inputs(batch, step),
-            loss=batch_loss(self.loss, self.distill, batch.identities, self._teaching(batch)),
+            loss=self._loss(batch),
             parts=self.accumulate,
             autocast=self.bf16,
             # clipkit's own towers draw nothing; others' dropout draws from torch's generator
@@ -81,8 +86,26 @@ class TrainingStep:
             watch=watch,
         )
 
+    def figures(self, batch: PairBatch, features: Features) -> dict[str, float]:
+        """What is logged of a batch beside its loss: the loss's level of chance, and the share that is told right.
+
+        All ranks call this together.
+        """
+        if self.loss.name == "classes":
+            right = right_classes(features.images, features.texts, batch.tokens[:, 0])
+            return {"chance": math.log(len(features.texts)), "acc1": right}
+        chance = chance_level(self.loss, self.distill, batch.identities)
+        to_text, to_image = in_batch_recall(features.images, features.texts).tolist()
+        level = {} if chance is None else {"chance": chance}
+        return {**level, "image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
+
     def _inputs(self, batch: PairBatch, step: int) -> dict[str, Any]:
-        inputs = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
+        inputs: dict[str, Any] = {"images": batch.images}
+        if isinstance(self.shape.text, ClassTable):
+            numbers = torch.arange(len(self.shape.text.names), device=batch.tokens.device)
+            inputs["tokens"] = numbers[:, None]  # of all classes, not of those alone that the batch shows
+        else:
+            inputs |= {"tokens": batch.tokens, "lengths": batch.lengths}
         counts = patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1])
         if counts is not None:
             inputs["patches"] = kept_patches(
@@ -92,6 +115,11 @@ class TrainingStep:
                 keep=counts[1],
             )
         return inputs
+
+    def _loss(self, batch: PairBatch) -> Callable[..., Tensor]:
+        if self.loss.name == "classes":
+            return partial(class_loss, labels=batch.tokens[:, 0])
+        return batch_loss(self.loss, self.distill, batch.identities, self._teaching(batch))
 
     def _teaching(self, batch: PairBatch) -> Teaching | None:
         if self.teacher is not None:

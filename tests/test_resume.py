@@ -99,7 +99,8 @@ def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
     pairs: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "killed"
-    at = random.SystemRandom().randint(11, STEPS - 2)  # step 10's checkpoint has waited until step 5's was whole
+    # the second checkpoint has waited until the first was whole
+    at = random.SystemRandom().randint(11, STEPS - 2)
     assert _stop(pairs, out, at=at, how=signal.SIGKILL) == -signal.SIGKILL
     said = _train(pairs, out, "data.workers=0")  # the number of workers may change
     assert "resuming" in said

@@ -22,7 +22,7 @@ import simplejpeg
 from data.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parent.parent
-STEPS, SAVED_EVERY, LOST_AFTER = 18, 5, 11  # step 10's checkpoint has waited until step 5's was whole
+STEPS, SAVED_EVERY, LOST_AFTER = 18, 5, 11  # the second checkpoint has waited until the first was whole
 SECONDS = 240  # after which something hangs
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 

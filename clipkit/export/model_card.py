@@ -11,6 +11,7 @@ from typing import Any
 from clipkit import __version__
 from clipkit.architectures import (
     BagOfWords,
+    ClassTable,
     OpenClipText,
     OpenClipVision,
     Text,
@@ -202,6 +203,8 @@ def _tower(tower: Vision | Text) -> str:
             )
         case TextTower():
             return f"causal transformer, {tower.layers} layers, width {tower.width}, {tower.heads} heads"
+        case ClassTable():
+            return f"a row for each of {len(tower.names)} classes"
         case BagOfWords():
             return f"mean of token embeddings, width {tower.width}"
         case TimmVision():

@@ -15,14 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
 from clipkit.accumulation import backward
-from clipkit.architectures import Architecture, TextTower, VisionTower
+from clipkit.architectures import Architecture, ClassTable, TextTower, VisionTower
+from clipkit.class_loss import class_loss
 from clipkit.locking import lock
 from clipkit.loss import clip_loss, siglip_loss
 from clipkit.model import CLIP
 from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.patch_dropout import kept_patches
 
-BATCH, END, PATCHES, KEPT = 23, 99, 16, 7  # no number of ranks or parts divides the batch
+BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # no number of ranks or parts divides the batch
 ACCUMULATIONS = (1, 2, 5)
 
 
@@ -54,6 +55,7 @@ WHAT = (
     Way(),
     Way(loss="siglip"),
     Way(loss="positives"),
+    Way(loss="classes"),
     Way(dropout=True),
     Way(locked=True),
 )
@@ -89,6 +91,8 @@ def compute(way: Way) -> dict[str, Tensor]:
         text=TextTower(width=32, layers=2, heads=2, context_length=30, vocab_size=END + 1),
         logit_bias=way.loss == "siglip",
     )
+    if way.loss == "classes":
+        shape = replace(shape, text=ClassTable(names=tuple(map(str, range(CLASSES)))))
     model = CLIP(shape).initialize().to(way.dtype)
     if model.logit_bias is not None:
         model.logit_bias.requires_grad_()
@@ -103,6 +107,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         "clip": clip_loss,
         "siglip": siglip_loss,
         "positives": partial(clip_loss, identities=identities, same="positives"),
+        "classes": partial(class_loss, labels=identities[:, 1]),
     }
     done = backward(trained, given, loss=losses[way.loss], parts=way.parts, autocast=False)
     complete_gradients(model)
@@ -121,14 +126,16 @@ def inputs(way: Way) -> tuple[dict[str, object], Tensor]:
     tokens = torch.randint(1, END, (BATCH, 30), generator=random)
     ends = (torch.arange(BATCH) * 7) % 28 + 1
     tokens.scatter_(1, ends[:, None], END)
-    identities = torch.stack([torch.arange(BATCH), torch.arange(BATCH) % 9], dim=1)
+    identities = torch.stack([torch.arange(BATCH), torch.arange(BATCH) % CLASSES], dim=1)
     rank, world = distributed.rank(), distributed.world_size()
     rows = torch.arange(rank * BATCH // world, (rank + 1) * BATCH // world)
     longest = int(ends[rows].max()) + 1  # as each rank trims to its own
     given: dict[str, object] = {"images": images[rows], "tokens": tokens[rows, :longest]}
     if way.dropout:
         given["patches"] = kept_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
-    if way.lengths:
+    if way.loss == "classes":
+        given["tokens"] = torch.arange(CLASSES)[:, None]
+    elif way.lengths:
         given["lengths"] = tuple((ends[rows] + 1).tolist())
     return given, identities[rows]
 

@@ -1,0 +1,107 @@
+"""A head of classes in the text tower's place: its names, its loss, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import clipkit
+from clipkit.architectures import ARCHITECTURES, Architecture, ClassTable
+from clipkit.class_loss import class_loss, right_classes
+from clipkit.config import Config
+from clipkit.config_file import load_config
+from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.family import architecture
+from clipkit.model import CLIP, create
+from clipkit.model_folder import save_model
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+@given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 2**31), st.floats(0.1, 100))
+def test_the_loss_is_cross_entropy_and_right_is_argmax(
+    rows: int, classes: int, seed: int, scale: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    images, heads = (
+        F.normalize(torch.randn(n, 5, dtype=torch.float64, generator=random), dim=1) for n in (rows, classes)
+    )
+    labels = torch.randint(0, classes, (rows,), generator=random)
+    logits = scale * images @ heads.T
+    value = class_loss(images, heads, torch.tensor(scale), labels=labels)
+    assert value.item() == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+    assert right_classes(images, heads, labels) == (logits.argmax(1) == labels).double().mean().item()
+
+
+@pytest.fixture(scope="module")
+def head() -> CLIP:
+    names = ("tabby cat", "dog", "3")
+    return create(replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=names)), seed=0).eval()
+
+
+def test_a_class_is_found_by_its_name(head: CLIP, tmp_path: Path) -> None:
+    rows = clipkit.encode_text([" tabby\tcat ", "3"], head)
+    assert head.text is not None
+    weight = head.text.get_parameter("weight").detach()
+    assert torch.equal(torch.as_tensor(rows), F.normalize(weight[[0, 2]], dim=1))
+    with pytest.raises(DataError, match="'cat' is none of the model's 3 classes: "):
+        clipkit.encode_text(["cat"], head)
+    save_model(head, tmp_path / "head")
+    stored = clipkit.load(tmp_path / "head")
+    assert stored.architecture == head.architecture
+    assert torch.equal(
+        torch.as_tensor(clipkit.encode_text([" tabby cat", "3"], stored)), torch.as_tensor(rows)
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), "number of classes = 0"),
+        (("a", "b", "a"), "class name 'a' stands there twice"),
+        (("a", ""), "class name '' is empty"),
+        (("a  b",), "class name 'a  b' is empty, or has spaces"),
+        (("a", 3), "names is no list"),
+        ("ab", "names is no list"),
+    ],
+)
+def test_names_that_a_caption_cannot_tell_apart_are_refused(names: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ClassTable(names=names)  # type: ignore[arg-type]
+    stored = replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=("a",))).to_dict()
+    stored["text"]["names"] = names
+    with pytest.raises(CheckpointError, match=said):
+        Architecture.from_dict(stored)
+
+
+def test_an_architecture_reads_the_names_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "classnames.txt"
+    file.write_text("cat\ndog\n")
+    found = architecture("ViT-Ti-4-16", text=f"classes:{file}")
+    assert found.text == ClassTable(names=("cat", "dog")) and found.text.context_length == 1
+    with pytest.raises(ConfigError, match="a class is one token"):
+        architecture("ViT-Ti-4-16", text=f"classes:{file}", context_length=20)
+    with pytest.raises(ConfigError, match="nothing has no class names to read"):
+        architecture("ViT-Ti-4-16", text="classes:nothing")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["loss.name=classes"], "loss.name = 'classes' does not fit: not without model.text=classes:FILE"),
+        (["model.text=classes:x"], "model.text = 'classes:x' does not fit: with loss.name=classes alone"),
+        (["loss.name=classes", "model.text=classes:x", "loss.same=positives"], "loss.same = 'positives'"),
+        (
+            ["loss.name=classes", "model.text=classes:x", "distill.teacher=y"],
+            "no teacher with loss.name=classes",
+        ),
+    ],
+)
+def test_a_head_and_its_loss_go_together(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(QUICKSTART, settings)
+    assert Config().loss.name == "clip"
