@@ -59,6 +59,18 @@ PAPER_27 = {
     "renderedsst2": (2, 7792, 1821, "acc1", 1),
     "imagenet1k": (1000, 1281167, 50000, "acc1", 80),
 }
+# Test parts as the published copies hold them, by the sources named: a wrong size would refuse good data
+TEST_SIZES = {
+    # google-research/task_adaptation, data/*_test.py; those that it shares with DataComp's tasklist.yml agree
+    "diabetic_retinopathy": 42670, "dmlab": 22735, "dsprites_label_orientation": 73728,
+    "dsprites_label_x_position": 73728, "smallnorb_label_azimuth": 12150, "smallnorb_label_elevation": 12150,
+    "clevr_count_all": 15000, "clevr_closest_object_distance": 15000, "kitti_closest_vehicle_distance": 711,
+    "resisc45-vtab": 6300, "eurosat-vtab": 5400, "pcam": 32768, "svhn": 26032,
+    # DataComp's tasklist.yml
+    "caltech101": 6085, "sun397-all": 108754, "voc2007-crops": 14976, "country211": 21100, "stl10": 8000,
+    # mteb, descriptive_stats/Image
+    "aro-relation": 23937, "aro-attribution": 28748, "fer2013-all": 7178, "voc2007": 4952,
+}  # fmt: skip
 # whose own sizes are not those that Table 9 prints, and why, is in the card
 OTHER_TEST_SIZE = {"fer2013", "ucf101"}
 OTHER_TRAIN_SIZE = {"fer2013", "stl10", "country211", "kitti_closest_vehicle_distance"}
@@ -154,6 +166,14 @@ def test_the_27_are_as_the_paper_prints_them() -> None:
         wins += card.paper.zero_shot_minus_resnet50 > 0
     assert wins == 16  # of 27, as the paper says of Figure 5
     assert sum(bool(load_card(name).paper) for name in card_names()) == 27
+
+
+def test_sizes_are_those_of_the_published_copies() -> None:
+    assert {name: load_card(name).splits["test"] for name in TEST_SIZES} == TEST_SIZES
+    orders = {name: load_card(f"aro-{name}_order").captions["test"] for name in ("coco", "flickr30k")}
+    assert orders == {"coco": 25010, "flickr30k": 5000}
+    parts = [name for name in card_names() if name.startswith("sugar_crepe-")]
+    assert sum(load_card(name).splits["test"] for name in parts) == 7511
 
 
 def test_no_figure_is_to_be_met_that_independent_reruns_miss() -> None:
