@@ -16,8 +16,8 @@ __all__ = ["with_class_head"]
 def with_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
     """The model's image tower and temperature, copied, beside a row for each class.
 
-    With the rows of a zero-shot classifier it begins with that classifier's answers, which is where fine-tuning that
-    keeps most of what a CLIP knows begins (WiSE-FT, Wortsman et al. 2022, https://arxiv.org/abs/2109.01903).
+    With the rows of a zero-shot classifier it begins with that classifier's answers (as WiSE-FT does, Wortsman et
+    al. 2022, https://arxiv.org/abs/2109.01903).
 
     Args:
         model: a CLIP, which is left as it is.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clipkit.api import load
-from clipkit.architectures import Architecture, VisionTower
+from clipkit.architectures import Architecture, ClassTable, VisionTower
 from clipkit.averaging import AveragedWeights
 from clipkit.checkpoint import load_model
 from clipkit.config import LossConfig, ModelConfig, SmallConfig
@@ -106,7 +106,8 @@ def _resumed(checkpoint: Path, shape: Architecture, label: str) -> CLIP:
     if replace(first.architecture, logit_bias=shape.logit_bias) != shape:
         raise CheckpointError(f"{checkpoint} is of another architecture than {label}")
     first.name = first.name or label
-    first.tokenizer(["a"])  # reads its files now: the checkpoint goes when newer ones take its place
+    if not isinstance(shape.text, ClassTable):
+        first.tokenizer(["a"])  # reads its files now: the checkpoint goes when newer ones take its place
     return first
 
 

@@ -135,7 +135,8 @@ class Details:
         labels: the class of each item, where it has one.
         superclass_names: of groups of classes, where the dataset has such.
         superclass_matrix: the confusion of these, packed by rows.
-        tuned_on: of a probe, the pictures that it was chosen on: "val", or "a fifth of train".
+        chosen_rate: of a fine-tuned model, its learning rate.
+        tuned_on: of what was chosen, the pictures that it was chosen on: "val", or "a fifth of train".
         chosen_c: of a probe, the C that validation chose (the inverse of the strength of its regularization).
     """
 
@@ -159,6 +160,7 @@ class Details:
     values: Mapping[str, Packed] = field(default_factory=dict)
     labels: Packed | None = None
     chosen_c: float | None = None
+    chosen_rate: float | None = None
     tuned_on: str = ""
     superclass_names: tuple[str, ...] = ()
     superclass_matrix: Packed | None = None
@@ -272,7 +274,7 @@ def _details(value: dict[str, Any]) -> Details:
     if matrix is not None and _packed(matrix).n != len(names) ** 2:
         raise ValueError("the confusion matrix has not as many rows or columns as classes")
     mistakes = tuple(_mistake(one, len(names)) for one in value.get("mistakes", ()))
-    labels, chosen = value.get("labels"), value.get("chosen_c")
+    labels, chosen, rate = (value.get(name) for name in ("labels", "chosen_c", "chosen_rate"))
     above = value.get("superclass_matrix")
     return Details(
         dataset=str(value["dataset"]),
@@ -303,6 +305,7 @@ def _details(value: dict[str, Any]) -> Details:
         values={str(metric): _packed(one) for metric, one in value.get("values", {}).items()},
         labels=None if labels is None else _packed(labels),
         chosen_c=None if chosen is None else _finite(chosen),
+        chosen_rate=None if rate is None else _finite(rate),
         tuned_on=str(value.get("tuned_on", "")),
         superclass_names=tuple(str(name) for name in value.get("superclass_names", ())),
         superclass_matrix=None if above is None else _packed(above),

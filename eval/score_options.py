@@ -1,19 +1,22 @@
 """What the scoring commands take on the command line."""
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from eval.tasks import Options
 from eval.tasks.few_shot import ESTIMATORS, SHOTS
+from eval.tasks.fine_tune import RATES
 from eval.tasks.knn import KS
 
 __all__ = ["PRECISIONS", "add_data", "add_model", "add_task_options", "task_options"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_BATCH = 65_536
+_MAX_NUMBER = 1e6
 
 
 def add_data(command: argparse.ArgumentParser) -> None:
@@ -112,6 +115,34 @@ def add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> 
         add("--tuned", action="store_true", help="few-shot: choose C on the val split, as the CLIP paper did")
     if "knn" in tasks:
         add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
+    if "fine-tune" in tasks:
+        _add_fine_tuning(add)
+
+
+def _add_fine_tuning(add: Callable[..., object]) -> None:
+    rates = " ".join(f"{rate:g}" for rate in RATES)
+    add("--epochs", type=_number, default=10.0, metavar="E", help="fine-tune: default 10")
+    add(
+        "--rates",
+        nargs="+",
+        type=_number,
+        default=RATES,
+        metavar="LR",
+        help=f"fine-tune: learning rates, of which the best on val is taken (default {rates})",
+    )
+    add(
+        "--fine-tune-batch",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="fine-tune: pictures of a step (default 128)",
+    )
+    add(
+        "--runs",
+        type=Path,
+        metavar="FOLDER",
+        help="fine-tune: where trainings and their models lie (default: fine-tune in the cache)",
+    )
 
 
 def task_options(options: argparse.Namespace) -> Options:
@@ -125,7 +156,21 @@ def task_options(options: argparse.Namespace) -> Options:
         estimators=tuple(getattr(options, "estimators", ESTIMATORS)),
         tuned=getattr(options, "tuned", False),
         neighbours=tuple(getattr(options, "neighbours", KS)),
+        epochs=getattr(options, "epochs", 10.0),
+        rates=tuple(dict.fromkeys(getattr(options, "rates", RATES))),
+        fine_tune_batch=getattr(options, "fine_tune_batch", 128),
+        runs=getattr(options, "runs", None),
     )
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < _MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
+    return value
 
 
 def _positive(text: str) -> int:

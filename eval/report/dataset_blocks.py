@@ -37,6 +37,7 @@ def _block(block: Block, book: PictureBook) -> str:
     details = block.details
     facts = "".join(filter(None, (_calibration(details), _confusion(details), _lists(details))))
     chosen = "" if details.chosen_c is None else f", C = {number(details.chosen_c)}"
+    chosen += "" if details.chosen_rate is None else f", learning rate {details.chosen_rate:g}"
     chosen += f" (chosen on {escape(details.tuned_on)})" if details.tuned_on else ""
     where = ", ".join(filter(None, (details.task, details.setting)))
     head = (

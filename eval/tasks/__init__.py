@@ -1,7 +1,9 @@
 """What a model is asked to do with a dataset, by name."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from clipkit.errors import ConfigError, nearest
 from eval.dataset import TASKS, EvalDataset
@@ -13,12 +15,15 @@ from eval.subject import Subject
 from eval.tasks.classification import labels_of
 from eval.tasks.compositional import choices_of, compositional
 from eval.tasks.few_shot import ESTIMATORS, SHOTS, few_shot
+from eval.tasks.fine_tune import RATES, fine_tune
 from eval.tasks.knn import KS, knn
 from eval.tasks.linear_probe import linear_probes
 from eval.tasks.retrieval import captions_of, retrieval
 from eval.tasks.zero_shot import zero_shot
 
 __all__ = ["KNOWN_TASKS", "Options", "Outcome", "Task", "check_image_tasks", "check_tasks"]
+
+_log = logging.getLogger("eval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,10 @@ class Options:
         estimators: that it learns with.
         tuned: whether C of its logistic regression is chosen on all validation pictures, as the CLIP paper did.
         neighbours: how many vote.
+        epochs: of fine-tuning.
+        rates: learning rates that fine-tuning chooses from.
+        fine_tune_batch: pictures of its steps.
+        runs: where its trainings lie; None for the cache folder.
         details: whether what a page shows beside the scores is made too.
     """
 
@@ -43,6 +52,10 @@ class Options:
     estimators: tuple[str, ...] = ESTIMATORS
     tuned: bool = False
     neighbours: tuple[int, ...] = KS
+    epochs: float = 10
+    rates: tuple[float, ...] = RATES
+    fine_tune_batch: int = 128
+    runs: Path | None = None
     details: bool = True
 
     def text_of(self, task: str) -> str:
@@ -54,6 +67,7 @@ _OPTIONS_OF: Mapping[str, tuple[str, ...]] = {
     "linear-probe": ("seed", "layers"),
     "few-shot": ("shots", "seeds", "estimators", "tuned"),
     "knn": ("neighbours",),
+    "fine-tune": ("seed", "epochs", "rates", "fine_tune_batch"),
 }
 
 
@@ -142,6 +156,30 @@ def _few_shot(subject: Subject, options: Options) -> Outcome:
     return Outcome(scores=scores)
 
 
+def _fine_tune(subject: Subject, options: Options) -> Outcome:
+    found = fine_tune(
+        subject,
+        epochs=options.epochs,
+        rates=options.rates,
+        batch_size=options.fine_tune_batch,
+        seed=options.seed,
+        runs=options.runs,
+    )
+    _log.warning("dataset %s: the fine-tuned model is %s", subject.dataset.name, found.run)
+    top = found.answers.top
+    own = prediction_details(
+        subject.dataset,
+        top.classes[:, 0],
+        task="fine-tune",
+        setting=found.setting,
+        confidence=top.probabilities[:, 0],
+    )
+    return Outcome(
+        scores=list(found.scores),
+        details=[replace(own, tuned_on=found.tuned_on, chosen_rate=found.rate)] if options.details else [],
+    )
+
+
 def _prompts(dataset: EvalDataset) -> Iterable[Sequence[str]]:
     return dataset.prompts()
 
@@ -192,8 +230,16 @@ KNOWN_TASKS: Mapping[str, Task] = {
         texts=_choices,
         needs_text=True,
     ),
+    "fine-tune": Task(
+        what="train the whole image tower and a head of classes on the training split, by train.py",
+        run=_fine_tune,
+        check=labels_of,
+        texts=_prompts,
+        needs_text=True,
+        learns=True,
+    ),
 }
-assert set(KNOWN_TASKS) <= set(TASKS)
+assert set(KNOWN_TASKS) == set(TASKS)
 
 
 def check_tasks(dataset: EvalDataset, tasks: Sequence[str] | None = None) -> tuple[str, ...]:

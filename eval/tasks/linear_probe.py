@@ -50,6 +50,8 @@ from eval.tasks.sampling import carve
 __all__ = [
     "LinearProbe",
     "LinearSweep",
+    "check_carved",
+    "check_classes",
     "halving_search",
     "learned",
     "linear_probe",
@@ -260,7 +262,7 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     # pictures that are scored are not tuned on
     val = subject.split("val") if dataset.split != "val" else None
     if val is not None:
-        _check_classes(dataset, val)
+        check_classes(dataset, val)
         tuned_on = "val"
         parts = (
             Rows(features),
@@ -271,7 +273,7 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     else:
         tuned_on = "a fifth of train"
         learn, tune = carve(labels, revision=train.revision, seed=seed)
-        _check_carved(train, labels, tune)
+        check_carved(train, labels, tune)
         parts = (Rows((features, learn)), labels[learn], Rows((features, tune)), labels[tune])
     metric = tuning_metric(metrics if subject.metrics else (), labels)
     try:
@@ -310,7 +312,7 @@ def learned(subject: Subject, split: str, who: str) -> EvalDataset:
         raise NoSplit(f"dataset {dataset.name} has no {split} split, which {who} learns from")
     if train.split == dataset.split:
         raise DataError(f"dataset {dataset.name}: {who} learns from {split}, so score it on another split")
-    labels = _check_classes(dataset, train)
+    labels = check_classes(dataset, train)
     if labels.ndim == 1:
         counts = torch.bincount(labels, minlength=len(dataset.class_names)).tolist()
         empty = [repr(name) for name, count in zip(dataset.class_names, counts, strict=True) if not count]
@@ -323,7 +325,7 @@ def learned(subject: Subject, split: str, who: str) -> EvalDataset:
     return train
 
 
-def _check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
+def check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
     """The labels of another split, after making sure that they mean the same."""
     labels = labels_of(other)
     if other.class_names != dataset.class_names or labels.ndim != labels_of(dataset).ndim:
@@ -333,7 +335,7 @@ def _check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
     return labels
 
 
-def _check_carved(train: EvalDataset, labels: Tensor, tune: Tensor) -> None:
+def check_carved(train: EvalDataset, labels: Tensor, tune: Tensor) -> None:
     if not len(tune):
         raise DataError(
             f"dataset {train.name} has no val split, and no class of {train.split} can spare a picture for one"

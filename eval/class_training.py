@@ -1,0 +1,208 @@
+"""Trains classifiers by ``train.py``: labelled pictures as shards, a head that it begins with, and its runs.
+
+Everything lies in one folder and is made once, whichever process comes first. A run that was stopped goes on.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.family import architecture
+from clipkit.model import CLIP
+from clipkit.model_folder import save_model
+from data.remote.node_lock import NodeLock
+from data.writer import DatasetWriter, Record
+from eval.dataset import TEST, EvalDataset
+from eval.results import latest_results
+
+__all__ = ["ClassTraining", "distinct_names", "only_one"]
+
+_PROGRAM = Path(__file__).parents[1] / "train.py"
+_CONFIG = _PROGRAM.parent / "configs" / "finetune.toml"
+_FORMATS = {b"\x89P": "png", b"RI": "webp", b"GI": "gif", b"BM": "bmp", b"II": "tif", b"MM": "tif"}
+_PICTURES, _HEAD, _NAMES = "pictures", "head", "classnames.txt"
+_HELD = "another training"  # says train.py of a run that an orphan of a killed process still trains
+_WAIT = 1.0  # seconds between two looks at what another process does
+_MINUTES = 10  # between two checkpoints
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Class names as captions can tell them apart: none empty, no two alike, on one line each.
+
+    Number 3 of those without a name is "class 3", and of those whose name was there before "NAME (3)".
+    """
+    given = [" ".join(name.split()) for name in names]
+    found: dict[str, None] = {}
+    for number, name in enumerate(given):
+        own = name or f"class {number}"
+        while own in found or (own != name and own in given):
+            own += f" ({number})"
+        found[own] = None
+    return list(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTraining:
+    """A folder of trainings of one model on one set of labelled pictures.
+
+    Attributes:
+        folder: where they lie.
+        epochs: times that each picture is seen.
+        batch_size: pictures of a step over all devices; fewer where there are fewer.
+        seed: of the order and the crops.
+        device: where to train; on CUDA, all GPUs of this machine.
+    """
+
+    folder: Path
+    epochs: float
+    batch_size: int
+    seed: int
+    device: torch.device
+
+    def prepare(
+        self,
+        head: CLIP,
+        names: Sequence[str],
+        learn: Iterable[tuple[EvalDataset, int, int]],
+        tune: Iterable[tuple[EvalDataset, int, int]],
+    ) -> None:
+        """Write the head and the pictures, unless they are there.
+
+        Args:
+            head: what trainings begin with, see ``with_class_head``.
+            names: of its classes.
+            learn: dataset, number of the picture in it, and class of each picture to learn from; ``tune`` of each
+                to choose a learning rate on.
+            tune: see there.
+
+        Raises:
+            DataError: a picture cannot be read, or nothing can be written here.
+        """
+        if not (self.folder / _HEAD).exists():
+            save_model(head, self.folder / _HEAD)
+        if (self.folder / _PICTURES).exists():
+            return
+        try:
+            with DatasetWriter(self.folder / _PICTURES) as writer:
+                for split, pictures in (("train", learn), (TEST, tune)):
+                    for place, (dataset, number, label) in enumerate(pictures):
+                        image = dataset.shards.read(number).image
+                        extension = _FORMATS.get(image[:2], "jpg")
+                        record = Record(
+                            key=f"{place:08d}",
+                            image=image,
+                            extension=extension,
+                            caption=names[label],
+                            label=label,
+                        )
+                        writer.write(split, record)
+                writer.finish({"name": "val"}, class_names=names, templates=["{c}"])
+        except OSError as error:
+            raise DataError(f"{self.folder} cannot be written: {error.strerror}") from error
+
+    def tuned(self, head: CLIP, rate: float, metric: str, say: str) -> float:
+        """Train on the pictures to learn from; a metric of those to tune on at the end."""
+        run = self.folder / f"rate_{rate:g}"
+        self._train(
+            head, run, rate, ("train",), say, "eval.data=" + json.dumps([str(self.folder / _PICTURES)])
+        )
+        scores = {line["metric"]: line["value"] for line in latest_results(run / "results.jsonl")}
+        return float(scores.get(metric, scores["acc1"]))
+
+    def final(self, head: CLIP, rate: float, say: str) -> Path:
+        """Train on all pictures; the run."""
+        run = self.folder / f"final_{rate:g}"
+        splits = [one for one in ("train", TEST) if (self.folder / _PICTURES / one).is_dir()]
+        self._train(head, run, rate, splits, say, "eval.data=[]")
+        return run
+
+    def _train(self, head: CLIP, run: Path, rate: float, splits: Sequence[str], say: str, *more: str) -> None:
+        pictures, log = self.folder / _PICTURES, run.with_name(f"{run.name}.log")
+        counts = json.loads((pictures / "card.json").read_text(encoding="utf-8"))["samples"]
+        samples = sum(counts[one] for one in splits)
+        batch_size = max(2, min(self.batch_size, samples))
+        steps = max(1, round(self.epochs * samples / batch_size))
+        given: Mapping[str, object] = {
+            **_model_settings(head), "model.weights": str(self.folder / _HEAD),
+            "model.text": f"classes:{pictures / _NAMES}", "loss.name": "classes", "loss.same": "negatives",
+            "data.train": [str(pictures / one) for one in splits], "data.last": "wrap", "data.max_bad": 0.0,
+            "data.workers": min(4, os.cpu_count() or 1), "out": str(run), "seed": self.seed, "steps": steps,
+            "batch_size": batch_size, "optim.lr": rate, "optim.warmup": steps // 10, "optim.average": 0.0,
+            "lock.unfreeze_every": 0, "checkpoint.every_steps": 0, "checkpoint.every_minutes": _MINUTES,
+            "checkpoint.keep": 1, "eval.every_steps": 0, "log.tensorboard": False,
+        }  # fmt: skip
+        settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
+        print(f"{say}; follow it in {log}", file=sys.stderr, flush=True)
+        while error := self._run([*settings, *more], log):
+            if _HELD not in error:
+                raise DataError(f"{say}: {error.removeprefix('error: ')} (all of it: {log})")
+            time.sleep(_WAIT)
+
+    def _run(self, settings: Sequence[str], log: Path) -> str:
+        """Its last line where it fails, else nothing."""
+        gpus = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        launch = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+        )
+        environment = {**os.environ, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+        command = [sys.executable, *launch, str(_PROGRAM), str(_CONFIG), *settings]
+        with log.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            try:
+                status = process.wait()
+            except BaseException:
+                process.terminate()  # it saves, and goes on from there the next time
+                process.wait()
+                raise
+        if not status:
+            return ""
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line for line in lines if line.startswith("error: ")), f"it ended with status {status}")
+
+
+def _model_settings(head: CLIP) -> dict[str, object]:
+    """The settings with which train.py builds the same image tower.
+
+    Raises:
+        ConfigError: it has none, as the model has no name that it knows.
+    """
+    name, *others = head.name.split(" + ")
+    image = next((one for one in others if one.startswith("timm:")), "")
+    size, shape = head.architecture.vision.image_size, None
+    with suppress(ConfigError):
+        shape = architecture(name, image=image, image_size=size)
+    if (
+        shape is None
+        or shape.vision != head.architecture.vision
+        or shape.embed_dim != head.architecture.embed_dim
+    ):
+        raise ConfigError(
+            f"fine-tuning needs a model whose architecture has a name that train.py knows, not {head.name!r}: give "
+            "--name"
+        )
+    return {"model.name": name, "model.image": image, "model.image_size": size}
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Wait until no other process trains in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, told = NodeLock(folder / ".lock"), False
+    while not lock.try_acquire():
+        if not told:
+            print(f"another process trains in {folder}: waiting for that", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(_WAIT)
+    try:
+        yield
+    finally:
+        lock.release()
