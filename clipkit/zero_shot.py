@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipkit.architectures import ClassTable
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
 
@@ -34,7 +35,8 @@ def zero_shot_classifier(
     Args:
         model: a CLIP; it is used in evaluation mode and given back in the mode it had.
         class_names: C names, in the order of the labels.
-        templates: T prompts in which ``{c}`` (or ``{}``) stands for the class.
+        templates: T prompts in which ``{c}`` (or ``{}``) stands for the class. A model with a head of classes in
+            its text tower's place (``ClassTable``) reads names alone: it gets none.
         batch_size: prompts encoded at a time.
 
     Returns:
@@ -50,6 +52,8 @@ def zero_shot_classifier(
     names, places = list_of_strings(class_names, "class_names"), list_of_strings(templates, "templates")
     if not names or not places:
         raise DataError("a zero-shot classifier needs at least one class name and one template")
+    if isinstance(model.architecture.text, ClassTable):
+        places = ["{c}"]
     prompts = [fill_template(template, name) for name in names for template in places]
     features = encode_prompts(model, prompts, batch_size=batch_size)  # (C * T, O)
     per_class = features.view(len(names), len(places), -1).mean(dim=1)  # (C, O)

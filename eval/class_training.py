@@ -24,7 +24,7 @@ from data.writer import DatasetWriter, Record
 from eval.dataset import TEST, EvalDataset
 from eval.results import latest_results
 
-__all__ = ["ClassTraining", "distinct_names", "only_one"]
+__all__ = ["ClassTraining", "only_one"]
 
 _PROGRAM = Path(__file__).parents[1] / "train.py"
 _CONFIG = _PROGRAM.parent / "configs" / "finetune.toml"
@@ -33,21 +33,6 @@ _PICTURES, _HEAD, _NAMES = "pictures", "head", "classnames.txt"
 _HELD = "another training"  # says train.py of a run that an orphan of a killed process still trains
 _WAIT = 1.0  # seconds between two looks at what another process does
 _MINUTES = 10  # between two checkpoints
-
-
-def distinct_names(names: Sequence[str]) -> list[str]:
-    """Class names as captions can tell them apart: none empty, no two alike, on one line each.
-
-    Number 3 of those without a name is "class 3", and of those whose name was there before "NAME (3)".
-    """
-    given = [" ".join(name.split()) for name in names]
-    found: dict[str, None] = {}
-    for number, name in enumerate(given):
-        own = name or f"class {number}"
-        while own in found or (own != name and own in given):
-            own += f" ({number})"
-        found[own] = None
-    return list(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ __all__ = [
     "Lacks",
     "NoSplit",
     "Pictures",
+    "distinct_names",
     "some",
     "superclass_numbers",
 ]
@@ -123,6 +124,21 @@ def superclass_numbers(dataset: EvalDataset) -> Tensor:
     """(C,) int64, the superclass of each class, numbered in the order of their first appearance."""
     number = {name: i for i, name in enumerate(dict.fromkeys(dataset.superclasses))}
     return torch.tensor([number[name] for name in dataset.superclasses], dtype=torch.int64)
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """Class names as captions can tell them apart: none empty, no two alike, on one line each.
+
+    Number 3 of those without a name is "class 3", and of those whose name was there before "NAME (3)".
+    """
+    given = [" ".join(name.split()) for name in names]
+    found: dict[str, None] = {}
+    for number, name in enumerate(given):
+        own = name or f"class {number}"
+        while own in found or (own != name and own in given):
+            own += f" ({number})"
+        found[own] = None
+    return list(found)
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

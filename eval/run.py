@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from clipkit import CLIP
-from clipkit.architectures import VisionTower
+from clipkit.architectures import ClassTable, VisionTower
 from clipkit.encode import model_hash
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.flops import counted_flops, image_flops
@@ -21,7 +21,7 @@ from eval.encode import Encoder
 from eval.ranks import ONE_RANK, Ranks
 from eval.results import Score, append_results, provenance, read_results, time_now
 from eval.subject import Subject
-from eval.targets import Target
+from eval.targets import Target, by_names
 from eval.tasks import KNOWN_TASKS, Options, Outcome, check_tasks
 
 __all__ = ["Scored", "run_model"]
@@ -103,6 +103,8 @@ def run_model(
     origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": _gflops(model)}
     works: list[_Work] = []
     for target in targets:
+        if isinstance(model.architecture.text, ClassTable):
+            target = by_names(target)
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
         for task in dict.fromkeys(tasks or _main_task(target)):
             try:

@@ -146,18 +146,18 @@ def _add_fine_tuning(add: Callable[..., object]) -> None:
 
 
 def task_options(options: argparse.Namespace) -> Options:
-    """Of the command line, for the tasks that it has."""
+    """Of the command line, for the tasks that it has; the same ones in another order are the same."""
     layers = getattr(options, "layers", None)
     return Options(
         seed=options.seed,
-        layers=False if layers is None else tuple(layers) or True,
-        shots=tuple(getattr(options, "shots", SHOTS)),
-        seeds=tuple(getattr(options, "seeds", (0, 1, 2))),
-        estimators=tuple(getattr(options, "estimators", ESTIMATORS)),
+        layers=False if layers is None else tuple(sorted(layers)) or True,
+        shots=tuple(sorted(getattr(options, "shots", SHOTS))),
+        seeds=tuple(sorted(getattr(options, "seeds", (0, 1, 2)))),
+        estimators=tuple(one for one in ESTIMATORS if one in getattr(options, "estimators", ESTIMATORS)),
         tuned=getattr(options, "tuned", False),
-        neighbours=tuple(getattr(options, "neighbours", KS)),
+        neighbours=tuple(sorted(getattr(options, "neighbours", KS))),
         epochs=getattr(options, "epochs", 10.0),
-        rates=tuple(dict.fromkeys(getattr(options, "rates", RATES))),
+        rates=tuple(sorted(set(getattr(options, "rates", RATES)))),
         fine_tune_batch=getattr(options, "fine_tune_batch", 128),
         runs=getattr(options, "runs", None),
     )

@@ -8,12 +8,12 @@ from clipkit.errors import DataError, nearest
 from data.corpora.builtin import BUILTIN
 from data.shard_file import is_remote
 from eval.cards import Card, card_names, load_card, load_suite, read_card, suite_names
-from eval.dataset import TEST, EvalDataset
+from eval.dataset import TEST, EvalDataset, distinct_names
 from eval.readers import find_published, open_dataset, open_datasets
 from eval.readers.hugging_face import open_hugging_face
 from eval.readers.torchvision_sets import open_torchvision
 
-__all__ = ["OWN_CARD", "Missing", "Target", "find_suites", "find_targets"]
+__all__ = ["OWN_CARD", "Missing", "Target", "by_names", "find_suites", "find_targets"]
 
 OWN_CARD = "card.toml"
 
@@ -64,6 +64,13 @@ class Target:
             found, name=bound.name, class_names=bound.class_names, synonyms=bound.synonyms,
             prompt_set=bound.prompt_set, templates=bound.templates, superclasses=bound.superclasses,
         )  # fmt: skip
+
+
+def by_names(target: Target) -> Target:
+    """The same for a model that reads class names alone, see ``clipkit.architectures.ClassTable``."""
+    names = tuple(distinct_names(target.dataset.class_names))
+    bare = replace(target.dataset, class_names=names, synonyms=None, templates=("{c}",), prompt_set="names")
+    return replace(target, dataset=bare)
 
 
 def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompts: str = "") -> list[Target]:

@@ -29,8 +29,8 @@ from clipkit.encode import model_hash
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
 from data.cache import cache_folder
-from eval.class_training import ClassTraining, distinct_names, only_one
-from eval.dataset import EvalDataset
+from eval.class_training import ClassTraining, only_one
+from eval.dataset import EvalDataset, distinct_names
 from eval.encode import Encoder
 from eval.results import Score
 from eval.subject import Subject

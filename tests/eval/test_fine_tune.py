@@ -25,8 +25,10 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.model import create
 from clipkit.model_folder import save_model
 from eval import Encoder, Subject
-from eval.class_training import distinct_names
+from eval.dataset import distinct_names
 from eval.ranks import Ranks
+from eval.run import Scored, run_model
+from eval.targets import find_targets
 from eval.tasks.fine_tune import FineTuned, fine_tune
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +79,13 @@ def test_classes_are_learned_by_a_head_that_anyone_can_load(
     assert values(found)["acc1"] > max(0.9, before["acc1"] + 0.2)
     tuned = clipkit.load(found.run)
     pictures = [np.full((16, 16, 3), colour, np.uint8) for colour in COLOURS.values()]
-    assert clipkit.classify(pictures, list(COLOURS), tuned, templates=["{c}"]).argmax(1).tolist() == [0, 1, 2]
+    assert clipkit.classify(pictures, list(COLOURS), tuned).argmax(1).tolist() == [0, 1, 2]
+    scored = Scored()
+    run_model(
+        tuned, find_targets([str(colours)]), out=tmp_path / "r.jsonl", tasks=["zero-shot"], scored=scored
+    )
+    again = {score.metric: score.value for score in scored.scores}
+    assert not scored.trouble and {metric: again[metric] for metric in values(found)} == values(found)
     first = json.loads((found.run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["chance"] == pytest.approx(np.log(3)) and 0 <= first["acc1"] <= 1
 
