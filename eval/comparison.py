@@ -10,7 +10,6 @@ and metric: in such a family, the chance of naming any difference that is none s
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -25,14 +24,10 @@ from eval.metrics import (
     roc_auc_statistic,
 )
 from eval.report.result_set import Model, ResultSet, Row, read_result_set
-from eval.report.scores import metric_name
 
-if TYPE_CHECKING:
-    from rich.table import Table
+__all__ = ["LEVEL", "Difference", "ModelComparison", "compare"]
 
-__all__ = ["Difference", "ModelComparison", "compare", "comparison_table"]
-
-_LEVEL = 0.05
+LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean of what each item got
 _LEAST_DIGITS = 6  # of a hash, to name weights by how they begin
 _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
@@ -67,7 +62,7 @@ class Difference:
     @property
     def beyond_chance(self) -> bool:
         """Whether there is a difference, at 5%."""
-        return self.p < _LEVEL
+        return self.p < LEVEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,65 +337,3 @@ def _holm(differences: Sequence[Difference]) -> list[Difference]:
             least = max(least, min(1.0, (len(family) - place) * differences[i].p))
             corrected[i] = replace(differences[i], p=least)
     return corrected
-
-
-def comparison_table(comparison: ModelComparison) -> "Table":
-    """The differences as a table of at most 80 columns; A is the first model and B the second."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    count = sum(one.beyond_chance for one in comparison.differences)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        width=80,
-        title=Text(f"A: {comparison.first}\nB: {comparison.second}"),
-        title_justify="left",
-        caption=Text(
-            f"{count} of {len(comparison.differences)} differences are beyond chance (p < {_LEVEL:g}, corrected by "
-            "Holm's procedure over the datasets of each task and metric). Intervals are of one difference each."
-        ),
-        caption_justify="left",
-    )
-    table.add_column("dataset", overflow="fold", ratio=3)
-    table.add_column("metric", overflow="fold", ratio=3)
-    for heading in ("A %", "B %", "B − A [95%]", "p", "better"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    before: tuple[str, ...] | None = None
-    named = ""
-    for one in sorted(comparison.differences, key=lambda one: (one.task, one.setting, one.prompt_set)):
-        kind = one.task, one.setting, one.prompt_set and f"prompts {one.prompt_set}"
-        if kind != before:
-            if before is not None:
-                table.add_section()
-            table.add_row(Text(" ".join(filter(None, kind)), style="bold"))
-            before, named = kind, ""
-        dataset = one.dataset if one.dataset != named else ""  # named once
-        named = one.dataset
-        style = "bold" if one.beyond_chance else ""
-        table.add_row(Text(dataset), *(Text(text) for text in _texts(one)), style=style)
-    return table
-
-
-def _texts(one: Difference) -> tuple[str, ...]:
-    """The row behind the dataset's name."""
-    share = all(0 <= value <= 1 for value in (one.first, one.second))
-    factor = 100 if share else 1
-    low, high = factor * one.test.low, factor * one.test.high
-    better = "–"
-    if one.beyond_chance:
-        up = one.test.difference > 0
-        better = "B" if up != _lower_is_better(one.metric) else "A"
-    return (
-        metric_name(one.metric),
-        f"{factor * one.first:.1f}",
-        f"{factor * one.second:.1f}",
-        f"{factor * one.test.difference:+.1f} [{low:+.1f}, {high:+.1f}]",
-        "<0.001" if one.p < 0.001 else f"{one.p:.3f}",
-        better,
-    )
-
-
-def _lower_is_better(metric: str) -> bool:
-    return metric.endswith("_rank") or metric == "ece"

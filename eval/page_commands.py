@@ -108,13 +108,14 @@ def _facts(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from eval.comparison import compare, comparison_table
+    from eval.comparison import compare
+    from eval.terminal_table import comparison_table, printable
 
     found = compare(options.results, options.first, options.second)
     console = Console(highlight=False)
     console.print(comparison_table(found))
     for line in found.refused:
-        console.print(f"not compared: {line}", markup=False)
+        console.print(f"not compared: {printable(line)}", markup=False)
     return 0
 
 

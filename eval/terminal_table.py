@@ -6,9 +6,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from eval.comparison import LEVEL, Difference, ModelComparison
+from eval.report.scores import metric_name
 from eval.results import Score
 
-__all__ = ["printable", "score_table", "shown_value"]
+__all__ = ["comparison_table", "printable", "score_table", "shown_value"]
 
 
 def printable(text: str) -> str:
@@ -51,3 +53,61 @@ def _interval(score: Score) -> str:
     if score.low is None or score.high is None:
         return ""
     return f"{shown_value(score, score.low)}–{shown_value(score, score.high)}"
+
+
+def comparison_table(comparison: ModelComparison) -> Table:
+    """The differences as a table of at most 80 columns; A is the first model and B the second."""
+    count = sum(one.beyond_chance for one in comparison.differences)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        width=80,
+        title=Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}"),
+        title_justify="left",
+        caption=Text(
+            f"{count} of {len(comparison.differences)} differences are beyond chance (p < {LEVEL:g}, corrected by "
+            "Holm's procedure over the datasets of each task and metric). Intervals are of one difference each."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("dataset", overflow="fold", ratio=3)
+    table.add_column("metric", overflow="fold", ratio=3)
+    for heading in ("A %", "B %", "B − A [95%]", "p", "better"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    before: tuple[str, ...] | None = None
+    named = ""
+    for one in sorted(comparison.differences, key=lambda one: (one.task, one.setting, one.prompt_set)):
+        kind = one.task, one.setting, one.prompt_set and f"prompts {one.prompt_set}"
+        if kind != before:
+            if before is not None:
+                table.add_section()
+            table.add_row(Text(printable(" ".join(filter(None, kind))), style="bold"))
+            before, named = kind, ""
+        dataset = one.dataset if one.dataset != named else ""  # named once
+        named = one.dataset
+        style = "bold" if one.beyond_chance else ""
+        table.add_row(*(Text(printable(text)) for text in (dataset, *_texts(one))), style=style)
+    return table
+
+
+def _texts(one: Difference) -> tuple[str, ...]:
+    """The row behind the dataset's name."""
+    share = all(0 <= value <= 1 for value in (one.first, one.second))
+    factor = 100 if share else 1
+    low, high = factor * one.test.low, factor * one.test.high
+    better = "–"
+    if one.beyond_chance:
+        up = one.test.difference > 0
+        better = "B" if up != _lower_is_better(one.metric) else "A"
+    return (
+        metric_name(one.metric),
+        f"{factor * one.first:.1f}",
+        f"{factor * one.second:.1f}",
+        f"{factor * one.test.difference:+.1f} [{low:+.1f}, {high:+.1f}]",
+        "<0.001" if one.p < 0.001 else f"{one.p:.3f}",
+        better,
+    )
+
+
+def _lower_is_better(metric: str) -> bool:
+    return metric.endswith("_rank") or metric == "ece"
