@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from clipkit import CLIP
 from eval.dataset import EvalDataset
 from eval.encode import Encoder
@@ -44,7 +46,7 @@ def evaluate(
     tasks: Sequence[str] | None = None,
     batch_size: int = 256,
     ranks: Ranks = ONE_RANK,
-    out: Path | None = None,
+    out: str | Path | None = None,
     step: int | None = None,
     weights: str = "in memory",
     progress: Callable[[int], None] | None = None,
@@ -69,10 +71,14 @@ def evaluate(
     Raises:
         DataError: the dataset is missing or broken, or has not what a task needs.
         ConfigError: a task is unknown.
+        TypeError: the model is none, or there is no dataset.
     """
     if not isinstance(model, Subject):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
+        if data is None:
+            raise TypeError("a model needs data to be scored on: a dataset, its name or its folder")
         encoder = Encoder(model, ranks=ranks, batch_size=batch_size, progress=progress)
-        assert data is not None
         dataset = data if isinstance(data, EvalDataset) else open_dataset(data)
         others = None if isinstance(data, EvalDataset) else lambda split: open_dataset(data, split=split)
         model = Subject(encoder, dataset, open_split=others)
@@ -85,6 +91,6 @@ def evaluate(
         if out is not None and subject.encoder.ranks.rank == 0:
             origin = provenance(subject.encoder.model, subject.dataset, weights=weights)
             append_results(
-                out, found, step=step, provenance=origin, seconds=round(time.monotonic() - start, 3)
+                Path(out), found, step=step, provenance=origin, seconds=round(time.monotonic() - start, 3)
             )
     return scores

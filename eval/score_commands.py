@@ -24,7 +24,7 @@ from eval.image_models import TIMM, load_image_model
 from eval.ranks import Ranks
 from eval.results import check_appendable, weights_id
 from eval.run import Scored, run_model
-from eval.score_options import PRECISIONS, add_data, add_model, add_task_options, task_options
+from eval.score_options import PRECISIONS, add_data, add_model, add_prompts, add_task_options, task_options
 from eval.targets import Missing, Target, find_suites, find_targets
 from eval.tasks import KNOWN_TASKS, check_image_tasks, check_tasks
 from eval.terminal_table import printable, score_table
@@ -40,20 +40,29 @@ def add_score_commands(commands: Any) -> None:
     add_data(run)
     add_model(run)
     run.add_argument(
-        "--task", action="append", default=[], choices=[*KNOWN_TASKS], help="may be repeated", metavar="TASK"
+        "--task",
+        action="append",
+        default=[],
+        choices=[*KNOWN_TASKS],
+        metavar="TASK",
+        help=f"{', '.join(KNOWN_TASKS)}; may be repeated (default: each dataset's own)",
     )
+    add_prompts(run)
     add_task_options(run, [*KNOWN_TASKS])
     run.set_defaults(run=_started(_score))
     for name, task in KNOWN_TASKS.items():
         command = commands.add_parser(name, help=task.what, description=_sentence(task.what))
         add_data(command)
         add_model(command)
+        if task.by_prompts:
+            add_prompts(command)
+        command.set_defaults(prompts="")
         add_task_options(command, [name])
         command.set_defaults(run=_started(_score))
     what = "check that a model reaches the scores that are known for it"
     verify = commands.add_parser("verify", help=what, description=_sentence(what))
     add_data(verify)
-    add_model(verify)
+    add_model(verify, several=False)
     verify.add_argument(
         "--as",
         dest="known_as",
@@ -91,8 +100,8 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
         raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
     check_image_tasks(options.model, tasks)
     named = find_targets(options.data, root=options.data_root, prompts=options.prompts)
-    for target in named:  # what was named one by one fails before anything is scored
-        check_tasks(target.dataset, tasks or None)
+    if not options.suite:
+        _check_something_fits(named, tasks)
     others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
     targets = _together(named, others, options.prompts)
     models = [_Model.of(name, options.out) for name in dict.fromkeys(options.model)]
@@ -100,13 +109,38 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
     for model in models:
         if len(models) > 1 and distributed.rank() == 0:
             print(f"\n{model.name}")
+        before = len(scored.trouble)
         try:
             _score_model(model, targets, tasks, options, place, scored)
         except ClipkitError as error:  # of several models, one that does not load costs its own scores
             if len(models) == 1:
                 raise
             scored.trouble.append(error)
-    return _tell_trouble([*trouble, *scored.trouble], scored)
+        if len(models) > 1 and len(scored.trouble) > before and distributed.rank() == 0:
+            print(f"{model.name} has not all of its scores:", file=sys.stderr)
+        _tell_trouble(scored.trouble[before:])
+    _tell_trouble(trouble)
+    return _status([*trouble, *scored.trouble], scored)
+
+
+def _check_something_fits(targets: Sequence[Target], tasks: Sequence[str]) -> None:
+    """Fail before a model is loaded where nothing can be done; else what cannot is told later.
+
+    Raises:
+        DataError: why the first of them cannot.
+        ConfigError: a task is unknown.
+    """
+    refused: list[ClipkitError] = []
+    for target in targets:
+        for task in tasks or target.dataset.tasks:
+            try:
+                check_tasks(target.dataset, [task])
+            except DataError as error:
+                refused.append(error)
+            else:
+                return
+    if refused:
+        raise refused[0]
 
 
 def _together(named: Sequence[Target], others: Sequence[Target], prompts: str) -> list[Target]:
@@ -149,7 +183,8 @@ def _verify(options: argparse.Namespace, device: torch.device) -> int:
         before = len(scored.scores)
         _score_model(model, [target], tasks, options, place, scored)
         checks += checks_of(target, known_as, scored.scores[before:])
-    status = _tell_trouble([*trouble, *scored.trouble], scored)
+    _tell_trouble(everything := [*trouble, *scored.trouble])
+    status = _status(everything, scored)
     return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
 
 
@@ -239,13 +274,17 @@ def _load(source: str, name: str, device: str) -> CLIP:
     return clipkit.load(source, name=name, device=device)
 
 
-def _tell_trouble(trouble: Sequence[ClipkitError], scored: Scored) -> int:
-    """Every dataset, or task on one, without scores, a line each; the exit status."""
-    broken = [one for one in trouble if not isinstance(one, Missing | Lacks)]
+def _tell_trouble(trouble: Sequence[ClipkitError]) -> None:
+    """Every dataset, or task on one, without scores, a line each."""
     if distributed.rank() == 0:
         for one in trouble:
             what = "not here" if isinstance(one, Missing) else "not scored"
             print(f"{what}: {printable(str(one))}", file=sys.stderr)
+
+
+def _status(trouble: Sequence[ClipkitError], scored: Scored) -> int:
+    """The exit status: 1 where something was broken, or there is no score at all."""
+    broken = any(not isinstance(one, Missing | Lacks) for one in trouble)
     return 1 if broken or not (scored.scores or scored.found) else 0
 
 

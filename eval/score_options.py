@@ -12,7 +12,7 @@ from eval.tasks.few_shot import ESTIMATORS, SHOTS
 from eval.tasks.fine_tune import RATES
 from eval.tasks.knn import KS
 
-__all__ = ["PRECISIONS", "add_data", "add_model", "add_task_options", "task_options"]
+__all__ = ["PRECISIONS", "add_data", "add_model", "add_prompts", "add_task_options", "task_options"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_BATCH = 65_536
@@ -41,7 +41,11 @@ def add_data(command: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where datasets are looked for by name; hf://datasets/clip-benchmark for the published ones",
     )
-    add(
+
+
+def add_prompts(command: argparse.ArgumentParser) -> None:
+    """By which prompts."""
+    command.add_argument(
         "--prompts",
         default="",
         metavar="SET",
@@ -49,15 +53,12 @@ def add_data(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model(command: argparse.ArgumentParser) -> None:
-    """What to score, and how."""
+def add_model(command: argparse.ArgumentParser, *, several: bool = True) -> None:
+    """What to score, and how; one model or several, of which some may have scores already."""
     add = command.add_argument
-    add(
-        "--model",
-        required=True,
-        action="append",
-        help="a run folder, a checkpoint, what clipkit.load takes, or timm:NAME; may be repeated",
-    )
+    what = "a run folder, a checkpoint, what clipkit.load takes, or timm:NAME"
+    again = "; may be repeated" if several else ""
+    add("--model", required=True, action="append", help=what + again)
     add(
         "--name",
         default="",
@@ -70,7 +71,8 @@ def add_model(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
     )
-    add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
+    if several:
+        add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
     add(
         "--features",
         metavar="FOLDER",

@@ -89,6 +89,7 @@ class Task:
         check: raises DataError where a dataset lacks what it needs.
         texts: those of a dataset that it will have encoded, by class or by picture.
         needs_text: whether it needs a text tower.
+        by_prompts: whether classes are told by their prompts.
         learns: whether it needs the training split.
     """
 
@@ -97,6 +98,7 @@ class Task:
     check: Callable[[EvalDataset], object]
     texts: Callable[[EvalDataset], Iterable[Sequence[str]]] = lambda _: ()
     needs_text: bool = False
+    by_prompts: bool = False
     learns: bool = False
 
 
@@ -200,6 +202,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
         check=labels_of,
         texts=_prompts,
         needs_text=True,
+        by_prompts=True,
     ),
     "retrieval": Task(
         what="find captions by pictures and pictures by captions",
@@ -236,6 +239,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
         check=labels_of,
         texts=_prompts,
         needs_text=True,
+        by_prompts=True,
         learns=True,
     ),
 }

@@ -65,6 +65,22 @@ def test_zero_shot_prints_a_table_and_writes_lines(
     assert results[0]["weights"] == weights_id(str(checkpoint))[0]
 
 
+def test_what_cannot_be_done_is_told_and_the_rest_goes_on(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_dataset(), tmp_path / "r.jsonl"
+    tasks = ["--task", "few-shot", "--task", "zero-shot", "--task", "retrieval"]
+    asked = ["run", "--model", str(run), "--data", str(data), "--out", str(out), *tasks]
+    assert main([*asked, "--shots", "2", "1"]) == 0
+    assert {line["task"] for line in read_results(out)} == {"zero-shot"}
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(line.partition(": ")[0] for line in said) == ["not scored"] * 2
+    assert "no captions" in "".join(said) and "no train split" in "".join(said)
+    assert main([*asked, "--shots", "1", "2", "--model", f"{run}/checkpoints", "--skip-existing"]) == 0
+    assert capsys.readouterr().err.splitlines()[0] == f"{run} has not all of its scores:"
+    assert len(read_results(out)) == 4
+
+
 def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
     command: Command, run: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
