@@ -222,6 +222,10 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check(self, "optim.")
         require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "0 to optim.lr")
+        if self.min_lr and self.schedule == "constant":
+            require_use(
+                "optim.min_lr", self.min_lr, "optim.cooldown or a schedule that falls", self.cooldown > 0
+            )
         if self.cooldown:
             constant = self.schedule == "constant"
             require_use("optim.cooldown", self.cooldown, "optim.schedule=constant", constant)

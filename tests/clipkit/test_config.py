@@ -248,6 +248,15 @@ def test_a_mistake_is_one_line_that_names_key_and_value(folder: Path, override: 
     assert message in str(caught.value)
 
 
+def test_a_floor_of_a_rate_that_never_falls_is_refused(folder: Path) -> None:
+    constant = ("optim.min_lr=1e-6", "optim.schedule=constant")
+    with pytest.raises(
+        ConfigError, match=r"optim.min_lr = 1e-06 does not fit: it does nothing without optim.cool"
+    ):
+        load(folder, "", *constant)
+    load(folder, "", *constant, "optim.cooldown=5")
+
+
 @pytest.mark.parametrize(
     "content",
     [
