@@ -1,10 +1,9 @@
 """Reads results files of any number of models as one set: the last score of every key, and which models there are.
 
-A model is a column of the tables. Lines that name no model go by their weights. Of a model that was scored at
-several steps of its training the last step counts. Models of one name are told apart by their weights.
+A model is a column of the tables; which lines are of one, see eval/report/model_identity.py. Of a run that was
+scored at several steps of its training the last step counts, and checkpoints that a user has named one by one.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from clipkit.errors import DataError
 from clipkit.flops import image_flops
 from eval.dataset import some
 from eval.report.json_lines import finite, json_lines, whole
+from eval.report.model_identity import Origin, name_models, same_models
 
 __all__ = ["Model", "ResultSet", "Row", "read_result_set"]
 
@@ -24,8 +24,6 @@ _SCORE = (
     "step", "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high", "chance",
     "seconds",
 )  # fmt: skip
-_STEP = re.compile(r" at step \d+$")
-_SCHEME = re.compile(r"^[a-z_]{2,20}:(?=.)")  # "open_clip:" before the name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +32,13 @@ class Model:
 
     Attributes:
         label: what it is called on the page; no two are the same.
-        name: as the user named it.
-        weights: as in the scores.
+        name: as the user named it, a run without its checkpoint.
+        names: all that it goes by.
+        run: the same for several models of one training.
+        weights: as in the scores and their details.
         step: of its training, or None.
+        earlier_steps: of the same training, whose scores were left out.
+        files: whose lines are its own.
         architecture: or "".
         gflops: that its image tower needs for a picture, or None where that is not known.
         provenance: what else its last line says.
@@ -44,8 +46,12 @@ class Model:
 
     label: str
     name: str
+    names: tuple[str, ...]
+    run: str
     weights: str
     step: int | None
+    earlier_steps: tuple[int, ...]
+    files: tuple[Path, ...]
     architecture: str
     gflops: float | None
     provenance: Mapping[str, Any]
@@ -79,11 +85,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultSet:
-    """The models in the order of the files, their scores in the order of the lines, and notes on the reading."""
+    """The models in the order of the files, their scores in the order of the lines, and notes on the reading.
+
+    ``unread`` are those of the notes that tell of lines that are no scores.
+    """
 
     models: tuple[Model, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
     def having(self, *tasks: str) -> list[Row]:
         """The scores of some tasks."""
@@ -94,9 +104,8 @@ class ResultSet:
 class _Line:
     """A line that is a score, and whose it is."""
 
-    name: str
-    weights: str
-    step: int | None
+    file: Path
+    origin: Origin
     row: Row
     provenance: Mapping[str, Any]
 
@@ -119,14 +128,17 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
     if not lines:
         named = ", ".join(str(path)[:200] for path in results[:3])
         raise DataError(f"there are no scores in {named or 'the results, as no file is given'}")
-    lines = _last_steps(lines, notes)
-    numbers: dict[tuple[str, str], int] = {}
+    unread = tuple(notes)
+    numbers = same_models(line.origin for line in lines)
+    lines, earlier = _last_steps(lines, numbers, notes)
     last: dict[tuple[int, tuple[str, ...]], Row] = {}
-    newest: dict[int, _Line] = {}
     replaced: dict[tuple[str, str], None] = {}
+    of_model: dict[int, list[_Line]] = {}
     for line in lines:
-        number = numbers.setdefault((line.name, line.weights), len(numbers))
-        newest[number] = line
+        of_model.setdefault(numbers[line.origin], []).append(line)
+    places = {number: place for place, number in enumerate(of_model)}
+    for line in lines:
+        number = places[numbers[line.origin]]
         before = last.get((number, line.row.what))
         if before is not None and _are_other_data(before, line.row):
             replaced[before.dataset, before.data_revision[:_REVISION]] = None
@@ -136,19 +148,26 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
     if replaced:
         names = some([f"{name} (revision {revision})" for name, revision in replaced])
         notes.append(f"Scores on other pictures of the same name left out, since later ones count: {names}.")
-    return ResultSet(models=_models(newest), rows=rows, notes=tuple(notes))
+    return ResultSet(models=_models(of_model, earlier), rows=rows, notes=tuple(notes), unread=unread)
 
 
 def _lines(path: Path, notes: list[str]) -> Iterable[_Line]:
-    odd = 0
+    odd, folder = 0, str(path.resolve().parent)
     for line in json_lines(path, notes, ""):
         value = finite(line.get("value"))
         named = [line.get(key) for key in ("dataset", "task", "metric")]
         if value is None or not all(isinstance(name, str) and name for name in named):
             odd += 1
             continue
-        weights = _text(line, "weights")
-        name = _text(line, "model") or _STEP.sub("", weights) or path.resolve().parent.name
+        origin = Origin(
+            file=str(path),
+            folder=folder,
+            typed=_text(line, "model"),
+            weights=_text(line, "weights"),
+            model_hash=_text(line, "model_hash"),
+            architecture=_text(line, "architecture"),
+            step=whole(line.get("step")),
+        )
         row = Row(
             model=0,
             dataset=_text(line, "dataset"),
@@ -167,7 +186,7 @@ def _lines(path: Path, notes: list[str]) -> Iterable[_Line]:
             prompts=_text(line, "prompts"),
         )
         rest = {key: one for key, one in line.items() if key not in _SCORE}
-        yield _Line(name=name, weights=weights, step=whole(line.get("step")), row=row, provenance=rest)
+        yield _Line(file=path, origin=origin, row=row, provenance=rest)
     if odd:
         notes.append(
             f"{path.name}: {_count(odd, 'line')} without a dataset, task, metric or finite value left out."
@@ -179,25 +198,36 @@ def _text(line: Mapping[str, Any], key: str) -> str:
     return value[:_MAX_TEXT] if isinstance(value, str) else ""
 
 
-def _last_steps(lines: Sequence[_Line], notes: list[str]) -> list[_Line]:
-    """Of each name the lines of its last step, where all its weights are of some step."""
-    steps: dict[str, dict[str, int | None]] = {}
-    for line in lines:
-        of_name = steps.setdefault(line.name, {})
-        of_name[line.weights] = line.step if line.step is not None else of_name.get(line.weights)
-    kept, dropped = [], 0
-    for line in lines:
-        known = [step for step in steps[line.name].values() if step is not None]
-        own = steps[line.name][line.weights]
-        if len(known) == len(steps[line.name]) and own != max(known):
-            dropped += 1
-        else:
-            kept.append(line)
+def _last_steps(
+    lines: Sequence[_Line], numbers: Mapping[Origin, int], notes: list[str]
+) -> tuple[list[_Line], dict[int, tuple[int, ...]]]:
+    """Of each run in a file the lines of its last step, where all its weights are of some step.
+
+    Returns:
+        The lines, and by model the earlier steps of its run that were left out.
+    """
+    steps: dict[tuple[str, str], dict[int, int | None]] = {}
+    kept: set[int] = set()
+    for one, number in numbers.items():
+        of_run = steps.setdefault((one.file, one.run), {})
+        of_run[number] = one.step if one.step is not None else of_run.get(number)
+        if one.checkpoint:  # somebody asked for this one
+            kept.add(number)
+    for of_run in steps.values():
+        known = [step for step in of_run.values() if step is not None]
+        kept |= {n for n, step in of_run.items() if len(known) < len(of_run) or step == max(known)}
+    earlier: dict[int, set[int]] = {}
+    for of_run in steps.values():
+        left = {step for number, step in of_run.items() if number not in kept and step is not None}
+        for number in kept & of_run.keys():
+            earlier.setdefault(number, set()).update(left)
+    dropped = sum(numbers[line.origin] not in kept for line in lines)
     if dropped:
         notes.append(
             f"{_count(dropped, 'score')} of earlier steps of a training left out; the page of its run has them."
         )
-    return kept
+    found = [line for line in lines if numbers[line.origin] in kept]
+    return found, {number: tuple(sorted(left)) for number, left in earlier.items()}
 
 
 def _are_other_data(one: Row, other: Row) -> bool:
@@ -235,55 +265,36 @@ def _different_data(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _models(newest: Mapping[int, _Line]) -> tuple[Model, ...]:
-    lines = [newest[number] for number in sorted(newest)]
-    names = [line.name for line in lines]
-    short = {name: _SCHEME.sub("", name) for name in names}
-    if len(set(short.values())) < len(short):
-        short = {name: name for name in names}
-    # a folder that all runs are in says nothing; the architecture before a tag does
-    shared = _shared_start(set(names)) if all(name == short[name] for name in names) else 0
-    labels: dict[str, None] = {}
-    models = []
-    for line in lines:
-        label = short[line.name][shared:]
-        if names.count(line.name) > 1:
-            label += f" ({line.weights.removeprefix('sha256:')[:12] or 'unnamed weights'})"
-        while label in labels:
-            label += "′"
-        labels[label] = None
-        models.append(
-            Model(
-                label=label,
-                name=line.name,
-                weights=line.weights,
-                step=line.step,
-                architecture=_text(line.provenance, "architecture"),
-                gflops=_gflops(line.provenance),
-                provenance=line.provenance,
-            )
+def _models(
+    lines: Mapping[int, Sequence[_Line]], earlier: Mapping[int, tuple[int, ...]]
+) -> tuple[Model, ...]:
+    named = name_models([[line.origin for line in own] for own in lines.values()])
+    return tuple(
+        Model(
+            label=one.label,
+            name=one.name,
+            names=one.names,
+            run=one.run,
+            weights=one.weights,
+            step=one.step,
+            earlier_steps=earlier.get(number, ()),
+            files=tuple(dict.fromkeys(line.file for line in own)),
+            architecture=_text(own[-1].provenance, "architecture"),
+            gflops=_gflops(own),
+            provenance=own[-1].provenance,
         )
-    return tuple(models)
+        for one, (number, own) in zip(named, lines.items(), strict=True)
+    )
 
 
-def _gflops(provenance: Mapping[str, Any]) -> float | None:
-    """As the lines say it, else by formula for the architectures that clipkit itself builds."""
-    known = finite(provenance.get("gflops"))
-    name = _text(provenance, "architecture").removesuffix(QUICKGELU)
+def _gflops(lines: Sequence[_Line]) -> float | None:
+    """As the last line that knows says it, else by formula for the architectures that clipkit itself builds."""
+    told = (finite(line.provenance.get("gflops")) for line in reversed(lines))
+    known = next((one for one in told if one is not None), None)
+    name = _text(lines[-1].provenance, "architecture").removesuffix(QUICKGELU)
     if known is None and name in ARCHITECTURES:
         return image_flops(ARCHITECTURES[name]).forward / 1e9
     return known
-
-
-def _shared_start(names: set[str]) -> int:
-    """How many characters all names begin with, up to a separator behind which each goes on."""
-    if len(names) < 2:
-        return 0
-    first, last = min(names), max(names)
-    same = next(
-        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
-    )
-    return max(first.rfind(mark, 0, same) for mark in "/:") + 1
 
 
 def _count(number: int, noun: str) -> str:
