@@ -4,6 +4,7 @@ RUN/results.jsonl             a line a score, see eval/results.py
 RUN/snapshots/                pictures and guesses of each moment, see eval/snapshot_file.py
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ from pathlib import Path
 import torch
 
 from clipkit import CLIP
+from clipkit.checkpoint import is_complete
 from eval import evaluate
 from eval.dataset import EvalDataset
 from eval.encode import Encoder
 from eval.ranks import Ranks
-from eval.results import Score, read_results
+from eval.results import Score, append_results, provenance, read_results, weights_id
 from eval.snapshot import take_snapshot, write_snapshot
 from eval.subject import Subject
+from eval.tasks import check_tasks
 
 __all__ = ["Scorer"]
 
@@ -63,20 +66,42 @@ class Scorer:
 
     def score(self, step: int) -> None:
         """Append a line a score to the results, and take a snapshot."""
+        weights = self._weights(step)
         with self.as_scored():
             for dataset in self.datasets:
-                self._score(dataset, step)
+                self._score(dataset, step, weights)
+
+    def _weights(self, step: int) -> str:
+        """What other scores of these weights call them: the hash of their file, where it is written already.
+
+        At the end of a training it is; before, the run and the step tell which they are.
+        """
+        folder = self.run / "checkpoints" / f"step_{step:08d}"
+        if self.ranks.rank == 0 and is_complete(folder):
+            return weights_id(str(folder))[0]
+        return f"{self.run.name} at step {step}"
 
     @property
     def _results(self) -> Path:
         return self.run / "results.jsonl"
 
-    def _score(self, dataset: EvalDataset, step: int) -> None:
+    def _score(self, dataset: EvalDataset, step: int, weights: str) -> None:
+        scores: list[Score] = []
         with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
             subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
-            scores = evaluate(
-                subject, out=self._results, step=step, weights=f"{self.run.name} at step {step}"
-            )
+            for task in check_tasks(dataset, None):
+                start = time.monotonic()
+                found = evaluate(subject, tasks=[task])
+                scores += found
+                if self.ranks.rank == 0:
+                    origin = {**provenance(self.model, dataset, weights=weights), "model": str(self.run)}
+                    append_results(
+                        self._results,
+                        found,
+                        step=step,
+                        provenance=origin,
+                        seconds=round(time.monotonic() - start, 3),
+                    )
             # every rank takes it, since they share the texts; one writes it
             snapshot = take_snapshot(subject, step=step)
         if self.ranks.rank == 0:
