@@ -1,6 +1,7 @@
 """``python -m eval report``, ``compare`` and ``list``: what came out, and what there is, to be looked at."""
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def add_page_commands(commands: Any) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="default: RUN/report.html, or report.html beside the first results",
+        help="default: RUN/report.html of one run; else scores.html beside the first results",
     )
     for form in _FORMS:
         report.add_argument(
@@ -47,7 +48,9 @@ def add_page_commands(commands: Any) -> None:
     what = "tell which differences between two models are beyond chance"
     compare = commands.add_parser("compare", help=what, description=what[0].upper() + what[1:] + ".")
     compare.add_argument(
-        "first", metavar="A", help="a results file of one model, or a model's name in --results"
+        "first",
+        metavar="A",
+        help="a run folder or a results file of one model; or a model's name in --results",
     )
     compare.add_argument("second", metavar="B", help="another")
     compare.add_argument(
@@ -73,23 +76,33 @@ def _report(options: argparse.Namespace) -> int:
         print(f"wrote {build_report(options.source[0], options.out)}")
         return 0
     from eval.report.comparison_page import build_comparison
+    from eval.report.result_set import read_result_set
     from eval.report.tables import as_csv, as_latex, as_markdown
+    from eval.terminal_table import printable
 
+    printed = [form for form, path in tables.items() if str(path) == "-"]
+    if len(printed) > 1:
+        raise ConfigError(
+            f"--{printed[0]} - and --{printed[1]} - would mix: print one, and name a file for the other"
+        )
     files = [source / "results.jsonl" if source.is_dir() else source for source in options.source]
     if missing := [file for file in files if not file.is_file()]:
         raise ConfigError(f"no results at {missing[0]}: name a results.jsonl or the folder of a run")
     facts = _facts(files)
+    told = sys.stderr if printed else sys.stdout  # what is printed may be on its way into another program
     if options.out is not None or not tables:
-        out = options.out or files[0].with_name("report.html")
-        print(f"wrote {build_comparison(files, out, **facts)}")
+        out = options.out or files[0].with_name("scores.html")  # report.html is the page of a run
+        print(f"wrote {build_comparison(files, out, **facts)}", file=told)
     writers: Mapping[str, Callable[..., str]] = {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}
     for form, path in tables.items():
         text = writers[form](files, **facts)
-        if str(path) == "-":
+        if form in printed:
             print(text, end="" if text.endswith("\n") else "\n")
         else:
             path.write_text(text, encoding="utf-8")
-            print(f"wrote {path}")
+            print(f"wrote {path}", file=told)
+    for note in read_result_set(files).notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
     return 0
 
 
@@ -113,10 +126,15 @@ def _compare(options: argparse.Namespace) -> int:
 
     found = compare(options.results, options.first, options.second)
     console = Console(highlight=False)
-    console.print(comparison_table(found))
+    if found.differences:
+        console.print(comparison_table(found))
+    else:
+        print(f"{printable(found.first)} and {printable(found.second)}: nothing could be compared")
     for line in found.refused:
         console.print(f"not compared: {printable(line)}", markup=False)
-    return 0
+    for line in found.notes:
+        print(f"note: {printable(line)}", file=sys.stderr)
+    return 0 if found.differences else 1
 
 
 def _list(options: argparse.Namespace) -> int:
