@@ -10,6 +10,7 @@ from eval.report.charts import Chart, Line, draw
 from eval.report.result_set import ResultSet, Row
 from eval.report.same_data import same_data
 from eval.report.score_table import Average, ScoreTable, is_share
+from eval.report.scores import PLAIN
 
 __all__ = ["cost", "few_shot", "layers", "leaders", "probe_differences"]
 
@@ -18,7 +19,6 @@ _OPEN = 2  # figures of as many models are open; the others unfold
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _MOST_SUITES = 4
-_PLAIN = "ridge"  # the estimator of few-shot whose setting names none
 _LABELS = 13  # of layers, on an axis as wide as a phone
 
 
@@ -56,21 +56,21 @@ def probe_differences(results: ResultSet, zero_shot: ScoreTable, probe: ScoreTab
     if probe is None:
         return ""
     before = {(line.dataset, line.metric): line for line in zero_shot.lines if line.counted}
-    found: dict[str, list[Bar]] = {}
+    found: dict[str, dict[str, Bar]] = {}
     for i, model in enumerate(results.models):
         for line in probe.lines:
             other = before.get((line.dataset, line.metric))
             own, first = line.cells[i], other.cells[i] if other else None
             if line.counted and own is not None and first is not None and same_data(first, own):
                 bar = Bar(name=line.dataset, value=first.value - own.value)
-                found.setdefault(model.label, []).append(bar)
-    values = [bar.value for bars in found.values() for bar in bars]
+                found.setdefault(model.label, {}).setdefault(line.dataset, bar)  # of its settings the first
+    values = [bar.value for bars in found.values() for bar in bars.values()]
     limits = min(values, default=0.0), max(values, default=0.0)
     figures = []
     for label, bars in found.items():
-        wins = sum(bar.value > 0 for bar in bars)
+        wins = sum(bar.value > 0 for bar in bars.values())
         note = f"zero-shot is ahead on {wins} of {len(bars)}"
-        figures.append(difference_bars(label, bars, limits=limits, note=note))
+        figures.append(difference_bars(label, list(bars.values()), limits=limits, note=note))
     return _unfolding(figures, "model")
 
 
@@ -119,8 +119,8 @@ class _Curve:
 
     @property
     def datasets(self) -> set[str]:
-        """Those that every point has."""
-        return set.intersection(*(set(rows) for rows in self.points.values()))
+        """Those that any point has."""
+        return {name for rows in self.points.values() for name in rows}
 
 
 def _curves(rows: Sequence[Row], setting: re.Pattern[str]) -> list[_Curve]:
@@ -152,17 +152,13 @@ def few_shot(results: ResultSet, zero_shot: ScoreTable) -> str:
     curves = _curves([row for row in rows if not row.metric.endswith("_std")], _SHOTS)
     if not curves:
         return ""
-    common = _common(curves)
+    shared = _shared(curves)
     shots = sorted({k for curve in curves for k in curve.points})
     at = {k: float(i) for i, k in enumerate([0, *shots])}
     lines = []
     for curve in curves:
-        datasets = common or sorted(curve.datasets)
         points, band = [], []
-        for k, by_dataset in sorted(curve.points.items()):
-            own = [by_dataset[name] for name in datasets]
-            if not own:
-                continue
+        for k, own in _rows_of(curve, shared):
             mean = _mean([row.value for row in own])
             spread = [_spread(row, deviations) for row in own]
             known = [one for one in spread if one is not None]
@@ -170,16 +166,14 @@ def few_shot(results: ResultSet, zero_shot: ScoreTable) -> str:
             if len(known) == len(own):
                 width = math.sqrt(sum(one * one for one in known)) / len(known)
                 band.append((at[k], 100 * (mean - width), 100 * (mean + width)))
-        counted = {
-            line.dataset: line.cells[curve.model] for line in reversed(zero_shot.lines) if line.counted
-        }
-        first = [cell.value for name in datasets if (cell := counted.get(name))]
-        mark = (0.0, 100 * _mean(first)) if first and len(first) == len(datasets) else None
-        lines.append(_line(results, curve, curves, points, band, mark))
+        lines.append(_line(results, curve, curves, points, band, _ring(curve, shared, zero_shot)))
     kind = "± standard deviation over seeds" if deviations else "its interval"
+    note = [f"mean of {_datasets(shared, curves)}"]
+    note += [f"band: {kind} of the mean"] * any(line.band for line in lines)
+    note += ["rings: zero-shot"] * any(line.mark is not None for line in lines)
     chart = Chart(
         title="Accuracy by pictures a class",
-        note=f"mean of {_datasets(common, curves)}; band: {kind} of the mean; rings: zero-shot",
+        note="; ".join(note),
         lines=lines,
         unit="%",
         wide=True,
@@ -187,6 +181,16 @@ def few_shot(results: ResultSet, zero_shot: ScoreTable) -> str:
         x_ticks=[(place, str(k)) for k, place in at.items()],
     )
     return f'<div class="charts">{draw(chart)}</div>'
+
+
+def _ring(
+    curve: _Curve, shared: Mapping[int, Sequence[str]], zero_shot: ScoreTable
+) -> tuple[float, float] | None:
+    """The zero-shot score on the datasets of the curve's first point; None where one has none."""
+    counted = {line.dataset: line.cells[curve.model] for line in reversed(zero_shot.lines) if line.counted}
+    datasets = [row.dataset for _, rows in _rows_of(curve, shared)[:1] for row in rows]
+    values = [cell.value for name in datasets if (cell := counted.get(name))]
+    return (0.0, 100 * _mean(values)) if values and len(values) == len(datasets) else None
 
 
 def _spread(row: Row, deviations: Mapping[tuple[int, str, str, str], float]) -> float | None:
@@ -201,17 +205,15 @@ def layers(results: ResultSet) -> str:
     curves = [curve for curve in _curves(results.rows, _LAYER) if len(curve.points) > 1]
     if not curves:
         return ""
-    common = _common(curves)
+    shared = _shared(curves)
     lines = []
     for curve in curves:
-        datasets = common or sorted(curve.datasets)
         points = [
-            (float(layer), 100 * _mean([rows[name].value for name in datasets]))
-            for layer, rows in sorted(curve.points.items())
-            if datasets
+            (float(layer), 100 * _mean([row.value for row in rows]))
+            for layer, rows in _rows_of(curve, shared)
         ]
         lines.append(_line(results, curve, curves, points, (), None))
-    note = f"mean of {_datasets(common, curves)}; features before the projection, layer by layer"
+    note = f"mean of {_datasets(shared, curves)}; features before the projection, layer by layer"
     depths = sorted({layer for curve in curves for layer in curve.points})
     every = math.ceil(len(depths) / _LABELS)
     ticks = [(float(layer), str(layer)) for layer in reversed(depths[::-1][::every])]
@@ -230,7 +232,7 @@ def _line(
     mark: tuple[float, float] | None,
 ) -> Line:
     variants = list(dict.fromkeys(one.variant for one in curves))
-    model, variant = results.models[curve.model].label, curve.variant or _PLAIN
+    model, variant = results.models[curve.model].label, curve.variant or PLAIN
     several = len({one.model for one in curves}) > 1
     name = ", ".join(filter(None, (model if several else "", variant if len(variants) > 1 else "")))
     index = curve.model if several else variants.index(curve.variant)
@@ -245,17 +247,45 @@ def _line(
     )
 
 
-def _common(curves: Sequence[_Curve]) -> list[str]:
-    """The datasets that every curve has at every point, of the same data."""
+def _shared(curves: Sequence[_Curve]) -> dict[int, list[str]]:
+    """By number, the datasets that all curves have, of the same data, as far as they go; {} where none has any.
+
+    A dataset of few pictures has no score of many a class: it counts up to where all that go further have it.
+    """
     every = set.intersection(*(curve.datasets for curve in curves))
-    rows = {name: [own[name] for curve in curves for own in curve.points.values()] for name in every}
-    return sorted(name for name in every if same_data(*rows[name]))
+    rows = {
+        name: [own[name] for curve in curves for own in curve.points.values() if name in own]
+        for name in every
+    }
+    same = {name for name in every if same_data(*rows[name])}
+    found = {}
+    for number in sorted({number for curve in curves for number in curve.points}):
+        there = [set(curve.points[number]) for curve in curves if number in curve.points]
+        found[number] = sorted(same.intersection(*there))
+    return found if any(found.values()) else {}
 
 
-def _datasets(common: Sequence[str], curves: Sequence[_Curve]) -> str:
-    if not common:
+def _rows_of(curve: _Curve, shared: Mapping[int, Sequence[str]]) -> list[tuple[int, list[Row]]]:
+    """The scores that each point of a curve is the mean of; where no datasets are shared, its own."""
+    points = (
+        (number, [rows[name] for name in (shared[number] if shared else sorted(rows))])
+        for number, rows in sorted(curve.points.items())
+    )
+    return [(number, rows) for number, rows in points if rows]
+
+
+def _datasets(shared: Mapping[int, Sequence[str]], curves: Sequence[_Curve]) -> str:
+    """Which datasets a mean is of."""
+    if not shared:
         return "each line's own datasets, which differ"
-    every = {name for curve in curves for rows in curve.points.values() for name in rows}
+    counts: dict[tuple[str, ...], list[str]] = {}
+    for number, names in shared.items():
+        counts.setdefault(tuple(names), []).append(str(number))
+    every = set().union(*(curve.datasets for curve in curves))
+    if len(counts) > 1:
+        told = "; ".join(f"{len(names)} at {', '.join(at)}" for names, at in counts.items() if names)
+        return f"the datasets that all have: {told}"
+    (common,) = counts
     if len(common) == 1:
         return common[0]
     return (

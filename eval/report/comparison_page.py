@@ -5,7 +5,7 @@ bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -15,15 +15,17 @@ from eval.report.charts import figure, number
 from eval.report.comparison_charts import cost, few_shot, layers, leaders, probe_differences, said_of
 from eval.report.comparison_tables import all_scores, model_facts, score_table_html
 from eval.report.dataset_blocks import Block, blocks_html
+from eval.report.json_lines import json_lines
 from eval.report.page_frame import Section, page, write_page
 from eval.report.pictures import PictureBook
-from eval.report.result_set import ResultSet, read_result_set
+from eval.report.result_set import ResultSet
 from eval.report.score_table import (
     AS_TRAINED,
     Published,
     ScoreTable,
     Suites,
     is_share,
+    read_scores,
     score_table,
     task_tables,
 )
@@ -33,6 +35,8 @@ __all__ = ["build_comparison"]
 
 _BLOCKS = 96  # models on datasets that are shown in detail
 _HEADLINES = 4
+_OPTIONS_OF = ("task", "dataset", "model", "weights")
+_MAX_OPTIONS = 300
 _SHORT = 12  # lines of a table that needs no unfolding
 _TITLES = {
     "zero-shot": "Zero-shot",
@@ -64,10 +68,36 @@ def build_comparison(
     Raises:
         DataError: a results file cannot be read, there are no scores, or the page cannot be written.
     """
-    found = read_result_set(results)
+    found = read_scores(results)
     details, notes = _details(results)
     tables = task_tables(found, suites=suites or {}, primary=primary or {}, published=published or {})
-    return write_page(out, _page(found, tables, details, [*found.notes, *notes]))
+    told = _Told(details=details, notes=[*found.notes, *notes], options=_options(results))
+    return write_page(out, _page(found, tables, told))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What the page tells beside the scores: details, notes, and by task its options with their datasets."""
+
+    details: Sequence[Details]
+    notes: Sequence[str]
+    options: Mapping[str, Mapping[str, Sequence[str]]]
+
+
+def _options(results: Sequence[Path]) -> dict[str, dict[str, list[str]]]:
+    """What the last lines of each model, task and dataset say of them."""
+    last: dict[tuple[str, ...], str] = {}
+    for path in dict.fromkeys(results):
+        for line in json_lines(path, [], ""):
+            text, key = line.get("options"), tuple(str(line.get(name)) for name in _OPTIONS_OF)
+            if isinstance(text, str) and text:
+                last[key] = text[:_MAX_OPTIONS]
+    options: dict[str, dict[str, list[str]]] = {}
+    for (task, dataset, *_), text in last.items():
+        datasets = options.setdefault(task, {}).setdefault(text, [])
+        if dataset not in datasets:
+            datasets.append(dataset)
+    return options
 
 
 def _details(results: Sequence[Path]) -> tuple[list[Details], list[str]]:
@@ -80,12 +110,10 @@ def _details(results: Sequence[Path]) -> tuple[list[Details], list[str]]:
     return list(found.values()), notes
 
 
-def _page(
-    found: ResultSet, tables: Mapping[str, ScoreTable], details: Sequence[Details], notes: Sequence[str]
-) -> str:
+def _page(found: ResultSet, tables: Mapping[str, ScoreTable], told: _Told) -> str:
     book = PictureBook()
     first = tables.get("zero-shot") or score_table(found, tasks=AS_TRAINED)
-    shown = _section_of_blocks(found, tables, details, book)
+    shown = _section_of_blocks(found, told.details, book)
     sections = [
         Section(name="scores", title="Scores", lead=_lead(first), content=leaders(first) + _tables(tables)),
         _section_of_probes(found, first, tables.get("linear-probe")),
@@ -94,9 +122,9 @@ def _page(
         Section(name="layers", title="Layer by layer", content=layers(found)),
         shown,
         Section(name="all", title="All scores", content=all_scores(found)),
-        Section(name="about", title="Where the scores come from", content=model_facts(found)),
+        Section(name="about", title="Where the scores come from", content=model_facts(found, told.options)),
     ]
-    return page(_title(found), _head(found, first, notes), sections, book, styles=["comparison.css"])
+    return page(_title(found), _head(found, first, told.notes), sections, book, styles=["comparison.css"])
 
 
 def _title(found: ResultSet) -> str:
@@ -120,9 +148,10 @@ def _head(found: ResultSet, table: ScoreTable, notes: Sequence[str]) -> str:
 def _sentence(found: ResultSet) -> str:
     tasks = dict.fromkeys(row.task for row in found.rows)
     text = f"{number(len(found.rows))} scores: {escape(', '.join(tasks))}."
-    seconds = {(row.model, *row.what[:5]): row.seconds for row in found.rows if row.seconds is not None}
-    if seconds:
-        total = sum(seconds.values())
+    # all lines of a task tell the same, which is of them together, whatever their settings are
+    seconds = {(row.model, *row.what[:4], row.seconds) for row in found.rows if row.seconds is not None}
+    total = sum(one for *_, one in seconds if isinstance(one, float))
+    if total >= 1:  # less says only that features were there already
         told = (
             f"{number(round(total, 1))} seconds" if total < 120 else f"{number(round(total / 60, 1))} minutes"
         )
@@ -139,7 +168,7 @@ def _headlines(table: ScoreTable) -> list[str]:
         if known:
             value, i = max(known)
             who = table.models[-i].label if several else ""
-            headlines.append(_headline(f"mean of {average.suite}", who, value, said_of(average)))
+            headlines.append(_headline(average.name, who, value, said_of(average)))
     if headlines:
         return headlines
     for line in table.lines:
@@ -225,9 +254,7 @@ def _baseline(found: ResultSet, probe: ScoreTable | None) -> int | None:
     return max((i for i in counts if counts[i]), key=lambda i: (counts[i], -i), default=None)
 
 
-def _section_of_blocks(
-    found: ResultSet, tables: Mapping[str, ScoreTable], details: Sequence[Details], book: PictureBook
-) -> Section:
+def _section_of_blocks(found: ResultSet, details: Sequence[Details], book: PictureBook) -> Section:
     """Dataset by dataset; of many models the first few, so that the page stays small."""
     by_dataset = _blocks(found, details)
     left = sum(len(blocks) for blocks in by_dataset.values())
@@ -240,20 +267,23 @@ def _section_of_blocks(
         if content:
             left -= len(blocks[:most])
             opened = "" if parts else " open"
-            names = f"{len(blocks)} models" if len(blocks) > 1 else blocks[0].model.label
+            labels = list(dict.fromkeys(block.model.label for block in blocks))
+            names = f"{len(labels)} models" if len(labels) > 1 else labels[0]
             parts.append(
                 f'<details class="dataset"{opened}><summary><b>{escape(dataset)}</b> '
                 f"<small>{escape(names)}</small></summary>{content}</details>"
             )
-    lead = (
-        "Examples are random right and random wrong predictions in turn, whatever the accuracy is. ✓ marks the "
-        "true label."
-    )
-    if left:
-        lead += (
-            f" Of each dataset the first {most} are shown." if most > 1 else " Of each dataset one is shown."
+    lead = []
+    if any(block.details.examples for blocks in by_dataset.values() for block in blocks[:most]):
+        lead.append(
+            "Examples are random right and random wrong predictions in turn, whatever the accuracy is. ✓ marks "
+            "the true label."
         )
-    return Section(name="datasets", title="Dataset by dataset", lead=lead, content="".join(parts))
+    if left:
+        lead.append(
+            f"Of each dataset the first {most} are shown." if most > 1 else "Of each dataset one is shown."
+        )
+    return Section(name="datasets", title="Dataset by dataset", lead=" ".join(lead), content="".join(parts))
 
 
 def _blocks(found: ResultSet, details: Sequence[Details]) -> dict[str, list[Block]]:

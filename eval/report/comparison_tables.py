@@ -1,16 +1,18 @@
 """The tables of the page over many models: scores, every number, and where they come from."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from eval.dataset import some
 from eval.report.charts import figure, number
 from eval.report.page_frame import scrolling
 from eval.report.result_set import Model, ResultSet, Row
 from eval.report.same_data import DataGroup, by_data
 from eval.report.score_table import Average, Line, ScoreTable, is_share
-from eval.report.scores import metric_name
+from eval.report.scores import metric_name, setting_name
 
 __all__ = ["all_scores", "model_facts", "score_table_html"]
 
@@ -25,8 +27,13 @@ _TOLD_APART = (
     "prompt_count",
     "data_revision",
     "captions",
+    "choices",
     "time",
+    "options",
 )
+_FOR_PROGRAMS = ("model_hash", "inputs", "lines")  # by which a program finds what was scored already
+_OPTION = re.compile(r"(\w+)=(\([^()]*\)|[^\s()]+)(?: |$)")
+_MARKS = re.compile(r"[()']|,(?=\))")
 
 
 def broken(name: str) -> str:
@@ -67,7 +74,7 @@ def _average_row(average: Average) -> str:
     published = "".join(
         f'<td class="pub">{"" if one is None else f"{100 * one:.1f}"}</td>' for one in average.published
     )
-    name = f"mean of {broken(average.suite)} <small>{average.label}</small>"
+    name = f"{broken(average.name)} <small>over {average.label}</small>"
     return f'<tr><th scope="row">{name}</th>{cells}{published}</tr>'
 
 
@@ -161,7 +168,13 @@ def _score_row(what: tuple[str, ...], group: DataGroup, models: int) -> str:
     note = ", ".join(
         filter(
             None,
-            (task, setting, prompts and f"prompts {prompts}", "" if split == "test" else split, group.note),
+            (
+                task,
+                setting_name(task, setting),
+                prompts and f"prompts {prompts}",
+                "" if split == "test" else split,
+                group.note,
+            ),
         )
     )
     cells = []
@@ -180,8 +193,13 @@ def _score_row(what: tuple[str, ...], group: DataGroup, models: int) -> str:
     return f'<tr><th scope="row">{name}</th><td>{size}</td><td>{chance}</td>{"".join(cells)}</tr>'
 
 
-def model_facts(results: ResultSet) -> str:
-    """Where the scores come from: a row a model, and below what all of them share."""
+def model_facts(results: ResultSet, options: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
+    """Where the scores come from: a row a model, and below what all of them share.
+
+    Args:
+        results: of all models.
+        options: by task, then as its lines tell them, the datasets that it was scored on with these.
+    """
     shared, own_keys = _shared_facts(results.models)
     steps = any(model.step is not None for model in results.models)
     names = ["Model", "Weights", "Architecture", *(["Step"] if steps else []), "GFLOPs a picture"]
@@ -201,6 +219,9 @@ def model_facts(results: ResultSet) -> str:
     facts = "".join(
         f"<dt>{escape(_words(key))}</dt><dd>{escape(_told(value))}</dd>" for key, value in shared.items()
     )
+    facts += "".join(
+        f"<dt>{escape(task)}</dt><dd>{escape(_options_told(own))}</dd>" for task, own in options.items()
+    )
     heading = "The same for all" if len(results.models) > 1 else "Settings and versions"
     listed = f'<h3>{heading}</h3><dl class="facts">{facts}</dl>' if facts else ""
     return scrolling("Models", whole, kind="models") + listed + _datasets(results)
@@ -212,7 +233,7 @@ def _shared_facts(models: Sequence[Model]) -> tuple[dict[str, Any], list[str]]:
     own: list[str] = []
     for key in dict.fromkeys(key for model in models for key in model.provenance):
         values = [model.provenance.get(key) for model in models]
-        if key in _TOLD_APART or all(value is None for value in values):
+        if key in (*_TOLD_APART, *_FOR_PROGRAMS) or all(value is None for value in values):
             continue
         if all(value == values[0] for value in values):
             shared[key] = values[0]
@@ -240,6 +261,18 @@ def _datasets(results: ResultSet) -> str:
         if facts
         else ""
     )
+
+
+def _options_told(options: Mapping[str, Sequence[str]]) -> str:
+    """The options of a task, with their datasets where these differ in them."""
+    told = []
+    for text, datasets in options.items():
+        pairs = _OPTION.findall(text)
+        whole = "".join(match[0] for match in _OPTION.finditer(text)) == text
+        words = [f"{_words(name)} {_MARKS.sub('', value)}" for name, value in pairs]
+        shown = "; ".join(words) if whole else text
+        told.append(f"{shown} ({some(list(datasets))})" if len(options) > 1 else shown)
+    return " – ".join(told)
 
 
 def _words(key: str) -> str:

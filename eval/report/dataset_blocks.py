@@ -1,14 +1,17 @@
 """What a model did on one dataset: calibration, confusion, its weakest classes, and example predictions."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import median
 
 from clipkit.errors import DataError
 from eval.details import Details, Packed
-from eval.report.charts import figure, number
+from eval.report.charts import Chart, Line, draw, figure, number
 from eval.report.pictures import PictureBook, example_card
 from eval.report.result_set import Model
+from eval.report.scores import setting_name
 
 __all__ = ["Block", "blocks_html"]
 
@@ -16,6 +19,8 @@ _LABELLED = 20  # classes: of more, the cells of a confusion matrix carry no wor
 _WIDE = 12  # more rows with names need more room
 _SHADES = 6
 _LISTED = 8  # mistakes and classes
+_WAYS = {"image_to_text_mean_rank": "image to text", "text_to_image_mean_rank": "text to image"}
+_FIRST = tuple(factor * 10**power for power in range(8) for factor in (1, 3))  # found among so many
 _PICTURES = 12 << 20  # letters of all pictures of a page
 
 
@@ -35,11 +40,13 @@ def blocks_html(blocks: Sequence[Block], book: PictureBook) -> str:
 
 def _block(block: Block, book: PictureBook) -> str:
     details = block.details
-    facts = "".join(filter(None, (_calibration(details), _confusion(details), _lists(details))))
+    facts = "".join(
+        filter(None, (_found(details), _calibration(details), _confusion(details), _lists(details)))
+    )
     chosen = "" if details.chosen_c is None else f", C = {number(details.chosen_c)}"
     chosen += "" if details.chosen_rate is None else f", learning rate {details.chosen_rate:g}"
     chosen += f" (chosen on {escape(details.tuned_on)})" if details.tuned_on else ""
-    where = ", ".join(filter(None, (details.task, details.setting)))
+    where = ", ".join(filter(None, (details.task, setting_name(details.task, details.setting))))
     head = (
         f"<h4>{escape(block.model.label)} <small>{escape(where)}{chosen} {escape(block.score)}</small></h4>"
     )
@@ -60,6 +67,45 @@ def _examples(details: Details, book: PictureBook) -> str:
         example_card(one, len(details.class_names), details.pictures, book) for one in details.examples
     )
     return f'<div class="examples">{cards}</div>'
+
+
+def _found(details: Details) -> str:
+    """Of retrieval: what share of the queries has a match among the first k, for every k."""
+    ranks = {}
+    for name, told in _WAYS.items():
+        try:
+            if name in details.values:
+                ranks[told] = sorted(details.values[name].tensor().tolist())
+        except DataError:
+            return '<p class="note">The ranks cannot be read.</p>'
+    ranks = {told: own for told, own in ranks.items() if own}
+    if not ranks:
+        return ""
+    last = max(own[-1] for own in ranks.values())
+    first = [k for k in _FIRST if k < last] + [next((k for k in _FIRST if k >= last), _FIRST[-1])]
+    lines = [
+        Line(
+            name=told,
+            points=[(float(i), 100 * bisect_right(own, k) / len(own)) for i, k in enumerate(first)],
+            tone=1 + i,
+            dots=True,
+            summary=f"median rank {number(median(own))}",
+        )
+        for i, (told, own) in enumerate(ranks.items())
+    ]
+    return draw(
+        Chart(
+            title="Found among the first k",
+            note="share of the queries",
+            lines=lines,
+            unit="%",
+            floor=0,
+            ceiling=100,
+            wide=True,
+            x_name="among the first",
+            x_ticks=[(float(i), number(k)) for i, k in enumerate(first)],
+        )
+    )
 
 
 def _calibration(details: Details) -> str:

@@ -2,17 +2,28 @@
 
 A dataset's score is its primary metric, of its main task and the prompt set that most models were scored with. An
 average is taken over the datasets that every model has, so that its columns compare; how many those are is said. A
-suite of which they are less than half has no average. Scores of other data under the same name stand in a line of
-their own, which no average counts.
+suite of which they are less than half has no average. What is trained with several settings has an average of each.
+Scores of other data under the same name stand in a line of their own, which no average counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from eval.report.result_set import Model, ResultSet, Row
+from eval.report.result_set import Model, ResultSet, Row, read_result_set
 from eval.report.same_data import by_data
+from eval.report.scores import setting_name, tells
 
-__all__ = ["AS_TRAINED", "Average", "Line", "ScoreTable", "is_share", "score_table", "task_tables"]
+__all__ = [
+    "AS_TRAINED",
+    "Average",
+    "Line",
+    "ScoreTable",
+    "is_share",
+    "read_scores",
+    "score_table",
+    "task_tables",
+]
 
 AS_TRAINED = (
     "zero-shot",
@@ -21,7 +32,8 @@ AS_TRAINED = (
 )  # nothing is trained on the dataset; the first counts
 _ALL = "all datasets"
 _MOST_PUBLISHED = 4
-_OTHER_HALF = {"image_to_text_R@1": "text_to_image_R@1"}  # retrieval has two directions
+_DIRECTIONS = ("image_to_text_R@1", "text_to_image_R@1")  # of retrieval
+_RETRIEVAL = (*_DIRECTIONS, "mean_R@1")
 _CURVES = ("-shot", "layer ")  # settings that are points of a curve, not rows
 
 Published = Mapping[str, Mapping[str, float]]
@@ -35,6 +47,7 @@ class Line:
     Attributes:
         dataset: its name.
         note: the task, prompt set, split, setting or data, where the dataset has several; or "".
+        setting: that averages tell apart, as in the scores; "" where nothing is trained.
         metric: of all cells.
         cells: a score a model; None where it has none.
         published: a number for each of the table's published columns.
@@ -43,6 +56,7 @@ class Line:
 
     dataset: str
     note: str
+    setting: str
     metric: str
     cells: tuple[Row | None, ...]
     published: tuple[float | None, ...]
@@ -51,17 +65,27 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """The mean over the ``over`` datasets of a suite of ``of`` that every model has (of those that have any)."""
+    """The mean over the ``over`` datasets of a suite of ``of`` that every model has (of those that have any).
+
+    ``task`` is that of the first scores, ``setting`` that of all; "" where nothing is trained.
+    """
 
     suite: str
+    task: str
+    setting: str
     over: int
     of: int
     cells: tuple[float | None, ...]
     published: tuple[float | None, ...]
 
     @property
+    def name(self) -> str:
+        """What it is called."""
+        return f"mean of {', '.join(filter(None, (self.suite, setting_name(self.task, self.setting))))}"
+
+    @property
     def label(self) -> str:
-        """What the mean is of."""
+        """How many datasets the mean is of."""
         return f"{self.over} of {self.of}" if self.over < self.of else f"{self.of}"
 
 
@@ -80,10 +104,24 @@ def is_share(*values: float | None) -> bool:
     return all(0 <= value <= 1 for value in values if value is not None)
 
 
+def read_scores(results: Sequence[Path]) -> ResultSet:
+    """Read results files, without scores that say nothing; raises as ``read_result_set`` does."""
+    found = read_result_set(results)
+    return replace(found, rows=tuple(row for row in found.rows if tells(row.metric, row.n)))
+
+
 def task_tables(
-    results: ResultSet, *, suites: Suites, primary: Mapping[str, str], published: Published
+    results: ResultSet,
+    *,
+    suites: Suites,
+    primary: Mapping[str, str],
+    published: Published,
+    curves: bool = False,
 ) -> dict[str, ScoreTable]:
-    """A table for each kind of task that there are scores of; published numbers stand beside the first alone."""
+    """A table for each kind of task that there are scores of; published numbers stand beside the first alone.
+
+    With ``curves`` the points of curves, by pictures a class and by layer, have lines too: where no chart has them.
+    """
     others = dict.fromkeys(row.task for row in results.rows if row.task not in AS_TRAINED)
     kinds: dict[str, tuple[str, ...]] = {"zero-shot": AS_TRAINED, **{task: (task,) for task in others}}
     tables = {
@@ -93,6 +131,7 @@ def task_tables(
             suites=suites,
             primary=primary,
             published=published if tasks == AS_TRAINED else {},
+            curves=curves,
         )
         for name, tasks in kinds.items()
     }
@@ -106,6 +145,7 @@ def score_table(
     suites: Suites | None = None,
     primary: Mapping[str, str] | None = None,
     published: Published | None = None,
+    curves: bool = False,
 ) -> ScoreTable:
     """The table of some tasks.
 
@@ -115,9 +155,12 @@ def score_table(
         suites: by name, their datasets.
         primary: by dataset, its primary metric; by default the first that was recorded.
         published: by dataset, then model or architecture, what others measured, in 0 … 1.
+        curves: whether points of curves have lines.
     """
     suites, primary, published = suites or {}, primary or {}, published or {}
-    rows = [row for row in results.having(*tasks) if not any(mark in row.setting for mark in _CURVES)]
+    rows = [
+        row for row in results.having(*tasks) if curves or not any(mark in row.setting for mark in _CURVES)
+    ]
     order = {
         name: i for i, name in enumerate(dict.fromkeys(name for suite in suites.values() for name in suite))
     }
@@ -134,7 +177,7 @@ def score_table(
             primary.get(dataset),
             [published.get(dataset, {}).get(name) for name in columns],
         )
-    averages = _averages(lines, suites)
+    averages = _averages(lines, tasks[0], suites)
     return ScoreTable(models=results.models, published=columns, lines=tuple(lines), averages=averages)
 
 
@@ -149,16 +192,20 @@ def _dataset_lines(
     kinds: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row.task, row.split, row.prompt_set, row.setting), []).append(row)
-    # the first task; of that the split, prompts and setting that most models have
-    chief = min(kinds, key=lambda kind: (tasks.index(kind[0]), -len({row.model for row in kinds[kind]})))
+    # the first task; of that the split and prompts that most models have
+    chiefs: dict[str, tuple[str, str, str, str]] = {}
+    for kind in sorted(
+        kinds, key=lambda kind: (tasks.index(kind[0]), -len({row.model for row in kinds[kind]}))
+    ):
+        chiefs.setdefault(_setting(kind), kind)
     lines = []
     for kind, own in kinds.items():
         metrics = list(dict.fromkeys(row.metric for row in own))
         metric = primary if primary in metrics else metrics[0]
-        shown = [metric] + [one for one in (_OTHER_HALF.get(metric),) if one in metrics]
-        for one in shown:
+        for one in _shown(metric, metrics):
             for i, group in enumerate(by_data(row for row in own if row.metric == one)):
-                first = kind == chief and i == 0
+                first = kind == chiefs[_setting(kind)] and i == 0
+                in_mean = one == metric or {one, metric} <= set(_DIRECTIONS)
                 cells: list[Row | None] = [None] * models
                 for row in group.rows:
                     cells[row.model] = row
@@ -171,13 +218,25 @@ def _dataset_lines(
                     Line(
                         dataset=rows[0].dataset,
                         note=", ".join(filter(None, (_note(kind, list(kinds)), group.note))),
+                        setting=_setting(kind),
                         metric=one,
                         cells=tuple(cells),
                         published=tuple(known),
-                        counted=first and is_share(*(row.value for row in group.rows)),
+                        counted=first and in_mean and is_share(*(row.value for row in group.rows)),
                     )
                 )
     return lines
+
+
+def _setting(kind: tuple[str, str, str, str]) -> str:
+    """What averages are taken apart by."""
+    return "" if kind[0] in AS_TRAINED else kind[3]
+
+
+def _shown(metric: str, metrics: Sequence[str]) -> list[str]:
+    """The metric that counts, and those that stand with it: retrieval has two directions and their mean."""
+    others = _RETRIEVAL if metric in _RETRIEVAL else ()
+    return [metric, *(one for one in others if one != metric and one in metrics)]
 
 
 def _note(kind: tuple[str, str, str, str], kinds: Sequence[tuple[str, str, str, str]]) -> str:
@@ -189,7 +248,7 @@ def _note(kind: tuple[str, str, str, str], kinds: Sequence[tuple[str, str, str, 
         task,
         split or (kind[1] if kind[1] != "test" else ""),
         prompts and f"prompts {prompts}",
-        setting or kind[3],
+        setting_name(kind[0], setting or kind[3]),
     ]
     return ", ".join(part for part in parts if part)
 
@@ -208,21 +267,34 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum()).removesuffix("quickgelu")
 
 
-def _averages(lines: Sequence[Line], suites: Suites) -> tuple[Average, ...]:
-    counted: dict[str, list[Line]] = {}
+def _averages(lines: Sequence[Line], task: str, suites: Suites) -> tuple[Average, ...]:
+    """Suite by suite, in each by setting."""
+    by_setting: dict[str, dict[str, list[Line]]] = {}
     for line in lines:
         if line.counted:
-            counted.setdefault(line.dataset, []).append(line)
-    found = (_average(name, list(dict.fromkeys(own)), counted) for name, own in suites.items())
+            by_setting.setdefault(line.setting, {}).setdefault(line.dataset, []).append(line)
+    found = [
+        one
+        for setting, counted in by_setting.items()
+        for one in _of_setting((task, setting), counted, suites)
+    ]
+    order = [*suites, _ALL]
+    return tuple(sorted(found, key=lambda one: order.index(one.suite)))
+
+
+def _of_setting(kind: tuple[str, str], counted: Mapping[str, list[Line]], suites: Suites) -> list[Average]:
+    found = (_average(name, kind, list(dict.fromkeys(own)), counted) for name, own in suites.items())
     # of a suite that is mostly missing, a mean says nothing
     averages = [one for one in found if one is not None and one.over > 1 and 2 * one.over >= one.of]
     if not any(set(counted) <= set(suites[one.suite]) for one in averages):
-        every = _average(_ALL, list(counted), counted)
+        every = _average(_ALL, kind, list(counted), counted)
         averages += [every] if every is not None and every.over > 1 else []
-    return tuple(averages)
+    return averages
 
 
-def _average(suite: str, datasets: Sequence[str], counted: Mapping[str, list[Line]]) -> Average | None:
+def _average(
+    suite: str, kind: tuple[str, str], datasets: Sequence[str], counted: Mapping[str, list[Line]]
+) -> Average | None:
     own = [counted[name] for name in datasets if name in counted]
     if not own:
         return None
@@ -236,7 +308,15 @@ def _average(suite: str, datasets: Sequence[str], counted: Mapping[str, list[Lin
         _mean([[value for line in lines if (value := line.published[i]) is not None] for lines in common])
         for i in range(len(own[0][0].published))
     )
-    return Average(suite=suite, over=len(common), of=len(datasets), cells=tuple(cells), published=published)
+    return Average(
+        suite=suite,
+        task=kind[0],
+        setting=kind[1],
+        over=len(common),
+        of=len(datasets),
+        cells=tuple(cells),
+        published=published,
+    )
 
 
 def _mean(values: Sequence[Sequence[float]]) -> float | None:

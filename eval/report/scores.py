@@ -1,12 +1,24 @@
-"""The scores of the report: the big figures at its head, and the table of them all."""
+"""The scores of the report: the big figures at its head, the table of them all, and what each is called."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 
 from eval.report.charts import figure, number
 from eval.report.run_folder import Result
 
-__all__ = ["headline_scores", "is_share", "metric_name", "newest", "results_table"]
+__all__ = [
+    "PLAIN",
+    "headline_scores",
+    "is_share",
+    "metric_name",
+    "newest",
+    "results_table",
+    "setting_name",
+    "tells",
+]
+
+PLAIN = "ridge"  # the estimator of few-shot whose setting names none
 
 _HEADLINES = 4
 _WORDS = {
@@ -17,11 +29,25 @@ _WORDS = {
 }
 _COLUMNS = ("Dataset", "Task", "Metric", "Value", "95% interval", "Chance", "Samples", "Step")
 _TEXT_COLUMNS = 3
+_STD = "_std"  # behind the name of a metric, its deviation over seeds
+_SHOTS = re.compile(r"\d+-shot")
 
 
 def metric_name(metric: str) -> str:
-    """A metric as a person says it."""
+    """A metric as a person says it; a deviation goes by the name of what it is of."""
+    if metric.endswith(_STD):
+        return f"{metric_name(metric.removesuffix(_STD))} std"
     return _WORDS.get(metric, metric.replace("_", " "))
+
+
+def setting_name(task: str, setting: str) -> str:
+    """A setting as a person says it: with the estimator, which few-shot's does not say where it is ridge."""
+    return f"{setting} {PLAIN}" if task == "few-shot" and _SHOTS.fullmatch(setting) else setting
+
+
+def tells(metric: str, n: int | None) -> bool:
+    """Whether a score says anything: the deviation over a single seed does not."""
+    return not metric.endswith(_STD) or n is None or n > 1
 
 
 def is_share(result: Result) -> bool:

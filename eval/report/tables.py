@@ -1,20 +1,21 @@
-"""The table of models × datasets as text: CSV, LaTeX and Markdown. The same results give the same bytes.
+"""Scores as text for other programs: CSV, LaTeX and Markdown. The same results give the same bytes.
 
-Columns are the models in the order of the results, then published numbers; rows are averages, then datasets. CSV
-holds the numbers as they are, the others percentages with one decimal. A name that a program for tables would take
-for a formula begins with an apostrophe in CSV.
+LaTeX and Markdown are the table of models × datasets, task by task: columns are the models in the order of the
+results, then published numbers; rows are averages, then the primary metric of each dataset and setting, in percent.
+CSV is for programs that compute: a row a score, every metric with its interval and chance, numbers as
+they are. A name that a program for tables would take for a formula begins with an apostrophe there.
 """
 
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.report.charts import number
-from eval.report.result_set import read_result_set
-from eval.report.score_table import Published, ScoreTable, Suites, is_share, task_tables
+from eval.report.result_set import ResultSet
+from eval.report.score_table import Published, ScoreTable, Suites, is_share, read_scores, task_tables
 from eval.report.scores import metric_name
 
 __all__ = ["as_csv", "as_latex", "as_markdown"]
@@ -27,7 +28,11 @@ _LATEX = {
 _MARKDOWN = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#"})
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may obey them
 _FORMULA = ("=", "+", "-", "@")
-_NAMES = ("dataset", "task", "metric")
+_NAMES = ("Dataset", "Task", "Metric")
+_COLUMNS = (
+    "kind", "model", "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high",
+    "chance",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +60,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """What all formats write."""
+    """What LaTeX and Markdown write."""
 
     columns: tuple[str, ...]
     rows: tuple[_Row, ...]
@@ -68,7 +73,11 @@ def as_csv(
     published: Published | None = None,
     primary: Mapping[str, str] | None = None,
 ) -> str:
-    """Comma-separated values below a line of column names.
+    """Comma-separated values below a line of column names: kind, model, dataset, split, task, prompt_set, setting,
+    metric, value, n, low, high, chance.
+
+    ``kind`` is "score" for what was measured, in the names and numbers of results.jsonl; "mean" for an average over
+    a suite, which ``dataset`` names and whose ``n`` are datasets; and "published" for what others measured.
 
     Args:
         results: ``results.jsonl`` files.
@@ -79,14 +88,41 @@ def as_csv(
     Raises:
         DataError: a file cannot be read, or there are no scores.
     """
-    table = _table(results, suites, published, primary)
+    found, tables = _tables(results, suites, published, primary)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(map(_cell, [*_NAMES, *table.columns]))
-    for row in table.rows:
-        values = ["" if value is None else f"{value:.6g}" for value in (*row.values, *row.published)]
-        writer.writerow([*map(_cell, row.names), *values])
+    writer.writerow(_COLUMNS)
+    for row in found.rows:
+        numbers = (row.value, row.n, row.low, row.high, row.chance)
+        own = ("score", found.models[row.model].label, *row.what)
+        writer.writerow([*map(_cell, own), *map(_exact, numbers)])
+    for task, table in tables.items():
+        for names, value, over in _means(task, table):
+            writer.writerow([*map(_cell, ("mean", *names)), _exact(value), _exact(over), "", "", ""])
+    for task, table in tables.items():
+        for names, value in _others(task, table):
+            writer.writerow([*map(_cell, ("published", *names)), _exact(value), "", "", "", ""])
     return file.getvalue()
+
+
+def _means(task: str, table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float, int]]:
+    for average in table.averages:
+        for model, value in zip(table.models, average.cells, strict=True):
+            if value is not None:
+                names = (model.label, average.suite, "", task, "", average.setting, "")
+                yield names, value, average.over
+
+
+def _others(task: str, table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float]]:
+    for line in table.lines:
+        for model, value in zip(table.published, line.published, strict=True):
+            cell = next((cell for cell in line.cells if cell), None)
+            if value is not None and cell is not None:
+                yield (model, line.dataset, cell.split, cell.task, "", "", line.metric), value
+
+
+def _exact(value: float | None) -> str:
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def as_latex(
@@ -102,7 +138,7 @@ def as_latex(
         "% needs \\usepackage{booktabs}; numbers are percentages",
         f"\\begin{{tabular}}{{lll{'r' * len(table.columns)}}}",
         "\\toprule",
-        " & ".join(map(_latex, ["Dataset", "Task", "Metric", *table.columns])) + r" \\",
+        " & ".join(map(_latex, [*_NAMES, *table.columns])) + r" \\",
         "\\midrule",
     ]
     for i, row in enumerate(table.rows):
@@ -124,7 +160,7 @@ def as_markdown(
     """A table as GitHub reads it, the best model of each row in bold; see ``as_csv``."""
     table = _table(results, suites, published, primary)
     lines = [
-        _piped(map(_markdown, ["Dataset", "Task", "Metric", *table.columns])),
+        _piped(map(_markdown, [*_NAMES, *table.columns])),
         _piped(["---"] * len(_NAMES) + ["---:"] * len(table.columns)),
     ]
     for row in table.rows:
@@ -141,8 +177,7 @@ def _table(
     primary: Mapping[str, str] | None,
 ) -> _Table:
     """All tasks' tables, one below the other; published numbers stand in the first alone."""
-    found = read_result_set(results)
-    tables = task_tables(found, suites=suites or {}, primary=primary or {}, published=published or {})
+    found, tables = _tables(results, suites, published, primary)
     columns = [model.label for model in found.models]
     columns += [f"{name} (published)" for table in tables.values() for name in table.published]
     most = max((len(table.published) for table in tables.values()), default=0)
@@ -150,11 +185,24 @@ def _table(
     return _Table(columns=tuple(columns), rows=tuple(rows))
 
 
+def _tables(
+    results: Sequence[Path],
+    suites: Suites | None,
+    published: Published | None,
+    primary: Mapping[str, str] | None,
+) -> tuple[ResultSet, dict[str, ScoreTable]]:
+    found = read_scores(results)
+    tables = task_tables(
+        found, suites=suites or {}, primary=primary or {}, published=published or {}, curves=True
+    )
+    return found, tables
+
+
 def _rows(task: str, table: ScoreTable, published: int) -> list[_Row]:
     more = (None,) * (published - len(table.published))
     rows = [
         _Row(
-            names=(f"mean of {average.suite}", task, f"over {average.label}"),
+            names=(average.name, task, f"over {average.label}"),
             values=average.cells,
             published=(*average.published, *more),
             average=True,

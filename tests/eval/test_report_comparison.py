@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
+from eval.__main__ import main
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
 from eval.report.result_set import read_result_set
 from eval.report.score_table import score_table
@@ -195,6 +196,58 @@ def test_one_model_alone_and_weights_of_one_name(tmp_path: Path) -> None:
     assert [model.label for model in read_result_set([path]).models] == ["quickstart", "glyphs"]
 
 
+def test_a_model_is_what_its_weights_are(tmp_path: Path) -> None:
+    """However its path is written; a training's own scores are of it, be its lines old or new."""
+    run = tmp_path / "runs" / "X"
+    run.mkdir(parents=True)
+
+    def told(model: str, value: float, *, at: int = 20, dataset: str = "digits", **more: Any) -> dict[str, Any]:
+        own = {"model": model, "weights": f"sha256:{at:016x}", "model_hash": f"{at:032x}"} if model else {}
+        old = {"weights": f"X at step {at}", "model": None}
+        return line(10, dataset, "acc1", value, step=at, **(own or old), **more)
+
+    ways = ["runs/X", "./runs/X", "runs/X/", str(run), "runs/X/checkpoints", "runs/X/checkpoints/step_00000020"]
+    lines = [told("", 0.1, at=10), told("", 0.2)]
+    lines += [told(way, 0.3, dataset=f"d{i}") for i, way in enumerate(ways)]
+    new = told("runs/X", 0.25, dataset="glyphs", model_hash=None)  # by its file alone
+    found = read_result_set([write(run / "results.jsonl", [*lines, new, told("runs/X", 0.4)])])
+    (model,) = found.models
+    assert (model.label, model.name, model.step, model.earlier_steps) == ("X", "runs/X", 20, (10,))
+    assert model.weights == f"sha256:{20:016x}" and {*ways} <= {*model.names}
+    scores = {row.dataset: row.value for row in found.rows}
+    assert (scores["digits"], scores["glyphs"], scores["d0"]) == (0.4, 0.25, 0.3)  # the later line counts
+    # a checkpoint that somebody asks for is a model of its own; so are other weights of the same step
+    asked = [*lines, told("runs/X/checkpoints/step_00000010", 0.1, at=10, dataset="glyphs")]
+    found = read_result_set([write(run / "results.jsonl", asked)])
+    assert [one.label for one in found.models] == ["X at step 10", "X at step 20"]
+    assert sum(row.dataset == "digits" for row in found.rows) == 2
+    again = {**told("runs/X", 0.5), "weights": "sha256:ff", "model_hash": "ff"}
+    found = read_result_set([write(run / "results.jsonl", [*lines[2:], again])])
+    assert [one.label for one in found.models] == ["X (000000000000)", "X (ff)"]
+    # two runs of one name, each with its own steps
+    other = tmp_path / "others" / "X"
+    other.mkdir(parents=True)
+    both = [write(run / "results.jsonl", lines[:2]), write(other / "results.jsonl", [told("", 0.9, at=5)])]
+    assert [one.step for one in read_result_set(both).models] == [20, 5]
+
+
+def test_what_the_report_command_writes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "results.jsonl", [line(0, "digits", "acc1", 0.5), line(1, "digits", "acc1", 0.6)])
+    path.write_text(path.read_text().replace("\n", "\n{damaged\n", 1))
+    (tmp_path / "report.html").write_text("the page of a run")
+    assert main(["report", str(path)]) == 0
+    said = capsys.readouterr()
+    assert (tmp_path / "report.html").read_text() == "the page of a run"
+    assert said.out == f"wrote {tmp_path / 'scores.html'}\n"
+    assert said.err == "note: results.jsonl: one line cut short or broken, and left out.\n"
+    assert main(["report", str(path), "--csv", "-", "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr()
+    assert said.out == as_csv([path])
+    assert said.err.startswith(f"wrote {tmp_path / 'page.html'}\nnote: results.jsonl: one line")
+    with pytest.raises(ConfigError, match="--csv - and --latex - would mix"):
+        main(["report", str(path), "--csv", "-", "--latex", "-"])
+
+
 def test_few_shot_curves_take_what_all_have(tmp_path: Path) -> None:
     lines = []
     for model in (0, 1):
@@ -244,14 +297,18 @@ def test_tables_as_text(tmp_path: Path) -> None:
     path = write(tmp_path / "results.jsonl", lines)
     more: dict[str, Any] = {"suites": SUITES, "published": PUBLISHED, "primary": {"cifar10": "acc5"}}
     text = as_csv([path], **more)
-    rows = list(csv.reader(io.StringIO(text)))
-    assert rows[0] == ["dataset", "task", "metric", *LABELS, "ViT-B-32 (published)"]
-    assert {len(row) for row in rows} == {6}
-    assert rows[1][:3] == ["mean of paper", "zero-shot", "over 3"]
-    assert rows[1][5] == "0.5"
-    byname = {(row[0], row[1]): row for row in rows}
-    assert float(byname["imagenet1k", "linear-probe"][3]) == pytest.approx(lines[3]["value"], rel=1e-5)
-    assert byname["[odd] | 50%_\\~ & ?", "retrieval"][3:] == ["", "12.5", ""]
+    rows = list(csv.DictReader(io.StringIO(text)))
+    scores = [row for row in rows if row["kind"] == "score"]
+    assert len(scores) == len(lines)
+    for row, one in zip(scores[:-1], lines, strict=False):
+        assert row["model"] in LABELS and (row["metric"], row["n"]) == (one["metric"], "5000")
+        for name in ("value", "low", "high", "chance"):
+            assert float(row[name]) == pytest.approx(one[name], rel=1e-5)
+    assert [scores[-1][name] for name in ("dataset", "value", "low")] == ["[odd] | 50%_\\~ & ?", "12.5", ""]
+    means = [row for row in rows if row["kind"] == "mean"]
+    assert [means[0][name] for name in ("dataset", "task", "n")] == ["paper", "zero-shot", "3"]
+    others = [row for row in rows if row["kind"] == "published"]
+    assert {(row["model"], row["value"]) for row in others} == {("ViT-B-32", "0.5")} and len(others) == 3
     assert as_csv([path], **more) == text
     latex = as_latex([path], **more)
     assert "\\begin{tabular}{lllrrr}" in latex
@@ -260,10 +317,11 @@ def test_tables_as_text(tmp_path: Path) -> None:
         "\n{[}odd] | 50\\%\\_\\textbackslash{}\\textasciitilde{} \\& ? & retrieval & mean rank & -- & 12.5"
         in latex
     )
-    assert latex.count("\\textbf{") == len(rows) - 2  # every row but the header and the one of one model
+    assert latex.count("\\textbf{") == latex.count(r" \\") - 2  # all but the header and the one of one model
     markdown = as_markdown([path], **more)
     assert "| \\[odd\\] \\| 50%\\_\\\\~ & ? | retrieval | mean rank |  | 12.5 |  |" in markdown
-    assert markdown.count("\n") == len(rows) + 1
+    assert markdown.splitlines()[2].startswith("| mean of paper | zero-shot | over 3 |")
+    assert markdown.splitlines()[2].endswith("| 50.0 |")
 
 
 @pytest.mark.parametrize(
@@ -318,10 +376,10 @@ def test_a_model_scored_again_on_other_data_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\r=1"])
 def test_names_are_no_formulas_in_csv(tmp_path: Path, name: str) -> None:
     lines = [line(0, name, "mean_rank", -2.5), {**line(1, "safe-=", "acc1", 0.5), "model": name}]
-    first, *rows = csv.reader(io.StringIO(as_csv([write(tmp_path / "r.jsonl", lines)])))
-    assert first[4] == f"'{name.strip()}"
-    assert rows[0][0] == f"'{name.strip()}" and rows[1][0] == "safe-="
-    assert rows[0][3] == "-2.5"  # a number stays one
+    rows = list(csv.DictReader(io.StringIO(as_csv([write(tmp_path / "r.jsonl", lines)]))))
+    assert rows[1]["model"] == f"'{name.strip()}"
+    assert rows[0]["dataset"] == f"'{name.strip()}" and rows[1]["dataset"] == "safe-="
+    assert rows[0]["value"] == "-2.5"  # a number stays one
 
 
 def test_tables_as_text_hold_no_control_characters(tmp_path: Path) -> None:
@@ -379,3 +437,48 @@ def test_any_lines_make_a_page_or_one_line(
     assert "nan%" not in page.words
     for table in (as_csv, as_latex, as_markdown):
         table([path], **more)
+
+
+def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
+    lines = []
+    for name, most in (("a", 16), ("b", 4)):
+        for k in (k for k in (1, 4, 16) if k <= most):
+            for estimator, value in (("", 0.2), (" logistic", 0.3)):
+                more = {"task": "few-shot", "setting": f"{k}-shot{estimator}", "prompt_set": ""}
+                more["options"] = "shots=(1, 4) seeds=(0,)" if most == 4 else "shots=(1, 4, 16) seeds=(0,)"
+                lines.append(line(0, name, "acc1", value + k / 40, **more))
+                lines.append(line(0, name, "acc1_std", 0.0, **more, **{"n": 1, "low": None, "high": None}))
+        for k in (10, 20):
+            more = {"task": "knn", "setting": f"k={k}", "model_hash": "ffff", "inputs": "eeee", "lines": 8}
+            lines.append(line(0, name, "acc1", k / 100, **more))
+        lines.append(line(0, name, "acc1", 0.7, task="fine-tune", setting="10 epochs"))
+    few = [one for one in lines if one["task"] == "few-shot"]
+    path = write(tmp_path / "r.jsonl", few)
+    rows = as_markdown([path]).splitlines()
+    assert "| mean of all datasets, 4-shot ridge | few-shot | over 2 | 30.0 |" in rows
+    assert "| a (16-shot logistic) | few-shot | top-1 | 70.0 |" in rows
+    assert not any(" std " in row for row in rows)  # of a single seed
+    text = as_csv([path])
+    assert text.count("\nscore,") == len(few) / 2 and "_std" not in text
+    assert r"b (4-shot ridge) & few-shot" in as_latex([path])
+    ways = ("image_to_text", "text_to_image", "mean")
+    lines += [line(0, "c", f"{one}_R@1", 0.5, task="retrieval") for one in ways]
+    path = write(path, lines)
+    rows = as_markdown([path]).splitlines()
+    assert "| mean of all datasets, k=20 | knn | over 2 | 20.0 |" in rows
+    assert "| mean of all datasets, 10 epochs | fine-tune | over 2 | 70.0 |" in rows
+    assert "| c | retrieval | mean R@1 | 50.0 |" in rows
+    page = built(path)
+    for said in (
+        "mean of all datasets, k=20 over 2", "mean of all datasets, 10 epochs over 2", "Fine-tuned",
+        "top-1 few-shot, 16-shot ridge", "mean of the datasets that all have: 2 at 1, 4; 1 at 16",
+        "shots 1, 4, 16; seeds 0 (a) – shots 1, 4; seeds 0 (b)",
+    ):  # fmt: skip
+        assert said in page.words
+    for unsaid in ("acc1", "ffff", "eeee", "lines", "std", "rings"):
+        assert unsaid not in page.words
+    (chart,) = (json.loads(str(a["data-chart"])) for _, a in page.tags if "data-chart" in a)
+    assert [one["y"] for one in chart["lines"]] == [
+        pytest.approx([x + 2.5, x + 10, x + 40]) for x in (20, 30)
+    ]
+    assert "took 10.5 seconds" in page.words  # seven tasks, whatever their settings
