@@ -171,10 +171,11 @@ def test_fits_80_gb(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def dry_runs(forked: Forked) -> dict[Path, Ended]:
-    """Of all configurations, two at a time."""
+    """Of all configurations, two at a time; on the GPUs that they are for, whose rate is known."""
 
     def dry_run(path: Path) -> Ended:
-        return forked.run("train.py", [str(path), "--dry-run"], {})
+        gpus = ["--gpu", "H100", "--gpus", str(gpus_of(path))] if path in DESCRIBED else []
+        return forked.run("train.py", [str(path), "--dry-run", *gpus], {})
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(CONFIGS, pool.map(dry_run, CONFIGS), strict=True))
@@ -188,7 +189,7 @@ def test_dry_run_tells_what_it_costs(path: Path, dry_runs: dict[Path, Ended]) ->
     assert tomllib.loads(settings)["steps"] == load_config(path).steps
     whole = sum(cost(load_config(path), 1).parameters.values())
     assert f"{whole / 1e6:,.1f} M in all" in costs
-    assert re.search(r"\nmemory +[\d.]+ GiB weights", costs)
+    assert re.search(r"\nmemory( per GPU)? +[\d.]+ GiB weights", costs)
 
 
 def rows() -> Iterator[list[str]]:

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
 import simplejpeg
 
 from data.writer import DatasetWriter, Record
+from tests.forked import Forked
 
 ROOT = Path(__file__).parent.parent
 STEPS = 24
@@ -36,22 +38,33 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def _command(pairs: Path, out: Path, *more: str, world: int = 1) -> list[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+def _settings(pairs: Path, out: Path, *more: str) -> list[str]:
     settings = [
         f"data.train={pairs}", f"out={out}", f"steps={STEPS}", "batch_size=8", "model.name=ViT-Ti-4-16",
         "data.workers=1", "optim.warmup=4", "eval.data=[]", "log.tensorboard=false", "log.every_steps=1",
         "checkpoint.every_steps=5", "checkpoint.keep=2",
     ]  # fmt: skip
     given = {one.partition("=")[0]: one for one in (*settings, *more)}
-    return [*(launch if world > 1 else [sys.executable]), str(ROOT / "train.py"), *given.values()]
+    return [*given.values()]
 
 
-def _train(pairs: Path, out: Path, *more: str, world: int = 1) -> str:
-    command = _command(pairs, out, *more, world=world)
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
+def _command(pairs: Path, out: Path, *more: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *_settings(pairs, out, *more)]
+
+
+class Train(Protocol):
+    def __call__(self, out: Path, *more: str) -> str:
+        """Train to the end on ``pairs``; what is said on stderr."""
+
+
+@pytest.fixture(scope="module")
+def train(pairs: Path, forked: Forked) -> Train:
+    def run(out: Path, *more: str) -> str:
+        done = forked.run("train.py", _settings(pairs, out, *more), {}, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stderr
+
+    return run
 
 
 def _environment() -> dict[str, str]:
@@ -88,21 +101,21 @@ def _losses(out: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
-    _train(pairs, out)
+    train(out)
     return out
 
 
 @pytest.mark.slow
 def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
-    pairs: Path, uninterrupted: Path, tmp_path: Path
+    pairs: Path, train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "killed"
     # the second checkpoint has waited until the first was whole
     at = random.SystemRandom().randint(11, STEPS - 2)
     assert _stop(pairs, out, at=at, how=signal.SIGKILL) == -signal.SIGKILL
-    said = _train(pairs, out, "data.workers=0")  # the number of workers may change
+    said = train(out, "data.workers=0")  # the number of workers may change
     assert "resuming" in said
     assert _weights(out) == _weights(uninterrupted), f"killed at step {at}"
     assert _losses(out) == _losses(uninterrupted)
@@ -110,22 +123,25 @@ def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
 
 @pytest.mark.slow
 def test_sigterm_saves_leaves_with_status_0_and_resumes(
-    pairs: Path, uninterrupted: Path, tmp_path: Path
+    pairs: Path, train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "terminated"
     assert _stop(pairs, out, at=7, how=signal.SIGTERM) == 0
     saved = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
     assert 7 <= saved < STEPS
-    _train(pairs, out)
+    train(out)
     assert _weights(out) == _weights(uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_see_the_same_batches_and_losses(
     pairs: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "two"
-    _train(pairs, out, world=2)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, *_command(pairs, out)[1:]]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert _losses(out) == pytest.approx(_losses(uninterrupted), rel=2e-3)
     assert _losses(out)[0] == pytest.approx(_losses(uninterrupted)[0], rel=1e-6)
     assert len(list((out / "checkpoints").glob("step_*"))) == 2  # checkpoint.keep
@@ -172,14 +188,14 @@ def test_a_run_outlives_the_end_of_its_log_and_does_not_forget_what_it_was(
 
 @pytest.mark.slow
 def test_where_the_newest_checkpoint_is_damaged_an_older_one_is_taken_and_named(
-    pairs: Path, uninterrupted: Path, tmp_path: Path
+    train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "damaged"
     shutil.copytree(uninterrupted, out)
     with (out / "checkpoints" / f"step_{STEPS:08d}" / "model.safetensors").open("r+b") as file:
         file.seek(100_000)
         file.write(b"??")
-    said = _train(pairs, out)
+    said = train(out)
     assert f"resuming {out} at step 20" in said
     assert f"note: step_{STEPS:08d} is damaged or missing; step_00000020 was taken instead" in said
     assert _weights(out) == _weights(uninterrupted)

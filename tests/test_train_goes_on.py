@@ -160,7 +160,12 @@ def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(
     ("data", "setting", "error"),
     [
         ("/nothing", "steps=2", "error: no data at '/nothing'"),  # the chief alone meets this
-        ("glyphs", "accumulate=4", "error: batch_size = 4 cannot be split over 2 processes"),  # and all this
+        pytest.param(  # and all this
+            "glyphs",
+            "accumulate=4",
+            "error: batch_size = 4 cannot be split over 2 processes",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_mistake_is_one_line_of_two_ranks(data: str, setting: str, error: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from clipkit.model import CLIP
 from clipkit.optim import adamw
 from clipkit.pictures import Item, Stream
 from clipkit.training_state import LoopState
+from tests.forked import Forked
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -262,7 +263,9 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_kill_9_and_the_same_command_again(photos: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_kill_9_and_the_same_command_again(
+    photos: Path, checkpoint: Path, tmp_path: Path, forked: Forked
+) -> None:
     sources = [photos] * 8
     settings = ["--model", str(checkpoint), "--rows-per-file", "4", "--batch-size", "2", "--quiet"]
     files = -(-len(sources) * COUNT // 4)
@@ -281,13 +284,8 @@ def test_kill_9_and_the_same_command_again(photos: Path, checkpoint: Path, tmp_p
     assert process.returncode == -signal.SIGKILL
     assert not (killed / "failures.jsonl").exists()
     for out in (killed, straight):
-        done = subprocess.run(
-            command(*sources, *settings, "--out", out),
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        given = ["encode", *map(str, sources), *settings, "--out", str(out)]
+        done = forked.run("clipkit/__main__.py", given, {})
         assert (done.returncode, done.stderr) == (0, "")
         assert f"{4 * 8} failed, listed in {out / 'failures.jsonl'}" in done.stdout
     assert tree(killed) == tree(straight), f"killed at file {at}"

@@ -90,6 +90,7 @@ def glyph(file: str, character: str) -> Glyph:
     return next(g for g in glyphs_of(face) if g.character == character and g.styles == face.styles)
 
 
+@pytest.mark.long
 def test_the_same_bytes_from_any_number_of_processes(corpus: Path, tmp_path: Path) -> None:
     glyphs.make(tmp_path / "again", samples=SAMPLES, processes=2, progress=False)
     files = [path.relative_to(corpus) for path in corpus.rglob("*") if path.is_file()]
