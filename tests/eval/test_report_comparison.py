@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clipkit.errors import ConfigError, DataError
-from eval.__main__ import main
+from clipkit.errors import DataError
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
 from eval.report.result_set import read_result_set
 from eval.report.score_table import score_table
@@ -194,58 +193,6 @@ def test_one_model_alone_and_weights_of_one_name(tmp_path: Path) -> None:
     assert labels == ["ViT-B-32/openai (000000000000)", "ViT-B-32/openai (ffff)"]
     write(path, [line(i, "digits", "acc1", 0.5) for i in (10, 11)])
     assert [model.label for model in read_result_set([path]).models] == ["quickstart", "glyphs"]
-
-
-def test_a_model_is_what_its_weights_are(tmp_path: Path) -> None:
-    """However its path is written; a training's own scores are of it, be its lines old or new."""
-    run = tmp_path / "runs" / "X"
-    run.mkdir(parents=True)
-
-    def told(model: str, value: float, *, at: int = 20, dataset: str = "digits", **more: Any) -> dict[str, Any]:
-        own = {"model": model, "weights": f"sha256:{at:016x}", "model_hash": f"{at:032x}"} if model else {}
-        old = {"weights": f"X at step {at}", "model": None}
-        return line(10, dataset, "acc1", value, step=at, **(own or old), **more)
-
-    ways = ["runs/X", "./runs/X", "runs/X/", str(run), "runs/X/checkpoints", "runs/X/checkpoints/step_00000020"]
-    lines = [told("", 0.1, at=10), told("", 0.2)]
-    lines += [told(way, 0.3, dataset=f"d{i}") for i, way in enumerate(ways)]
-    new = told("runs/X", 0.25, dataset="glyphs", model_hash=None)  # by its file alone
-    found = read_result_set([write(run / "results.jsonl", [*lines, new, told("runs/X", 0.4)])])
-    (model,) = found.models
-    assert (model.label, model.name, model.step, model.earlier_steps) == ("X", "runs/X", 20, (10,))
-    assert model.weights == f"sha256:{20:016x}" and {*ways} <= {*model.names}
-    scores = {row.dataset: row.value for row in found.rows}
-    assert (scores["digits"], scores["glyphs"], scores["d0"]) == (0.4, 0.25, 0.3)  # the later line counts
-    # a checkpoint that somebody asks for is a model of its own; so are other weights of the same step
-    asked = [*lines, told("runs/X/checkpoints/step_00000010", 0.1, at=10, dataset="glyphs")]
-    found = read_result_set([write(run / "results.jsonl", asked)])
-    assert [one.label for one in found.models] == ["X at step 10", "X at step 20"]
-    assert sum(row.dataset == "digits" for row in found.rows) == 2
-    again = {**told("runs/X", 0.5), "weights": "sha256:ff", "model_hash": "ff"}
-    found = read_result_set([write(run / "results.jsonl", [*lines[2:], again])])
-    assert [one.label for one in found.models] == ["X (000000000000)", "X (ff)"]
-    # two runs of one name, each with its own steps
-    other = tmp_path / "others" / "X"
-    other.mkdir(parents=True)
-    both = [write(run / "results.jsonl", lines[:2]), write(other / "results.jsonl", [told("", 0.9, at=5)])]
-    assert [one.step for one in read_result_set(both).models] == [20, 5]
-
-
-def test_what_the_report_command_writes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "results.jsonl", [line(0, "digits", "acc1", 0.5), line(1, "digits", "acc1", 0.6)])
-    path.write_text(path.read_text().replace("\n", "\n{damaged\n", 1))
-    (tmp_path / "report.html").write_text("the page of a run")
-    assert main(["report", str(path)]) == 0
-    said = capsys.readouterr()
-    assert (tmp_path / "report.html").read_text() == "the page of a run"
-    assert said.out == f"wrote {tmp_path / 'scores.html'}\n"
-    assert said.err == "note: results.jsonl: one line cut short or broken, and left out.\n"
-    assert main(["report", str(path), "--csv", "-", "--out", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr()
-    assert said.out == as_csv([path])
-    assert said.err.startswith(f"wrote {tmp_path / 'page.html'}\nnote: results.jsonl: one line")
-    with pytest.raises(ConfigError, match="--csv - and --latex - would mix"):
-        main(["report", str(path), "--csv", "-", "--latex", "-"])
 
 
 def test_few_shot_curves_take_what_all_have(tmp_path: Path) -> None:
