@@ -8,13 +8,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
+from clipkit.decode import decode_image
 from clipkit.errors import ConfigError, DataError
 from clipkit.family import architecture
 from clipkit.model import CLIP
@@ -24,7 +27,7 @@ from data.writer import DatasetWriter, Record
 from eval.dataset import TEST, EvalDataset
 from eval.results import latest_results
 
-__all__ = ["ClassTraining", "only_one"]
+__all__ = ["ClassTraining", "Picture", "only_one"]
 
 _PROGRAM = Path(__file__).parents[1] / "train.py"
 _CONFIG = _PROGRAM.parent / "configs" / "finetune.toml"
@@ -33,6 +36,9 @@ _PICTURES, _HEAD, _NAMES = "pictures", "head", "classnames.txt"
 _HELD = "another training"  # says train.py of a run that an orphan of a killed process still trains
 _WAIT = 1.0  # seconds between two looks at what another process does
 _MINUTES = 10  # between two checkpoints
+_THREADS, _PIECE = 4, 256  # that read pictures, and how many of these at a time
+
+Picture: TypeAlias = tuple[EvalDataset, int, int]  # a dataset, the number in it, the class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +63,19 @@ class ClassTraining:
         self,
         head: CLIP,
         names: Sequence[str],
-        learn: Iterable[tuple[EvalDataset, int, int]],
-        tune: Iterable[tuple[EvalDataset, int, int]],
+        learn: Sequence[Picture],
+        tune: Sequence[Picture],
     ) -> None:
         """Write the head and the pictures, unless they are there.
 
         Args:
             head: what trainings begin with, see ``with_class_head``.
             names: of its classes.
-            learn: dataset, number of the picture in it, and class of each picture to learn from; ``tune`` of each
-                to choose a learning rate on.
-            tune: see there.
+            learn: the pictures to learn from.
+            tune: those to choose a learning rate on.
 
         Raises:
-            DataError: a picture cannot be read, or nothing can be written here.
+            DataError: a picture cannot be read or decoded, or nothing can be written here.
         """
         if not (self.folder / _HEAD).exists():
             save_model(head, self.folder / _HEAD)
@@ -79,13 +84,11 @@ class ClassTraining:
         try:
             with DatasetWriter(self.folder / _PICTURES) as writer:
                 for split, pictures in (("train", learn), (TEST, tune)):
-                    for place, (dataset, number, label) in enumerate(pictures):
-                        image = dataset.shards.read(number).image
-                        extension = _FORMATS.get(image[:2], "jpg")
+                    for place, (image, label) in enumerate(_read(pictures)):
                         record = Record(
                             key=f"{place:08d}",
                             image=image,
-                            extension=extension,
+                            extension=_FORMATS.get(image[:2], "jpg"),
                             caption=names[label],
                             label=label,
                         )
@@ -154,6 +157,23 @@ class ClassTraining:
         return next((line for line in lines if line.startswith("error: ")), f"it ended with status {status}")
 
 
+def _read(pictures: Sequence[Picture]) -> Iterator[tuple[bytes, int]]:
+    """The bytes and the class of each, in order; a training would find one that does not decode much later."""
+
+    def read(picture: Picture) -> tuple[bytes, int]:
+        dataset, number, label = picture
+        try:
+            image = dataset.shards.read(number).image
+            decode_image(image)
+        except DataError as error:
+            raise DataError(f"{dataset.where(number)}: {error}; mend or remove it") from error
+        return image, label
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for start in range(0, len(pictures), _PIECE):
+            yield from pool.map(read, pictures[start : start + _PIECE])
+
+
 def _model_settings(head: CLIP) -> dict[str, object]:
     """The settings with which train.py builds the same image tower.
 
@@ -179,8 +199,20 @@ def _model_settings(head: CLIP) -> dict[str, object]:
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Wait until no other process trains in a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Wait until no other process trains in a folder, which is made if it is not there.
+
+    Raises:
+        ConfigError: its name cannot be a training's.
+        DataError: it cannot be made.
+    """
+    if "{" in str(folder) or "}" in str(folder):
+        raise ConfigError(
+            f"{folder} has braces, which would stand for several names: give another folder by --runs"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be made: {error.strerror}") from error
     lock, told = NodeLock(folder / ".lock"), False
     while not lock.try_acquire():
         if not told:

@@ -29,7 +29,7 @@ from clipkit.encode import model_hash
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
 from data.cache import cache_folder
-from eval.class_training import ClassTraining, only_one
+from eval.class_training import ClassTraining, Picture, only_one
 from eval.dataset import EvalDataset, distinct_names
 from eval.encode import Encoder
 from eval.results import Score
@@ -45,7 +45,7 @@ _RATES = "rates.json"
 _log = logging.getLogger("eval")
 _DIGITS = 16
 
-_Pictures = list[tuple[EvalDataset, int, int]]  # dataset, number in it, class
+_Pictures = list[Picture]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
