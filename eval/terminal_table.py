@@ -1,16 +1,26 @@
-"""What a terminal is shown: scores as a table of 80 columns, and names from data made harmless to it."""
+"""What a terminal is shown: scores as tables of 80 columns, and names from data made harmless to it."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from rich import box
+from rich.cells import cell_len, chop_cells
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from eval.comparison import LEVEL, Difference, ModelComparison
-from eval.report.scores import metric_name
+from eval.report.scores import PLAIN, is_rank, is_share, lower_is_better, metric_name, setting_name, tells
 from eval.results import Score
 
 __all__ = ["comparison_table", "printable", "score_table", "shown_value"]
+
+_WIDTH = 80
+_NAME = 20  # letters of a line of a dataset's name, so that the metric beside it breaks between words alone
+_PIECE = re.compile(r"[^-_/. ]*[-_/. ]?")
+_SHOTS = re.compile(r"(\d+)-shot ?(.*)")
+_COLUMNS = 5  # of pictures a class
+_HEADS = ("A", "B", "B − A [95%]", "p", "better")
 
 
 def printable(text: str) -> str:
@@ -18,24 +28,36 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def score_table(scores: Sequence[Score]) -> Table:
-    """One row a score, a section a dataset."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dataset", overflow="fold")
+def score_table(scores: Sequence[Score]) -> RenderableType:
+    """A section a dataset and task, a row a score; few-shot folds all its scores of one metric into a row."""
+    told = [score for score in scores if tells(score.metric, score.n)]
+    few = [score for score in told if score.task == "few-shot" and _SHOTS.fullmatch(score.setting)]
+    others = [score for score in told if score not in few]
+    return Group(*([_plain(others)] if others or not few else []), *_few_shot(few))
+
+
+def _plain(scores: Sequence[Score]) -> Table:
+    """One row a score."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("dataset", no_wrap=True)
     table.add_column("metric", overflow="fold")
-    for heading in ("value %", "95% interval", "chance %", "n"):
+    ranks = any(is_rank(score.metric) for score in scores)
+    for heading in ("% or rank" if ranks else "value %", "95% interval", "chance %", "n"):
         table.add_column(heading, justify="right", no_wrap=True)
     several = len({score.task for score in scores}) > 1
-    before = ("", "")
+    before: tuple[str, ...] = ()
     for score in scores:
-        group = (score.dataset, score.task)
-        if before[0] and group != before:
+        group = (score.dataset, score.task, score.setting)
+        name = score.dataset if group[:2] != before[:2] else ""
+        if name and before:
             table.add_section()
-        name = "" if group == before else f"{score.dataset} {score.task}" if several else score.dataset
+        if group != before:
+            parts = (name, score.task if several and name else "", score.setting)
+            name = ("" if name else "  ") + " ".join(filter(None, parts))
         before = group
         table.add_row(
-            Text(printable(name)),  # not a string, which would be read as markup
-            Text(printable(f"{score.metric} {score.setting}".strip())),
+            _broken(name),
+            Text(_metric(score.metric)),  # not a string, which would be read as markup
             shown_value(score, score.value),
             _interval(score),
             "" if score.chance is None else f"{100 * score.chance:.2f}",
@@ -44,9 +66,81 @@ def score_table(scores: Sequence[Score]) -> Table:
     return table
 
 
+def _few_shot(scores: Sequence[Score]) -> Iterator[RenderableType]:
+    """A table a dataset: a row a metric and estimator, a column for each number of pictures a class."""
+    spread = {
+        (one.dataset, one.setting, one.metric.removesuffix("_std")): one
+        for one in scores
+        if one.metric.endswith("_std")
+    }
+    datasets: dict[str, dict[str, dict[int, Score]]] = {}
+    for one in scores:
+        match = _SHOTS.fullmatch(one.setting)
+        if match and not one.metric.endswith("_std"):
+            name = f"{_metric(one.metric)}, {printable(match[2]) or PLAIN}"
+            datasets.setdefault(one.dataset, {}).setdefault(name, {})[int(match[1])] = one
+    for dataset, rows in datasets.items():
+        shots = sorted({k for row in rows.values() for k in row})
+        for first in range(0, len(shots), _COLUMNS):
+            yield _shots_table(dataset, rows, shots[first : first + _COLUMNS], spread)
+    if datasets:
+        draws = max((one.n for one in spread.values()), default=1)
+        mean = f"mean of {draws} draws ± standard deviation; below it its 95% interval"
+        yield Text(f"Percent by pictures a class: {mean if draws > 1 else 'of one draw'}.\n")
+
+
+def _shots_table(
+    dataset: str,
+    rows: dict[str, dict[int, Score]],
+    shots: Sequence[int],
+    spread: dict[tuple[str, str, str], Score],
+) -> Table:
+    sizes = sorted({score.n for row in rows.values() for score in row.values()})
+    size = f"n = {' or '.join(f'{n:,}' for n in sizes)}"
+    title = Text.assemble((printable(dataset), "bold"), f" few-shot, {size}")
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
+    )
+    table.add_column("metric", overflow="fold")
+    for k in shots:
+        table.add_column(f"{k}-shot", justify="right", no_wrap=True)
+    table.add_column("chance", justify="right", no_wrap=True)
+    for name, row in rows.items():
+        cells = []
+        for k in shots:
+            score = row.get(k)
+            cells.append("–" if score is None else _mean_and_spread(score, spread))
+        chance = next((score.chance for score in row.values()), None)
+        table.add_row(Text(name), *cells, "" if chance is None else f"{100 * chance:.2f}")
+    return table
+
+
+def _mean_and_spread(score: Score, spread: dict[tuple[str, str, str], Score]) -> str:
+    own = spread.get((score.dataset, score.setting, score.metric))
+    value = shown_value(score, score.value) + ("" if own is None else f" ±{shown_value(own, own.value)}")
+    return f"{value}\n{_interval(score)}".rstrip()
+
+
+def _metric(metric: str) -> str:
+    """Its name in the scores in words, which a table may break between."""
+    return printable(metric if metric in ("acc1", "acc5") else metric_name(metric))
+
+
+def _broken(name: str) -> Text:
+    """A name in lines that end where its parts meet."""
+    lines = [""]
+    for piece in _PIECE.findall(printable(name)):
+        if lines[-1].strip() and cell_len(lines[-1] + piece.rstrip()) > _NAME:
+            lines.append("")
+        first, *more = chop_cells(piece, _NAME) or [""]
+        lines[-1] += first
+        lines += more
+    return Text("\n".join(line.rstrip() for line in lines))
+
+
 def shown_value(score: Score, value: float) -> str:
     """A share in percent, a rank as it is."""
-    return f"{value:,.1f}" if score.metric.endswith("_rank") else f"{100 * value:.1f}"
+    return f"{value:,.1f}" if is_rank(score.metric) else f"{100 * value:.1f}"
 
 
 def _interval(score: Score) -> str:
@@ -55,59 +149,75 @@ def _interval(score: Score) -> str:
     return f"{shown_value(score, score.low)}–{shown_value(score, score.high)}"
 
 
-def comparison_table(comparison: ModelComparison) -> Table:
-    """The differences as a table of at most 80 columns; A is the first model and B the second."""
+def comparison_table(comparison: ModelComparison) -> RenderableType:
+    """The differences, at most 80 columns wide; A is the first model and B the second.
+
+    A section holds what p was corrected over, the datasets of one task, setting and metric; of one dataset alone,
+    all its metrics.
+    """
     count = sum(one.beyond_chance for one in comparison.differences)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        width=80,
-        title=Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}"),
-        title_justify="left",
-        caption=Text(
-            f"{count} of {len(comparison.differences)} differences are beyond chance (p < {LEVEL:g}, corrected by "
-            "Holm's procedure over the datasets of each task and metric). Intervals are of one difference each."
+    kinds: dict[str, list[Difference]] = {}
+    for one in comparison.differences:
+        parts = one.task, setting_name(one.task, one.setting), one.prompt_set and f"prompts {one.prompt_set}"
+        kinds.setdefault(", ".join(filter(None, parts)), []).append(one)
+    texts = [_HEADS, *(_texts(one) for one in comparison.differences)]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(_HEADS))]
+    shown: list[RenderableType] = []
+    for kind, own in kinds.items():
+        for title, rows in _sections(kind, own):
+            shown.append(Text(("\n" if shown else "") + printable(title), style="bold"))
+            told = [(name, _texts(one), "bold" if one.beyond_chance else "") for name, one in rows]
+            shown.append(_grid(widths, told))
+    return Group(
+        Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}\n"),
+        _grid(widths, [(Text(""), _HEADS, "")]),
+        Text("─" * _WIDTH),
+        *shown,
+        Text(
+            f"\n{count} of {len(comparison.differences)} differences are beyond chance (p < {LEVEL:g}, corrected\n"
+            "by Holm's procedure over the datasets of each task, setting and metric).\n"
+            "Intervals are of one difference each, in percentage points or ranks."
         ),
-        caption_justify="left",
     )
-    table.add_column("dataset", overflow="fold", ratio=3)
-    table.add_column("metric", overflow="fold", ratio=3)
-    for heading in ("A %", "B %", "B − A [95%]", "p", "better"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    before: tuple[str, ...] | None = None
-    named = ""
-    for one in sorted(comparison.differences, key=lambda one: (one.task, one.setting, one.prompt_set)):
-        kind = one.task, one.setting, one.prompt_set and f"prompts {one.prompt_set}"
-        if kind != before:
-            if before is not None:
-                table.add_section()
-            table.add_row(Text(printable(" ".join(filter(None, kind))), style="bold"))
-            before, named = kind, ""
-        dataset = one.dataset if one.dataset != named else ""  # named once
-        named = one.dataset
-        style = "bold" if one.beyond_chance else ""
-        table.add_row(*(Text(printable(text)) for text in (dataset, *_texts(one))), style=style)
+
+
+def _sections(
+    kind: str, differences: Sequence[Difference]
+) -> Iterator[tuple[str, list[tuple[Text, Difference]]]]:
+    """Titles and named rows."""
+    datasets = {one.dataset for one in differences}
+    if len(datasets) == 1:
+        title = f"{kind} on {differences[0].dataset}"
+        yield title, [(Text(_metric(one.metric)), one) for one in differences]
+        return
+    for metric in dict.fromkeys(one.metric for one in differences):
+        rows = [(_broken(one.dataset), one) for one in differences if one.metric == metric]
+        yield f"{kind}: {_metric(metric)}", rows
+
+
+def _grid(widths: Sequence[int], rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
+    """Rows whose columns stand below those of other grids."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(overflow="fold", width=max(8, _WIDTH - sum(widths) - 2 * len(widths)))
+    for width in widths:
+        table.add_column(justify="right", no_wrap=True, width=width)
+    for name, texts, style in rows:
+        table.add_row(name, *map(Text, texts), style=style)
     return table
 
 
 def _texts(one: Difference) -> tuple[str, ...]:
-    """The row behind the dataset's name."""
-    share = all(0 <= value <= 1 for value in (one.first, one.second))
-    factor = 100 if share else 1
+    """The row behind its name."""
+    factor, unit = (100, "%") if is_share(one.metric, one.first, one.second) else (1, "")
     low, high = factor * one.test.low, factor * one.test.high
     better = "–"
     if one.beyond_chance:
         up = one.test.difference > 0
-        better = "B" if up != _lower_is_better(one.metric) else "A"
+        better = "B" if up != lower_is_better(one.metric) else "A"
     return (
-        metric_name(one.metric),
-        f"{factor * one.first:.1f}",
-        f"{factor * one.second:.1f}",
-        f"{factor * one.test.difference:+.1f} [{low:+.1f}, {high:+.1f}]",
+        f"{factor * one.first:,.1f}{unit}",
+        f"{factor * one.second:,.1f}{unit}",
+        f"{factor * one.test.difference:+,.1f} [{low:+,.1f}, {high:+,.1f}]",
         "<0.001" if one.p < 0.001 else f"{one.p:.3f}",
         better,
     )
-
-
-def _lower_is_better(metric: str) -> bool:
-    return metric.endswith("_rank") or metric == "ece"

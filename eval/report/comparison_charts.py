@@ -9,8 +9,8 @@ from eval.report.bars import Bar, Dot, difference_bars, ranked_bars, scatter
 from eval.report.charts import Chart, Line, draw
 from eval.report.result_set import ResultSet, Row
 from eval.report.same_data import same_data
-from eval.report.score_table import Average, ScoreTable, is_share
-from eval.report.scores import PLAIN
+from eval.report.score_table import Average, ScoreTable
+from eval.report.scores import PLAIN, is_share
 
 __all__ = ["cost", "few_shot", "layers", "leaders", "probe_differences"]
 
@@ -129,7 +129,11 @@ def _curves(rows: Sequence[Row], setting: re.Pattern[str]) -> list[_Curve]:
     metrics: dict[str, str] = {}
     for row in rows:
         match = setting.fullmatch(row.setting)
-        if match and is_share(row.value) and metrics.setdefault(row.dataset, row.metric) == row.metric:
+        if (
+            match
+            and is_share(row.metric, row.value)
+            and metrics.setdefault(row.dataset, row.metric) == row.metric
+        ):
             key = (
                 row.model,
                 match[2] if row.task == "few-shot" else " ".join(filter(None, (row.task, match[2]))),

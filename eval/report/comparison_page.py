@@ -24,12 +24,11 @@ from eval.report.score_table import (
     Published,
     ScoreTable,
     Suites,
-    is_share,
     read_scores,
     score_table,
     task_tables,
 )
-from eval.report.scores import metric_name
+from eval.report.scores import is_share, metric_name
 
 __all__ = ["build_comparison"]
 
@@ -172,7 +171,11 @@ def _headlines(table: ScoreTable) -> list[str]:
     if headlines:
         return headlines
     for line in table.lines:
-        cells = [(cell.value, -i) for i, cell in enumerate(line.cells) if cell and is_share(cell.value)]
+        cells = [
+            (cell.value, -i)
+            for i, cell in enumerate(line.cells)
+            if cell and is_share(cell.metric, cell.value)
+        ]
         if cells and line.counted:
             value, i = max(cells)
             cell = line.cells[-i]
@@ -301,7 +304,7 @@ def _blocks(found: ResultSet, details: Sequence[Details]) -> dict[str, list[Bloc
         row = scores.get((model, one.dataset, one.split, one.task, one.prompt_set, one.setting))
         score = ""
         if row is not None:
-            value = figure(100 * row.value, "%") if is_share(row.value) else number(row.value)
+            value = figure(100 * row.value, "%") if is_share(row.metric, row.value) else number(row.value)
             score = f"{metric_name(row.metric)} {value}"
         block = Block(model=found.models[model], details=one, score=score)
         blocks.setdefault(one.dataset, {}).setdefault(model, []).append(block)

@@ -11,8 +11,8 @@ from eval.report.charts import figure, number
 from eval.report.page_frame import scrolling
 from eval.report.result_set import Model, ResultSet, Row
 from eval.report.same_data import DataGroup, by_data
-from eval.report.score_table import Average, Line, ScoreTable, is_share
-from eval.report.scores import metric_name, setting_name
+from eval.report.score_table import Average, Line, ScoreTable
+from eval.report.scores import is_share, lower_is_better, metric_name, setting_name
 
 __all__ = ["all_scores", "model_facts", "score_table_html"]
 
@@ -81,11 +81,13 @@ def _average_row(average: Average) -> str:
 def _line_row(line: Line, few: bool, usual: str) -> str:
     values = [None if cell is None else cell.value for cell in line.cells]
     share = is_share(
-        *values, *(one for cell in line.cells if cell for one in (cell.low, cell.high, cell.chance))
+        line.metric,
+        *values,
+        *(one for cell in line.cells if cell for one in (cell.low, cell.high, cell.chance)),
     )
     said = [_titles(cell, share) for cell in line.cells]
     small = [_interval(cell, share) if few else "" for cell in line.cells]
-    cells = _numbers(values, share=share, titles=said, small=small)
+    cells = _numbers(values, share=share, titles=said, small=small, metric=line.metric)
     published = "".join(
         f'<td class="pub">{"" if one is None else f"{100 * one:.1f}" if share else number(one)}</td>'
         for one in line.published
@@ -96,11 +98,17 @@ def _line_row(line: Line, few: bool, usual: str) -> str:
 
 
 def _numbers(
-    values: Sequence[float | None], *, share: bool, titles: Sequence[str] = (), small: Sequence[str] = ()
+    values: Sequence[float | None],
+    *,
+    share: bool,
+    titles: Sequence[str] = (),
+    small: Sequence[str] = (),
+    metric: str = "",
 ) -> str:
     texts = [None if one is None else f"{100 * one:.1f}" if share else number(one) for one in values]
     known = [one for one in values if one is not None]
-    best = texts[values.index(max(known))] if share and len(known) > 1 else None
+    most = min if lower_is_better(metric) else max
+    best = texts[values.index(most(known))] if share and len(known) > 1 else None
     cells = []
     for i, (value, text) in enumerate(zip(values, texts, strict=True)):
         if value is None or text is None:
@@ -164,7 +172,7 @@ def _score_row(what: tuple[str, ...], group: DataGroup, models: int) -> str:
     _, split, task, prompts, setting, metric = what
     rows = {row.model: row for row in group.rows}
     values = [one for row in rows.values() for one in (row.value, row.low, row.high, row.chance)]
-    share = is_share(*values)
+    share = is_share(metric, *values)
     note = ", ".join(
         filter(
             None,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from eval.report.charts import Chart, Line, Point, downsample, draw, figure, number, smooth
 from eval.report.run_folder import Result, RunFolder
-from eval.report.scores import is_share, metric_name
+from eval.report.scores import in_percent, metric_name
 
 __all__ = ["curves"]
 
@@ -107,9 +107,9 @@ def _accuracy(run: RunFolder) -> list[Chart]:
     charts = []
     for (dataset, task), metrics in list(groups.items())[:_SETS]:
         first = next(iter(metrics.values()))
-        percent = all(is_share(row) for row in first)
+        percent = all(in_percent(row) for row in first)
         factor, unit = (100.0, "%") if percent else (1.0, "")
-        like = [rows for rows in metrics.values() if all(is_share(row) for row in rows) == percent]
+        like = [rows for rows in metrics.values() if all(in_percent(row) for row in rows) == percent]
         lines = [_scores(rows, factor, tone) for tone, rows in enumerate(_telling(like), start=1)]
         chance = first[-1].chance
         if chance is not None:

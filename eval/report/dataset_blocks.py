@@ -82,7 +82,7 @@ def _found(details: Details) -> str:
     if not ranks:
         return ""
     last = max(own[-1] for own in ranks.values())
-    first = [k for k in _FIRST if k < last] + [next((k for k in _FIRST if k >= last), _FIRST[-1])]
+    first = [*(k for k in _FIRST if 1.5 * k < last), last]
     lines = [
         Line(
             name=told,
@@ -96,7 +96,7 @@ def _found(details: Details) -> str:
     return draw(
         Chart(
             title="Found among the first k",
-            note="share of the queries",
+            note="share of queries with a match there",
             lines=lines,
             unit="%",
             floor=0,

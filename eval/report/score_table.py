@@ -12,14 +12,13 @@ from pathlib import Path
 
 from eval.report.result_set import Model, ResultSet, Row, read_result_set
 from eval.report.same_data import by_data
-from eval.report.scores import setting_name, tells
+from eval.report.scores import is_share, setting_name, tells
 
 __all__ = [
     "AS_TRAINED",
     "Average",
     "Line",
     "ScoreTable",
-    "is_share",
     "read_scores",
     "score_table",
     "task_tables",
@@ -97,11 +96,6 @@ class ScoreTable:
     published: tuple[str, ...]
     lines: tuple[Line, ...]
     averages: tuple[Average, ...]
-
-
-def is_share(*values: float | None) -> bool:
-    """Whether numbers all lie in 0–1 and are told in percent."""
-    return all(0 <= value <= 1 for value in values if value is not None)
 
 
 def read_scores(results: Sequence[Path]) -> ResultSet:
@@ -222,7 +216,7 @@ def _dataset_lines(
                         metric=one,
                         cells=tuple(cells),
                         published=tuple(known),
-                        counted=first and in_mean and is_share(*(row.value for row in group.rows)),
+                        counted=first and in_mean and is_share(one, *(row.value for row in group.rows)),
                     )
                 )
     return lines

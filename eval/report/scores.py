@@ -10,7 +10,10 @@ from eval.report.run_folder import Result
 __all__ = [
     "PLAIN",
     "headline_scores",
+    "in_percent",
+    "is_rank",
     "is_share",
+    "lower_is_better",
     "metric_name",
     "newest",
     "results_table",
@@ -50,10 +53,24 @@ def tells(metric: str, n: int | None) -> bool:
     return not metric.endswith(_STD) or n is None or n > 1
 
 
-def is_share(result: Result) -> bool:
-    """Whether a score lies in 0–1 and is told in percent."""
-    numbers = (result.value, result.low, result.high, result.chance)
-    return all(0 <= one <= 1 for one in numbers if one is not None)
+def is_rank(metric: str) -> bool:
+    """Whether a metric counts from 1."""
+    return metric.endswith("_rank")
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether the best model is the one of the least value."""
+    return is_rank(metric) or metric == "ece"
+
+
+def is_share(metric: str, *values: float | None) -> bool:
+    """Whether numbers of a metric lie in 0–1 and are told in percent; the rank 1 is none of them."""
+    return not is_rank(metric) and all(0 <= one <= 1 for one in values if one is not None)
+
+
+def in_percent(result: Result) -> bool:
+    """Whether a score and what stands beside it are told in percent."""
+    return is_share(result.metric, result.value, result.low, result.high, result.chance)
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
@@ -81,8 +98,8 @@ def _headline(result: Result) -> str:
         details.append(f"chance {_told(result, result.chance)}")
     if result.n is not None:
         details.append(f"n = {number(result.n)}")
-    value, unit = _told(result, result.value), "%" if is_share(result) else ""
-    gauge = _gauge(result) if is_share(result) else ""
+    value, unit = _told(result, result.value), "%" if in_percent(result) else ""
+    gauge = _gauge(result) if in_percent(result) else ""
     return (
         f'<div class="score"><p class="what"><b>{escape(result.dataset)}</b> '
         f"{escape(' '.join(filter(None, (result.task, metric_name(result.metric)))))}</p>"
@@ -134,4 +151,4 @@ def _row(result: Result) -> str:
 
 
 def _told(result: Result, value: float) -> str:
-    return figure(100 * value, "%") if is_share(result) else figure(value, "")
+    return figure(100 * value, "%") if in_percent(result) else figure(value, "")

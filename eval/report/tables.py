@@ -15,8 +15,8 @@ from pathlib import Path
 
 from eval.report.charts import number
 from eval.report.result_set import ResultSet
-from eval.report.score_table import Published, ScoreTable, Suites, is_share, read_scores, task_tables
-from eval.report.scores import metric_name
+from eval.report.score_table import Published, ScoreTable, Suites, read_scores, task_tables
+from eval.report.scores import is_share, lower_is_better, metric_name
 
 __all__ = ["as_csv", "as_latex", "as_markdown"]
 
@@ -37,24 +37,26 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One row: what was measured, a number a model and a published model, and whether it is an average."""
+    """One row: what was measured, a number a model and a published model; an average is of no one metric."""
 
     names: tuple[str, str, str]
     values: tuple[float | None, ...]
     published: tuple[float | None, ...]
     average: bool = False
+    metric: str = ""
 
     def texts(self) -> list[str]:
         """Percentages, or plain numbers where one is not within 0 and 1; "" for what is not there."""
         values = (*self.values, *self.published)
-        share = is_share(*values)
+        share = is_share(self.metric, *values)
         return ["" if one is None else f"{100 * one:.1f}" if share else number(one) for one in values]
 
     def best(self) -> set[int]:
-        """The places of the greatest of several models' numbers, as they are told."""
+        """The places of the best of several models' numbers, as they are told."""
         texts = self.texts()[: len(self.values)]
         known = {text: value for text, value in zip(texts, self.values, strict=True) if value is not None}
-        top = max(known, key=lambda text: known[text], default="")
+        sign = -1 if lower_is_better(self.metric) else 1
+        top = max(known, key=lambda text: sign * known[text], default="")
         return {i for i, text in enumerate(texts) if text == top} if len(known) > 1 else set()
 
 
@@ -215,7 +217,12 @@ def _rows(task: str, table: ScoreTable, published: int) -> list[_Row]:
         values = tuple(None if cell is None else cell.value for cell in line.cells)
         published_here = (*line.published, *more)
         rows.append(
-            _Row(names=(name, own, metric_name(line.metric)), values=values, published=published_here)
+            _Row(
+                names=(name, own, metric_name(line.metric)),
+                values=values,
+                published=published_here,
+                metric=line.metric,
+            )
         )
     return rows
 

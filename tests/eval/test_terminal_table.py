@@ -1,26 +1,118 @@
 """What a terminal is shown."""
 
 import io
+from dataclasses import replace
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 
+from eval.comparison import Difference, ModelComparison
+from eval.metrics import Comparison
 from eval.results import Score
-from eval.terminal_table import printable, score_table
+from eval.terminal_table import comparison_table, printable, score_table
+
+SCORE = Score(
+    dataset="digits", task="few-shot", metric="acc1", value=0.5, n=48, low=0.4, high=0.6, chance=0.1
+)
+
+
+def shown(table: RenderableType, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return out.getvalue()
 
 
 @given(st.text())
 def test_what_is_printable_shows_as_it_is_and_nothing_else_reaches_the_terminal(text: str) -> None:
-    shown = printable(text)
-    assert shown.isprintable()
-    assert (shown == text) == text.isprintable()
+    told = printable(text)
+    assert told.isprintable()
+    assert (told == text) == text.isprintable()
 
 
-def test_names_cannot_command_the_terminal() -> None:
-    name = "a\x1b[2J[red]\x07\x9bé"
-    score = Score(dataset=name, task="zero-shot", metric="acc1", setting=name, value=0.5, n=3)
-    out = io.StringIO()
-    Console(file=out, width=200).print(score_table([score]))
-    assert out.getvalue().count("a\\x1b[2J[red]\\x07\\x9bé") == 2
-    assert out.getvalue().replace("\n", "").isprintable()
+@pytest.mark.parametrize("task", ["zero-shot", "few-shot"])
+def test_names_cannot_command_the_terminal(task: str) -> None:
+    name = "a\x1b[2J\x07[b]\x9bé"
+    text = shown(score_table([replace(SCORE, dataset=name, task=task, setting=f"1-shot {name}")]), 200)
+    assert text.count("a\\x1b[2J\\x07[b]\\x9bé") == 2
+    assert text.replace("\n", "").isprintable()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.text(max_size=60))
+def test_any_name_is_there_whole_within_80_columns(name: str) -> None:
+    told = [replace(SCORE, dataset=name, task="knn", metric=name, setting=name)]
+    text = shown(score_table(told))
+    assert all(cell_len(line) <= 80 for line in text.splitlines()) and "…" not in text.replace(name, "")
+
+
+def test_few_shot_is_a_row_a_metric_and_estimator() -> None:
+    scores = []
+    for metric in ("acc1", "mean_per_class_recall"):
+        for estimator in ("", " logistic"):
+            for k in (1, 2, 4, 8, 16):
+                own = replace(SCORE, metric=metric, setting=f"{k}-shot{estimator}")
+                std = {"metric": f"{metric}_std", "value": 0.067, "low": None, "high": None, "chance": None}
+                scores += [own, replace(own, **std, n=3)]  # type: ignore[arg-type]
+    lines = shown(score_table(scores)).splitlines()
+    assert len(lines) < 18 and max(map(len, lines)) <= 80
+    assert any(line.split() == ["acc1,", "ridge", *["50.0", "±6.7"] * 5, "10.00"] for line in lines)
+    assert sum(line.count("40.0–60.0") for line in lines) == 20  # every interval
+    text = "\n".join(lines)
+    assert "n = 48" in text and "mean of 3 draws ± standard deviation" in text and "_" not in text
+    alone = [replace(one, n=1) if one.metric.endswith("_std") else one for one in scores]
+    assert "±" not in shown(score_table(alone))  # one draw has no deviation
+
+
+def test_settings_stand_beside_the_dataset_and_ranks_under_no_percent_sign() -> None:
+    scores = [
+        replace(SCORE, dataset="dsprites_label_x_position", task="fine-tune", metric=one, setting="10 epochs")
+        for one in ("acc1", "mean_per_class_recall")
+    ]
+    lines = shown(score_table(scores)).splitlines()
+    assert [line.rstrip() for line in lines if "─" not in line and line.strip()][1:] == [
+        " dsprites_label_x_   acc1                      50.0     40.0–60.0     10.00  48",
+        " position 10 epochs",
+        "                     mean per class recall     50.0     40.0–60.0     10.00  48",
+    ]
+    assert "value %" in lines[1]
+    rank = {
+        "task": "retrieval",
+        "metric": "image_to_text_median_rank",
+        "low": 1.0,
+        "high": 2.0,
+        "chance": None,
+    }
+    text = shown(score_table([*scores, replace(SCORE, value=1.0, **rank)]))  # type: ignore[arg-type]
+    assert "% or rank" in text and " 1.0 " in text and "1.0–2.0" in text and "100.0" not in text
+
+
+def test_differences_fit_80_columns_a_line_each() -> None:
+    test = Comparison(difference=-0.25, low=-0.389, high=-0.111, p=0.0, n=48)
+    first = Difference(
+        dataset="digits", task="linear-probe", setting="", prompt_set="", metric="acc1", first=1.0, second=0.75,
+        test=test, p=0.0,
+    )  # fmt: skip
+    found = [
+        replace(first, dataset=dataset, metric=metric)
+        for dataset in ("digits", "glyphs")
+        for metric in ("acc1", "mean_per_class_recall")
+    ]
+    ranks = [
+        replace(found[0], task="retrieval", metric=f"image_to_text_{metric}")
+        for metric in ("R@10", "mean_rank")
+    ]
+    text = shown(
+        comparison_table(ModelComparison(first="a", second="b", differences=(*found, *ranks), refused=()))
+    )
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= 80
+    at = lines.index("linear-probe: mean per class recall")
+    assert lines[at + 1].split() == ["digits", "100.0%", "75.0%", "-25.0", "[-38.9,", "-11.1]", "<0.001", "A"]
+    at = lines.index("retrieval on digits")
+    assert lines[at + 1].startswith("image to text R@10 ") and lines[at + 1].endswith(" A")
+    assert lines[at + 2].split()[5:7] == ["1.0", "0.8"] and lines[at + 2].endswith(
+        " B"
+    )  # a rank: lower is better
