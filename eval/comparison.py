@@ -31,6 +31,7 @@ __all__ = ["LEVEL", "Difference", "ModelComparison", "compare"]
 LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean of what each item got
 _LEAST_DIGITS = 6  # of a hash, to name weights by how they begin
+_NO_DETAILS = "there are no details of what each item got"
 _FORM = "`compare MODEL_A MODEL_B --results FILE`"
 _HOW = f"name one as {_FORM}"
 _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
@@ -106,9 +107,6 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
     details: dict[tuple[str, ...], Details] = {}
     refused: list[str] = []
     for path in files:
-        if not details_folder(path).is_dir():
-            folder = details_folder(path).name
-            notes.append(f"{path} has no details: {folder}/ must lie beside it, and holds what each item got")
         read, trouble = read_details(path)
         details.update({each.key: each for each in read})
         refused += trouble
@@ -127,6 +125,11 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
         for kind in own:
             if kind not in others:
                 findings.refuse(kind, f"only {label} has scores")
+    if any(why == _NO_DETAILS for _, why in findings.refused):
+        missing = [folder for folder in map(details_folder, files) if not folder.is_dir()]
+        notes += [
+            f"{one.name}/ must lie beside {one.stem}.jsonl, and is not in {one.parent}" for one in missing
+        ]
     refused += [f"{task} on {some(list(names))}: {why}" for (task, why), names in findings.refused.items()]
     return ModelComparison(
         first=labels[0],
@@ -228,7 +231,7 @@ def _compare_kind(
     """Test one dataset, task and setting, with every prompt set that both models were scored with."""
     dataset, split, task, setting = kind
     if task == "few-shot":
-        findings.refuse(kind, "few-shot is not compared: its scores are means over draws of the examples")
+        findings.refuse(kind, "few-shot scores are means over draws of pictures, without details of each")
         return
     prompts = [list(dict.fromkeys(row.prompt_set for row in own)) for own in rows]
     common = [one for one in prompts[0] if one in prompts[1]]
@@ -243,7 +246,7 @@ def _compare_kind(
         if why is not None:
             findings.refuse(kind, why)
         elif pair[0] is None or pair[1] is None:
-            findings.refuse(kind, "there are no details of what each item got")
+            findings.refuse(kind, _NO_DETAILS)
         elif (why := _different_items(pair[0], pair[1])) is not None:
             findings.refuse(kind, why)
         else:

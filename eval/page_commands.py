@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,16 @@ def _report(options: argparse.Namespace) -> int:
     tables = {form: getattr(options, form) for form in _FORMS if getattr(options, form) is not None}
     if len(options.source) == 1 and options.source[0].is_dir() and not tables:
         from eval.report import build_report
+        from eval.report.json_lines import json_lines
 
         print(f"wrote {build_report(options.source[0], options.out)}")
+        unread: list[str] = []
+        deque(json_lines(options.source[0] / "results.jsonl", unread, ""), maxlen=0)
+        _tell(unread)
         return 0
     from eval.report.comparison_page import build_comparison
     from eval.report.result_set import read_result_set
     from eval.report.tables import as_csv, as_latex, as_markdown
-    from eval.terminal_table import printable
 
     printed = [form for form, path in tables.items() if str(path) == "-"]
     if len(printed) > 1:
@@ -101,9 +105,16 @@ def _report(options: argparse.Namespace) -> int:
         else:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}", file=told)
-    for note in read_result_set(files).notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
+    _tell(read_result_set(files).notes)
     return 0
+
+
+def _tell(notes: Sequence[str]) -> None:
+    """What a page's reader finds on it, told to who builds it."""
+    from eval.terminal_table import printable
+
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def _facts(files: Sequence[Path]) -> dict[str, Any]:
@@ -132,8 +143,7 @@ def _compare(options: argparse.Namespace) -> int:
         print(f"{printable(found.first)} and {printable(found.second)}: nothing could be compared")
     for line in found.refused:
         console.print(f"not compared: {printable(line)}", markup=False)
-    for line in found.notes:
-        print(f"note: {printable(line)}", file=sys.stderr)
+    _tell(found.notes)
     return 0 if found.differences else 1
 
 

@@ -185,6 +185,16 @@ def test_models_are_found_by_name_weights_or_file(results: Path, tmp_path: Path)
     expected = compare([results, other], "small", "large").differences
     assert compare([], str(results), str(other)).differences == expected
     assert compare([results, other], "sha256:small0", "large000").differences == expected
+    for missing, said in (
+        ("no.jsonl", "there is no file no.jsonl"),
+        (str(tmp_path / "run"), "no such file or run"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            compare([], str(results), missing)
+    with pytest.raises(
+        ConfigError, match=r"'small' is no results file .*compare MODEL_A MODEL_B --results FILE"
+    ):
+        compare([], "small", "large")
     with pytest.raises(ConfigError, match="no results of a model 'huge'"):
         compare([results, other], "small", "huge")
     with pytest.raises(ConfigError, match="are the same model"):
@@ -192,6 +202,9 @@ def test_models_are_found_by_name_weights_or_file(results: Path, tmp_path: Path)
     add(other, "small", "digits", guesses(0.6, 1), weights="sha256:x")
     with pytest.raises(ConfigError, match=r"is several models: name one of small \(small0*\), small \(x\)"):
         compare([results, other], "small", "large")
+    several = f"other.jsonl holds several models .*compare MODEL_A MODEL_B --results {other}"
+    with pytest.raises(ConfigError, match=several):
+        compare([], str(results), str(other))
     add(other, "tiny", "icons", guesses(0.6, 1))
     with pytest.raises(DataError, match="no dataset and task in common"):
         compare([results, other], "large", "tiny")

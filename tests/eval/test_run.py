@@ -260,7 +260,7 @@ def test_classes_in_groups(run: Path, probed: Path, tmp_path: Path) -> None:
     assert details["superclass_names"] == ["dark", "light"]
     assert found["acc1"] < found["superclass_acc1"] <= 1
     main(["report", str(out)])
-    assert "By superclass" in (tmp_path / "report.html").read_text()
+    assert "By superclass" in (tmp_path / "scores.html").read_text()
 
 
 def rewrite(folder: Path, change: Callable[[str, bytes], bytes]) -> None:

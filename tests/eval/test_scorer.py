@@ -4,8 +4,13 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 from clipkit import CLIP
-from eval import EvalDataset, open_dataset
+from clipkit.checkpoint_writer import save_checkpoint
+from clipkit.config import Config
+from clipkit.training_state import LoopState
+from eval import EvalDataset, open_dataset, weights_id
 from eval.ranks import ONE_RANK
 from eval.scorer import Scorer
 
@@ -42,8 +47,14 @@ def test_a_step_is_scored_once(model: CLIP, write_dataset: Callable[..., Path], 
         f"step 3 {dataset.name} zero-shot {metric}" for metric in ("acc1", "acc5")
     ]
     assert (run / "snapshots").is_dir()
+    assert {(line["model"], line["weights"]) for line in lines} == {(str(run), "run at step 3")}
+    state, optimizer = LoopState(step=4, data="none"), torch.optim.AdamW(model.parameters())
+    save_checkpoint(run, model, optimizer, state, Config(), keep=1)
+    checkpoint = run / "checkpoints" / "step_00000004"
     scorer.score_if_owed(4)
     assert recorded == {3: names, 4: names}
+    written = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()][len(lines) :]
+    assert {line["weights"] for line in written} == {weights_id(str(checkpoint))[0]}  # as eval run says it
 
 
 def test_a_line_of_results_without_a_dataset_is_passed_over(model: CLIP, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Which lines of results are of one model, and what it is called."""
+
+from pathlib import Path
+from typing import Any
+
+from eval.report.result_set import read_result_set
+from tests.eval.made_up_results import line, write
+
+
+def test_a_model_is_what_its_weights_are(tmp_path: Path) -> None:
+    """However its path is written; a training's own scores are of it, be its lines old or new."""
+    run = tmp_path / "runs" / "X"
+    run.mkdir(parents=True)
+
+    def told(
+        model: str, value: float, *, at: int = 20, dataset: str = "digits", **more: Any
+    ) -> dict[str, Any]:
+        own = {"model": model, "weights": f"sha256:{at:016x}", "model_hash": f"{at:032x}"}
+        if not model:  # as trainings wrote it at first
+            own |= {"weights": f"X at step {at}", "model_hash": ""}
+        return {**line(10, dataset, "acc1", value, step=at), **own, **more}
+
+    ways = [
+        "runs/X",
+        "./runs/X",
+        "runs/X/",
+        str(run),
+        "runs/X/checkpoints",
+        "runs/X/checkpoints/step_00000020",
+    ]
+    lines = [told("", 0.1, at=10), told("", 0.2)]
+    lines += [told(way, 0.3, dataset=f"d{i}") for i, way in enumerate(ways)]
+    new = told("runs/X", 0.25, dataset="glyphs", model_hash=None)  # by its file alone
+    found = read_result_set([write(run / "results.jsonl", [*lines, new, told("runs/X", 0.4)])])
+    (model,) = found.models
+    assert (model.label, model.name, model.step, model.earlier_steps) == ("X", "runs/X", 20, (10,))
+    assert model.weights == f"sha256:{20:016x}" and {*ways} <= {*model.names}
+    scores = {row.dataset: row.value for row in found.rows}
+    assert (scores["digits"], scores["glyphs"], scores["d0"]) == (0.4, 0.25, 0.3)  # the later line counts
+    # a checkpoint that somebody asks for is a model of its own; so are other weights of the same step
+    asked = [*lines, told("runs/X/checkpoints/step_00000010", 0.1, at=10, dataset="glyphs")]
+    found = read_result_set([write(run / "results.jsonl", asked)])
+    assert [one.label for one in found.models] == ["X at step 10", "X at step 20"]
+    assert sum(row.dataset == "digits" for row in found.rows) == 2
+    again = {**told("runs/X", 0.5), "weights": "sha256:ff", "model_hash": "ff"}
+    found = read_result_set([write(run / "results.jsonl", [*lines[2:], again])])
+    assert [one.label for one in found.models] == ["X (000000000000)", "X (ff)"]
+    # two runs of one name, each with its own steps
+    other = tmp_path / "others" / "X"
+    other.mkdir(parents=True)
+    both = [write(run / "results.jsonl", lines[:2]), write(other / "results.jsonl", [told("", 0.9, at=5)])]
+    assert [one.step for one in read_result_set(both).models] == [20, 5]
