@@ -1,10 +1,12 @@
 """What cards say of the datasets in some results, in the plain form that pages and tables take."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from clipkit.count_progress import counted
 from eval.cards import Card, card_names, load_card, load_suite, suite_names
+from eval.dataset import some
 
-__all__ = ["is_of_card", "primary_metrics", "published_scores", "suites_of"]
+__all__ = ["card_lines", "is_of_card", "primary_metrics", "published_scores", "suites_of"]
 
 
 def suites_of(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -40,3 +42,63 @@ def is_of_card(dataset: str, counts: Collection[object]) -> bool:
 def _cards(datasets: Iterable[str]) -> list[Card]:
     known = set(card_names())
     return [load_card(name) for name in dict.fromkeys(datasets) if name in known]
+
+
+def card_lines(name: str) -> list[str]:
+    """What a card says of its dataset, a line for each thing, to be read on a terminal.
+
+    Raises:
+        DataError: there is no such card.
+    """
+    card = load_card(name)
+    facts = {
+        "tasks": ", ".join(card.tasks) or "none: it cannot be scored here",
+        "metric": card.metric,
+        "further": ", ".join(card.further),
+        "pictures": _counts(card.splits),
+        "captions": _counts(card.captions),
+        "items": _counts(card.items),
+        "classes": "" if card.classes is None else f"{card.classes:,}{_some_keys(card)}",
+        "labels": "several a picture" if card.multilabel else "",
+        "groups": ", ".join(card.metadata),
+        "prompts": ", ".join(f"{own}{_templates(card, own)}" for own in card.prompt_sets),
+        "suites": ", ".join(suite for suite in suite_names() if name in load_suite(suite).cards),
+        "source": _sources(card),
+        "get": card.get,
+        "home": card.home,
+        "license": card.license,
+        "citation": card.citation,
+        "expected": "; ".join(_expected(card)),
+        "note": card.note,
+    }
+    width = max(map(len, facts)) + 2
+    return [f"{name}: {card.title}", *(f"  {key:{width}}{value}" for key, value in facts.items() if value)]
+
+
+def _counts(of_splits: Mapping[str, int]) -> str:
+    return ", ".join(f"{split} {count:,}" for split, count in of_splits.items())
+
+
+def _some_keys(card: Card) -> str:
+    return f" ({some(card.keys)})" if card.keys else ""
+
+
+def _templates(card: Card, prompt_set: str) -> str:
+    """How many templates a prompt set states itself."""
+    templates = card.prompt_sets[prompt_set].templates
+    return "" if isinstance(templates, str) else f" ({counted(len(templates), 'template')})"
+
+
+def _sources(card: Card) -> str:
+    known = card.sources
+    built_in = f"built in, --data {known.builtin}" if known.builtin else ""
+    library = f"torchvision.datasets.{known.torchvision.name}" if known.torchvision is not None else ""
+    hub = f"hf://datasets/{known.huggingface.name}" if known.huggingface is not None else ""
+    return ", ".join(filter(None, (built_in, *known.urls, hub, library)))
+
+
+def _expected(card: Card) -> Iterator[str]:
+    for one in card.expected:
+        prompts = f" with prompts {one.prompts}" if one.prompts else ""
+        figures = f"{100 * one.value:.2f} ± {100 * one.tolerance:.2f} %"
+        yield f"{one.model} {one.task} {one.metric} {figures}{prompts}"

@@ -5,6 +5,7 @@ user's own pictures. ``eval/datasets/suites.toml`` lists the suites. Class names
 class keys, because published lists of them are not all in the order of the labels.
 
 card.py         Card and Suite
+metrics.py      which metrics fit which task
 parts.py        what a card holds: prompts, sources, scores of others
 class_keys.py   binds a dataset's classes to those of its card
 loading.py      reads cards and suites
@@ -14,8 +15,8 @@ fields.py       the fields of a TOML file, with what is wrong in one line
 
 from eval.cards.card import Card, Suite
 from eval.cards.loading import card_names, load_card, load_suite, parse_card, read_card, suite_names
+from eval.cards.metrics import CARD_METRICS
 from eval.cards.parts import (
-    CARD_METRICS,
     CARD_TASKS,
     Expected,
     Hub,

@@ -27,8 +27,9 @@ class Card:
     Attributes:
         name: of its file.
         title: as a person says it.
-        tasks: what it is for, of ``CARD_TASKS``; the first is its main one.
-        metric: the primary one, of ``CARD_METRICS`` or by group.
+        tasks: what it is for, of ``CARD_TASKS``; the first is its main one. None where it is known and cannot be
+            scored here, for which the note says why.
+        metric: the primary one, of those that fit the main task; see ``eval.cards.metrics``.
         further: metrics worth knowing besides.
         classes: how many; None for datasets without classes.
         keys: what the dataset calls its classes, in the order of its labels; () where the card does not know.

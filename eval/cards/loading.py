@@ -6,8 +6,8 @@ from pathlib import Path
 from clipkit.errors import DataError, nearest
 from eval.cards.card import Card, Suite
 from eval.cards.fields import Fields, parse_fields, read_fields
+from eval.cards.metrics import CARD_METRICS, MetricKind, metric_and_further
 from eval.cards.parts import (
-    CARD_METRICS,
     CARD_TASKS,
     DATASETS,
     FOLDER,
@@ -15,7 +15,6 @@ from eval.cards.parts import (
     Sources,
     counts_of,
     expected_of,
-    metrics_of,
     paper_of,
     prompts_of,
     published_of,
@@ -75,20 +74,22 @@ def _card(fields: Fields, name: str) -> Card:
         prompt_sets["simple"] = Prompts(
             name="simple", names=names or {}, templates=_SIMPLE, source="the plainest prompt there is"
         )
-    metadata = fields.texts("metadata", ())
-    metrics = metrics_of(metadata)
+    metadata, multilabel = fields.texts("metadata", ()), fields.flag("multilabel")
+    kind = MetricKind(multilabel=multilabel, classes=len(keys) or classes, columns=metadata)
+    tasks = () if fields.raw("tasks") == [] else fields.some_of("tasks", CARD_TASKS)
+    metric, further = metric_and_further(fields, kind, tasks) if tasks else ("", ())
     card = Card(
         name=name,
         title=fields.text("title", name),
-        tasks=fields.some_of("tasks", CARD_TASKS),
-        metric=fields.one_of("metric", metrics),
-        further=fields.some_of("further", metrics, ()),
+        tasks=tasks,
+        metric=metric,
+        further=further,
         classes=len(keys) or classes,
         keys=keys,
         aliases=words_by_key(fields, "aliases", keys),
         label_is_line=fields.flag("label_is_line"),
         superclasses=superclasses_of(fields, keys),
-        multilabel=fields.flag("multilabel"),
+        multilabel=multilabel,
         splits=counts_of(fields, "splits"),
         captions=counts_of(fields, "captions"),
         items=counts_of(fields, "items"),
@@ -102,8 +103,8 @@ def _card(fields: Fields, name: str) -> Card:
         citation=fields.text("citation", ""),
         note=fields.text("note", ""),
         paper=paper_of(fields.table("paper")),
-        published=tuple(published_of(one, metrics) for one in fields.tables("published")),
-        expected=tuple(one for table in fields.tables("expected") for one in expected_of(table, metrics)),
+        published=tuple(published_of(one, kind) for one in fields.tables("published")),
+        expected=tuple(one for table in fields.tables("expected") for one in expected_of(table, kind)),
     )
     fields.end()
     _check(card, fields)
@@ -118,8 +119,6 @@ def _keys(fields: Fields) -> tuple[str, ...]:
 
 
 def _check(card: Card, fields: Fields) -> None:
-    if card.metric in card.further:
-        raise fields.wrong("further", f"without {card.metric!r}, which is the metric already")
     for name in card.prompt_sets:
         _check_references(card, fields, name)
     for prompts in (*(one.prompts for one in card.published), *(one.prompts for one in card.expected)):

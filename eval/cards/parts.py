@@ -1,16 +1,16 @@
 """The parts of a dataset's card, and how each is read from its table in the card's file."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from eval.cards.fields import Fields, read_fields
+from eval.cards.metrics import MetricKind, task_and_metric
 from eval.dataset import TASKS
 
 __all__ = [
-    "CARD_METRICS",
     "CARD_TASKS",
     "DATASETS",
     "FOLDER",
@@ -26,7 +26,6 @@ __all__ = [
     "expected_of",
     "from_open_clip",
     "imagenet_names",
-    "metrics_of",
     "paper_of",
     "prompts_of",
     "published_of",
@@ -36,16 +35,6 @@ __all__ = [
 ]
 
 CARD_TASKS = TASKS
-CARD_METRICS = (
-    "acc1", "acc5", "mean_top1_top5", "mean_per_class_recall", "f1_macro", "roc_auc",
-    "map_11_point", "map_11_point_softmax", "mean_average_precision", "mean_average_precision_softmax",
-    "image_to_text_R@1", "image_to_text_R@5", "image_to_text_R@10",
-    "text_to_image_R@1", "text_to_image_R@5", "text_to_image_R@10",
-    "mean_R@1",  # of both directions, DataComp's score for retrieval
-    "text", "image", "group",  # Winoground
-    "accuracy", "mean_per_group_accuracy",  # the right caption above every wrong one: SugarCrepe, ARO
-    "jaccard", "jaccard_10", "jaccard_12", "jaccard_10-12",  # WinoGAViL, by how many candidates
-)  # fmt: skip
 DATASETS = Path(__file__).parents[1] / "datasets"  # the cards that clipkit brings
 FOLDER = "folder"  # names or templates that are those beside the pictures
 _TEMPLATES = ("OPENAI_IMAGENET_TEMPLATES", "SIMPLE_IMAGENET_TEMPLATES")  # open_clip's
@@ -274,12 +263,13 @@ def paper_of(fields: Fields | None) -> Paper | None:
     return found
 
 
-def published_of(fields: Fields, metrics: Collection[str]) -> Published:
+def published_of(fields: Fields, kind: MetricKind) -> Published:
     """One of the tables ``[[published]]``."""
+    task, metric = task_and_metric(fields, kind)
     found = Published(
         source=fields.text("source"),
-        task=fields.one_of("task", CARD_TASKS),
-        metric=fields.one_of("metric", metrics),
+        task=task,
+        metric=metric,
         prompts=fields.text("prompts", ""),
         values=_values(fields),
     )
@@ -287,13 +277,14 @@ def published_of(fields: Fields, metrics: Collection[str]) -> Published:
     return found
 
 
-def expected_of(fields: Fields, metrics: Collection[str]) -> tuple[Expected, ...]:
+def expected_of(fields: Fields, kind: MetricKind) -> tuple[Expected, ...]:
     """One of the tables ``[[expected]]``, which has a value for each of some models."""
+    task, metric = task_and_metric(fields, kind)
     found = tuple(
         Expected(
             model=model,
-            task=fields.one_of("task", CARD_TASKS),
-            metric=fields.one_of("metric", metrics),
+            task=task,
+            metric=metric,
             prompts=fields.text("prompts", ""),
             value=value,
             tolerance=fields.number("tolerance", 0, 1),
@@ -321,11 +312,6 @@ def superclasses_of(fields: Fields, keys: Collection[str]) -> dict[str, tuple[st
     if sorted(key for below in found.values() for key in below) != sorted(keys):
         raise fields.wrong("superclasses", "tables in which each key stands once")
     return found
-
-
-def metrics_of(columns: Iterable[str]) -> tuple[str, ...]:
-    """The metrics that a card may name; ``columns`` are the facts about its pictures that may group them."""
-    return (*CARD_METRICS, *(f"worst_{column}_acc{k}" for column in columns for k in (1, 5)))
 
 
 def counts_of(fields: Fields, key: str) -> dict[str, int]:

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from textwrap import wrap
 from typing import Any
 
 from eval.cards.card import Card
@@ -16,14 +17,19 @@ _SCORES = ("published", "expected")
 _OWN_TABLES = ("splits", "captions", "items", "aliases", "superclasses", "paper")
 
 
-def card_toml(card: Card) -> str:
-    """The text of a card's file: ``parse_card`` makes an equal card of it. What is empty is left out."""
+def card_toml(card: Card, *, comments: Mapping[str, str] | None = None) -> str:
+    """The text of a card's file: ``parse_card`` makes an equal card of it. What is empty is left out.
+
+    Args:
+        card: what it says.
+        comments: for a reader, by the key or table above which each stands; that of "" stands first.
+    """
     lines: list[str] = []
     rest = {name: getattr(card, name) for name in card.__dataclass_fields__ if name != "name"}
     tables = {name: rest.pop(name) for name in (*_OWN_TABLES, "prompt_sets", "sources", *_SCORES)}
     keys = rest.pop("keys")  # they are long, so last of the fields
     for name, value in {**rest, "keys": keys}.items():
-        if value not in (None, "", (), False):
+        if value not in (None, "", (), False) or name == "tasks":
             lines.append(f"{name} = {_value(value)}")
     if tables["paper"] is not None:
         tables["paper"] = _filled(asdict(tables["paper"]))
@@ -43,7 +49,23 @@ def card_toml(card: Card) -> str:
     for one in tables["expected"]:
         flat = _filled({k: v for k, v in asdict(one).items() if k not in ("model", "value")})
         lines += [*_table("[expected]", flat), *_table("expected.values", {one.model: one.value})]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_with_comments(lines, comments or {})) + "\n"
+
+
+def _with_comments(lines: Iterable[str], comments: Mapping[str, str]) -> Iterator[str]:
+    left = dict(comments)  # each once: a class may be called like a key
+    yield from _comment(left.pop("", ""))
+    for line in lines:
+        key = line.partition(" = ")[0] if " = " in line else line.strip("[]")
+        yield from _comment(left.pop(key, ""))
+        yield line
+
+
+def _comment(text: str) -> list[str]:
+    text = "".join(
+        one if one.isprintable() else "?" for one in text
+    )  # TOML takes no control characters there
+    return wrap(text, _WIDE, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
 
 
 def _sources(sources: Mapping[str, Any]) -> list[str]:

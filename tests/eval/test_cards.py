@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN
+from eval.card_facts import card_lines
 from eval.cards import (
     Card,
     Prompts,
@@ -27,7 +28,9 @@ from eval.cards import (
     suite_names,
 )
 from eval.cards.class_keys import loose_form
+from eval.cards.metrics import MetricKind
 from eval.readers.torchvision_sets import TORCHVISION_SETS
+from eval.tasks.classification import metric_names
 
 # CLIP paper, Table 9: classes (misprints mended), train, test, metric; templates as openai/CLIP publishes them
 PAPER_27 = {
@@ -123,6 +126,11 @@ def test_every_card_loads_and_says_how_to_get_it() -> None:
             assert {card.sources.torchvision.split(split) for split in card.splits} <= set(splits)
         assert not card.stand_in or load_card(card.stand_in).metric == card.metric
         assert card.splits.get("test") or card.captions or card.items or name == "icons"
+        assert card_lines(name)[0] == f"{name}: {card.title}" and "\n" not in "".join(card_lines(name))
+    unscored = {name for name in card_names() if not load_card(name).tasks}
+    assert unscored == {"fairface", "utkface"}
+    of_classes = {one for several in (True, False) for one in MetricKind(multilabel=several).fitting(["knn"])}
+    assert of_classes < set(metric_names())
 
 
 def test_suites_have_the_members_that_their_names_promise() -> None:
@@ -365,9 +373,16 @@ names = { cat = ["cat", "kitten"] }
     ("old", "new", "message"),
     [
         ("[splits]", "[splits", "is no TOML"),
-        ("metric", "metrik", "metric is missing: it must be a known one, known: "),
-        ('"acc1"', '"acc_1"', "metric = 'acc_1': it must be a known one, did you mean 'acc1'"),
-        ('"acc1"', '"worst_region_acc1"', "metric = 'worst_region_acc1': it must be a known one"),
+        ("metric", "metrik", "metric is missing: it must be a metric of zero-shot: acc1, "),
+        ('"acc1"', '"acc_1"', "metric = 'acc_1': it must be a metric of zero-shot: acc1, acc5"),
+        ('"acc1"', '"accuracy"', r"zero-shot: acc1, .*, roc_auc \(accuracy is for compositional\)$"),
+        ('"acc1"', '["acc1"]', r"metric = \['acc1'\]: it must be a metric of zero-shot"),
+        ('"acc1"', '"worst_region_acc1"', "metric = 'worst_region_acc1': it must be a metric of zero-shot"),
+        ('"acc1"', '"acc1"\nfurther = ["map_11_point"]', r"further = .*pictures with several labels, multil"),
+        ('"acc1"', '"acc1"\nfurther = ["acc1"]', "nothing stands twice, nor the metric 'acc1'"),
+        ('"acc1"', '"acc1"\nmultilabel = true', "zero-shot: map_11_point, .*acc1 is for classes, one label"),
+        ('"dog"]', '"dog", "cow"]\nfurther = ["roc_auc"]', r"roc_auc is for two classes"),
+        ('tasks = ["zero-shot"]', "tasks = []", "unknown key 'metric'"),
         ("[splits]", "[split]", "unknown key 'split', did you mean 'splits'"),
         ("test = 10", "test = 0", "splits.test = 0: it must be a whole number, 1 or more"),
         ("test = 10", "test = true", "splits.test = True: it must be a whole number"),
@@ -380,7 +395,12 @@ names = { cat = ["cat", "kitten"] }
         ("[prompts.own]", '[prompts.b]\ntemplates = "own"\n[prompts.own]\nnames = "b"', "is no TOML"),
         ("[splits]", '[aliases]\ncow = "ox"\n[splits]', "aliases.cow"),
         ("[splits]", '[superclasses]\npet = ["cat"]\n[splits]', "superclasses = .*each key stands once"),
-        ("[splits]", '[[expected]]\nmodel = "x"\n[splits]', r"expected\[0\].values is missing"),
+        ("[splits]", '[[expected]]\nmodel = "x"\n[splits]', r"expected\[0\].task is missing"),
+        (
+            "[splits]",
+            '[[expected]]\ntask = "retrieval"\nmetric = "acc1"\n[splits]',
+            r"expected\[0\].metric = 'acc1': it must be a metric of retrieval: mean_R@1, ",
+        ),
     ],
 )
 def test_a_mistake_in_a_card_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -433,8 +453,10 @@ def test_a_users_own_card_is_read_as_it_was_written(title: str, keys: list[str],
             torchvision=Torchvision(name="DTD", arguments={"partition": 2}, splits={"test": "all"})
         ),
     )
-    read = parse_card(card_toml(card), name="mine", file="card.toml")
-    assert vars(read) == vars(card)
+    commented = card_toml(card, comments={"": title, "metric": title, "prompts.own.names": "of {c}"})
+    for text in (card_toml(card), commented):
+        read = parse_card(text, name="mine", file="card.toml")
+        assert vars(read) == vars(card)
     assert read.prompts("own", keys).class_names == tuple(own[key] for key in keys)
 
 
