@@ -6,6 +6,8 @@ published.py        the layout in which the field publishes its sets: shards wit
 annotations.py      what lies beside the pictures of shards
 npy.py              arrays of numbers in shards, read with care
 image_folder.py     ``ROOT/<class name>/*.jpg``, whose folder names are the class names with ``_`` for a space
+split_names.py      what the folders and files of a split may be called
+caption_tables.py   tables of captions, of which a dataset is packed first
 torchvision_sets.py torchvision's own datasets
 hugging_face.py     Hugging Face's datasets, as parquet files
 parquet_files.py    which parquet files a source has, and their columns

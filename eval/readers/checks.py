@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
             raise DataError(
                 f"dataset {dataset.name}: the template {template!r} has no {{c}} for the class name"
             )
+    if dataset.labels is not None and len(dataset.class_names) == 1:
+        dataset = _of_one_class(dataset)
     if dataset.labels is not None:
         if dataset.labels.ndim == 1:
             _check_labels(dataset, dataset.labels)
@@ -35,6 +38,16 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
     if dataset.choices is not None:
         _check_choices(dataset, dataset.choices)
     return dataset
+
+
+def _of_one_class(dataset: EvalDataset) -> EvalDataset:
+    """Whoever classifies is always right; so it is captions that such pictures are scored on."""
+    if dataset.captions is None and dataset.choices is None:
+        raise DataError(
+            f"dataset {dataset.name} has one class only, {dataset.class_names[0]!r}: classification takes two "
+            "or more"
+        )
+    return replace(dataset, tasks=("retrieval",)) if dataset.tasks == ("zero-shot",) else dataset
 
 
 def _check_labels(dataset: EvalDataset, labels: Tensor) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Pictures
+from eval.readers.caption_tables import how_to_pack
 from eval.readers.checks import checked_set
 from eval.readers.parquet_files import ParquetFiles, open_parquet_files
 from eval.readers.parquet_pictures import ParquetPictures
@@ -159,7 +160,12 @@ def _image_column(one: _Set) -> str:
     said = [name for name in names if _kind(one, name) == "Image"]
     found = said[0] if len(said) == 1 else _first(_IMAGE, set(said or names))
     if found is None:
-        raise DataError(f"dataset {one.name}: its columns are {_listed(names)}; none is called image")
+        table = one.files.files[0]
+        packed = how_to_pack(None if table.is_remote else Path(table.url))
+        raise DataError(
+            f"dataset {one.name}: its columns are {_listed(names)}; none is called image (a table of "
+            f"paths is packed first: {packed})"
+        )
     return found
 
 

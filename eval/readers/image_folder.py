@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,29 +11,33 @@ from clipkit.errors import DataError
 from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample
 from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
+from eval.readers.caption_tables import how_to_pack, tables_in
 from eval.readers.checks import checked_set
 from eval.readers.file_pictures import state_of
+from eval.readers.split_names import ACCEPTED, SPLIT_NAMES, folder_of_split
 from eval.readers.text_files import lines_of
 
 __all__ = ["ImageFolder", "open_image_folder", "utf8_name", "visible_folders"]
-
-_SPLITS = ("train", "val", TEST)
 
 
 def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
     """A folder of pictures by class, or of splits of such; to test on, one without splits counts as a whole.
 
-    Where there is no ``test``, ``val`` stands in for it, as in ImageNet's layout, and is no split of its own then.
+    Splits go by the usual names, see ``eval.readers.split_names``. Where there is no ``test``, ``val`` stands in
+    for it, as in ImageNet's layout, and is no split of its own then.
 
     Raises:
-        DataError: it has no such split, or what ``ImageFolder`` refuses.
+        DataError: it has no such split, pictures of one class only, or what ``ImageFolder`` refuses.
     """
-    inside = _folder_of_split(folder, split)
+    splits = _splits(folder)
+    inside = _folder_of_split(folder, split, splits)
     # a class that one split lacks keeps its place in it: labels of all splits are of the same classes
     classes = (
-        {one.name for own in _SPLITS for one in visible_folders(folder / own)} if inside != folder else ()
+        {one.name for own in splits.values() for one in visible_folders(own)} if inside != folder else ()
     )
     pictures = ImageFolder(inside, classes=sorted(classes))
+    if len(pictures.classes) == 1:
+        raise DataError(_of_one_class(folder, pictures.classes[0]))
     templates = tuple(line for line in lines_of(folder / "zeroshot_classification_templates.txt") if line)
     return checked_set(
         EvalDataset(
@@ -50,21 +54,49 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     )
 
 
-def _folder_of_split(folder: Path, split: str) -> Path:
-    here = [own for own in _SPLITS if visible_folders(folder / own)]
+def _splits(folder: Path) -> dict[str, Path]:
+    """By split, the folder in it that is called so and holds folders."""
+    folders = visible_folders(folder)
+    found = {split: folder_of_split(folders, split, visible_folders) for split in SPLIT_NAMES}
+    return {split: own for split, own in found.items() if own is not None}
+
+
+def _folder_of_split(folder: Path, split: str, splits: Mapping[str, Path]) -> Path:
     # else probes would be tuned on what they are scored on
-    if split == "val" and "val" in here and TEST not in here:
+    if split == "val" and "val" in splits and TEST not in splits:
         raise NoSplit(
-            f"{folder} has no split 'val' besides the one to test on, for which its folder 'val' stands in"
+            f"{folder} has no split 'val' besides the one to test on, for which its folder "
+            f"{splits['val'].name!r} stands in"
         )
     for own in (split, "val") if split == TEST else (split,):
-        if own in here or visible_folders(folder / own):
+        if own in splits:
+            return splits[own]
+        if visible_folders(folder / own):
             return folder / own
     if split != TEST:
-        raise NoSplit(f"{folder} has no split {split!r}: no folder {folder / split} with folders by class")
-    if visible_folders(folder / "train"):
-        raise NoSplit(f"{folder} has the split 'train' only: name the folder of the pictures to score on")
+        raise NoSplit(
+            f"{folder} has no split {split!r}: no folder {folder / split} with folders by class; splits are "
+            f"folders {ACCEPTED}"
+        )
+    if "train" in splits:
+        raise NoSplit(
+            f"{folder} has the split 'train' only: name the folder of the pictures to score on, or put them beside "
+            f"it; splits are folders {ACCEPTED}"
+        )
     return folder
+
+
+def _of_one_class(folder: Path, name: str) -> str:
+    """What a folder seems to be whose pictures are all in one folder, and what to do with it."""
+    if (tables := tables_in(folder)) or (tables := tables_in(folder / name)):
+        return (
+            f"{folder} holds pictures in one folder, {name}, and {tables[0].name}, which may be a table of their "
+            f"captions: {how_to_pack(tables[0])}; pictures by class take two folders or more"
+        )
+    return (
+        f"{folder} holds pictures of one class only, {name!r}: pictures by class take two folders or more, as "
+        f"{folder / 'cat'} and {folder / 'dog'}; for pictures with captions {how_to_pack(None)}"
+    )
 
 
 class ImageFolder:
@@ -93,7 +125,11 @@ class ImageFolder:
             for file in sorted(_pictures(folders[name]))
         ]
         if not self.files:
-            raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg")
+            tables = tables_in(root)
+            pairs = (
+                f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
+            )
+            raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg{pairs}")
         self._states = [state_of(file) for file, _ in self.files]
 
     def __len__(self) -> int:

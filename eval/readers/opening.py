@@ -17,13 +17,14 @@ from data.remote.patience import shown
 from data.shard_file import is_remote
 from eval.dataset import TEST, EvalDataset
 from eval.readers.caption_choices import open_caption_choices
+from eval.readers.caption_tables import how_to_pack, is_table
 from eval.readers.hugging_face import open_hugging_face
 from eval.readers.image_folder import open_image_folder, utf8_name
 from eval.readers.parquet_files import has_parquet
 from eval.readers.places import address_of, find_published
 from eval.readers.published import CACHE_GB, open_published
 from eval.readers.text_files import text_of
-from eval.readers.torchvision_sets import open_torchvision
+from eval.readers.torchvision_sets import check_known, open_torchvision
 
 __all__ = ["open_dataset", "open_datasets"]
 
@@ -125,6 +126,7 @@ def _open_all(sources: Sequence[str | Path], options: _Options) -> tuple[EvalDat
 def _locate(source: str, root: Path | str | None) -> _Located:
     if source.startswith(_TORCHVISION):
         name = source.removeprefix(_TORCHVISION)
+        check_known(name)
         return _Located(source=source, place=source, parts=(name,))
     if is_remote(source):
         return _remote(source)
@@ -138,6 +140,8 @@ def _locate(source: str, root: Path | str | None) -> _Located:
             if not place.is_dir():
                 parts[-1] = place.stem
             return _Located(source=source, place=place, parts=tuple(parts))
+        if is_table(path):
+            raise DataError(f"{source[:_SHOWN]} is a table: {how_to_pack(path)}")
         found = find_published(_root(root), [source]) if root is not None else None
     except OSError as error:
         raise DataError(f"cannot read dataset {source[:_SHOWN]!r}: {error.strerror}") from error

@@ -14,6 +14,7 @@ from data.shard_file import ShardFile
 from data.sources import find_shards
 from eval.dataset import TEST, NoSplit, some
 from eval.readers.image_folder import visible_folders
+from eval.readers.split_names import folder_of_split
 from eval.readers.text_files import beside, text_of
 
 __all__ = ["address_of", "files_in", "find_published", "shards_of_split"]
@@ -119,19 +120,25 @@ def shards_of_split(name: str, root: str | Path, split: str) -> list[ShardFile]:
         DataError: there is no such split, or a shard is missing.
     """
     if isinstance(root, Path):
-        _check_has_split(root, name, split)
-        found = find_shards(str(root), split=split)
+        called = _check_has_split(root, name, split)
+        found = find_shards(str(root), split=called)
     else:
         found = _remote_shards(name, root, split)
     _check_consecutive(found)
     return found
 
 
-def _check_has_split(folder: Path, name: str, split: str) -> None:
-    """Shards that lie in the folder itself count as any split that is asked for to test on."""
-    splits = [inside.name for inside in visible_folders(folder) if any(inside.glob("*.tar"))]
-    if split in splits or (split == TEST and (not splits or any(folder.glob("*.tar")))):
-        return
+def _check_has_split(folder: Path, name: str, split: str) -> str:
+    """What the split's folder is called; shards in the folder itself count as any split, asked for to test on.
+
+    Raises:
+        NoSplit: there is no such split.
+        DataError: there are two.
+    """
+    folders = [inside for inside in visible_folders(folder) if any(inside.glob("*.tar"))]
+    own, splits = folder_of_split(folders, split), [inside.name for inside in folders]
+    if own is not None or (split == TEST and (not splits or any(folder.glob("*.tar")))):
+        return own.name if own is not None else split
     if split != TEST or not splits:
         there = f"only {some(splits)}" if splits else "and no other"
         raise NoSplit(f"dataset {name} has no split {split!r}, {there}")

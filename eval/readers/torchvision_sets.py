@@ -7,8 +7,11 @@ asking for another one is refused rather than answered with the same pictures.
 
 import hashlib
 import importlib
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -20,9 +23,14 @@ from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, Pictures
 from eval.readers.checks import checked_set
 from eval.readers.file_pictures import FilePictures, png_of
 
-__all__ = ["ALL", "TORCHVISION_SETS", "ArrayPictures", "open_torchvision"]
+__all__ = ["ALL", "TORCHVISION_SETS", "ArrayPictures", "NotFetched", "check_known", "open_torchvision"]
 
 ALL = "all"  # the split of a set that has no splits
+
+
+class NotFetched(DataError):
+    """The files of a set are not where they are looked for, or not all of them."""
+
 
 Splits = Mapping[str, Mapping[str, Any]]  # our name of a split → what torchvision's class is told
 
@@ -62,6 +70,10 @@ TORCHVISION_SETS: Mapping[str, Splits] = {
     "USPS": _BY_TRAIN,
 }
 _FILES = ("_image_files", "_images", "_samples", "samples")  # where torchvision's classes keep paths
+_NOT_THERE = re.compile(
+    r"not found|doesn't exist|No such file|download=True|not present", flags=re.IGNORECASE
+)
+_SAID = 300  # characters of what torchvision says
 _LABELS = ("_labels", "targets", "labels", "y")
 
 
@@ -93,9 +105,11 @@ def open_torchvision(
         ConfigError: there is no such set.
     """
     name = name or kind
-    splits = splits or TORCHVISION_SETS.get(kind)
-    if splits is None or not hasattr(importlib.import_module("torchvision.datasets"), kind):
-        raise ConfigError(f"no dataset torchvision:{kind[:40]}: {nearest(kind[:40], TORCHVISION_SETS)}")
+    if splits is None:
+        check_known(kind)
+        splits = TORCHVISION_SETS[kind]
+    if not hasattr(importlib.import_module("torchvision.datasets"), kind):
+        raise ConfigError(f"the installed torchvision has no dataset {kind[:40]}")
     if split not in splits:
         raise NoSplit(_about_split(name, kind, split, splits))
     told = {**splits[split], **(arguments or {})}
@@ -125,6 +139,16 @@ def open_torchvision(
     )
 
 
+def check_known(kind: str) -> None:
+    """Make sure that there is a set of this name, before its files are looked for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if kind not in TORCHVISION_SETS:
+        raise ConfigError(f"no dataset torchvision:{kind[:40]}: {nearest(kind[:40], TORCHVISION_SETS)}")
+
+
 def _about_split(name: str, kind: str, split: str, splits: Splits) -> str:
     if ALL in splits:
         return (
@@ -143,10 +167,17 @@ def _made(name: str, kind: str, root: Path, told: Mapping[str, Any], download: b
     except ModuleNotFoundError as error:
         raise DataError(f"dataset {name}: torchvision's {kind} needs {error.name}: pip install it") from error
     except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
-        said = " ".join(str(error).split())[:160]
-        raise DataError(
-            f"dataset {name}: torchvision's {kind} cannot be read in {root}: {said}; fetch it with "
-            f"torchvision.datasets.{kind}({str(root)!r}, download=True) where it has that"
+        said = shorten(str(error), _SAID, placeholder=" …").rstrip(
+            "."
+        )  # between words, so that no path is cut
+        fault = NotFetched if _NOT_THERE.search(said) and "pip install" not in said else DataError
+        if said.startswith("Dataset not found"):
+            said = "its files are not there"
+        fetched = ""
+        if "download" in inspect.signature(made).parameters:
+            fetched = f"; torchvision.datasets.{kind}({str(root)!r}, download=True) may fetch it"
+        raise fault(
+            f"dataset {name}: torchvision's {kind} cannot be read in {root}: {said}{fetched}"
         ) from error
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from data.pack import pack
 from data.writer import DatasetWriter, Record
+from eval.__main__ import main
 from eval.dataset import DEFAULT_TEMPLATES, NoSplit
 from eval.new_card import new_card
 from eval.readers import open_dataset, open_datasets
@@ -165,10 +166,18 @@ def test_a_folder_of_pictures_with_splits(tmp_path: Path) -> None:
     assert (dataset.class_names, len(dataset)) == (("cat", "dog"), 3)
 
 
+def put_pictures(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(picture())
+    return folder
+
+
 def picture_folder(folder: Path) -> Path:
-    """A folder of one picture."""
-    (folder / "cat").mkdir(parents=True)
-    (folder / "cat" / "1.jpg").write_bytes(picture())
+    """A folder of a picture in each of two classes."""
+    for name in ("cat", "cow"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.jpg").write_bytes(picture())
     return folder
 
 
@@ -206,6 +215,50 @@ def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: 
     (tmp_path / "pets" / "test" / "dog").mkdir(parents=True)
     (tmp_path / "pets" / "test" / "dog" / "6.jpg").write_bytes(picture())
     assert [len(open_dataset(tmp_path / "pets", split=split)) for split in ("val", "test")] == [3, 1]
+
+
+def test_splits_go_by_the_usual_names(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    names = [
+        f"{split}/{kind}/1.jpg" for split in ("Train", "validation", "Testing") for kind in ("cat", "dog")
+    ]
+    pets = put_pictures(tmp_path / "pets", *names, "Train/cat/2.jpg")
+    assert [len(open_dataset(pets, split=split)) for split in ("train", "val", "test")] == [3, 2, 2]
+    two = put_pictures(tmp_path / "two", *names, "dev/cat/1.jpg")
+    assert f"{two / 'dev'} and {two / 'validation'} would both be the split 'val'" in refusal(two)
+    alone = put_pictures(tmp_path / "alone", "TRAIN/cat/1.jpg", "TRAIN/dog/1.jpg")
+    assert "val (valid, validation, dev) and test (testing)" in refusal(alone)
+    shards = write_dataset(split="valid")
+    assert len(open_dataset(shards, split="val")) == 23
+
+
+def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    one = put_pictures(tmp_path / "one", "images/1.jpg", "images/2.jpg")
+    assert (
+        f"one class only, 'images': pictures by class take two folders or more, as {one / 'cat'}"
+        in refusal(one)
+    )
+    table = one / "caps.csv"
+    table.write_text("path,caption\nimages/1.jpg,a cat\n")
+    pack_it = f"python -m data pack {table} OUT --test 1.0, then --data OUT"
+    assert pack_it in refusal(one) and pack_it in refusal(table)
+    (one / "images" / "caps.csv").write_text("")
+    assert (
+        f"caps.csv may be a table of captions: {pack_it.replace('caps.csv', 'images/caps.csv')}"
+        in refusal(one / "images")
+    )
+    assert "classification takes two or more" in refusal(
+        write_dataset("cats", labels=[0, 0], class_names=["cat"])
+    )
+    told = write_dataset("told", labels=[0, 0], class_names=["cat"], captions=["a", "b"])
+    assert open_dataset(told).tasks == ("retrieval",)
+    no_folder: tuple[tuple[str | Path, str], ...] = (
+        (table, "is a table"),
+        (write_dataset("x") / "card.json", "is a file"),
+        ("no", "no folder"),
+    )
+    for wrong, message in no_folder:
+        with pytest.raises(ConfigError, match=f"{message}.*a card is made of a folder of this machine"):
+            main(["new", "Mine", "--data", str(wrong)])
 
 
 def test_a_file_of_the_same_size_and_time_may_be_another(write_dataset: WriteDataset, tmp_path: Path) -> None:
