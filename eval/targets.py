@@ -1,21 +1,26 @@
 """What a user names, a dataset, a folder or a suite, as datasets to score on: opened, bound to cards, checked."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipkit.errors import DataError, nearest
+from clipkit.count_progress import counted
+from clipkit.errors import ConfigError, DataError, nearest
 from data.corpora.builtin import BUILTIN
+from data.remote.patience import Unreachable, shown
 from data.shard_file import is_remote
 from eval.cards import Card, card_names, load_card, load_suite, read_card, suite_names
-from eval.dataset import TEST, EvalDataset, distinct_names
+from eval.cards.metrics import MetricKind
+from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, distinct_names, some
 from eval.readers import find_published, open_dataset, open_datasets
 from eval.readers.hugging_face import open_hugging_face
-from eval.readers.torchvision_sets import open_torchvision
+from eval.readers.torchvision_sets import NotFetched, open_torchvision
 
-__all__ = ["OWN_CARD", "Missing", "Target", "by_names", "find_suites", "find_targets"]
+__all__ = ["OWN_CARD", "Missing", "Target", "Trouble", "by_names", "find_suites", "find_targets"]
 
 OWN_CARD = "card.toml"
+_log = logging.getLogger("eval")
 
 
 class Missing(DataError):
@@ -83,7 +88,9 @@ def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompt
 
     Raises:
         DataError: one is missing or broken.
+        ConfigError: there is no folder ``root``.
     """
+    _check_root(root)
     cards = [name for name in names if name in card_names() and not Path(name).is_dir()]
     plain = [name for name in names if name not in cards]
     for name in plain:
@@ -114,9 +121,11 @@ def find_suites(
 
     Raises:
         DataError: there is no such suite.
+        ConfigError: there is no folder ``root``.
     """
+    _check_root(root)
     targets: dict[str, Target] = {}
-    trouble: list[DataError] = []
+    trouble = Trouble(root)
     for name in suites:
         if name not in suite_names():
             raise DataError(f"there is no suite {name!r}: {nearest(name, suite_names())}")
@@ -126,13 +135,52 @@ def find_suites(
             try:
                 found = _of_card(card, root, prompts=chosen, metrics=suite.metrics_for(card))
             except DataError as error:
-                trouble.append(error)
+                trouble.add(card.name, error)
             else:
                 targets.setdefault(card.name, found)
-    return list(targets.values()), trouble
+    return list(targets.values()), trouble.lines()
+
+
+class Trouble:
+    """Why datasets cannot be scored on, a line each; but one for all that a store has which nobody answers for."""
+
+    def __init__(self, root: Path | str | None) -> None:
+        self._root = root
+        self._errors: dict[str, DataError] = {}
+        self._unreached: list[str] = []
+
+    def add(self, dataset: str, error: DataError) -> None:
+        """Keep what is wrong with a dataset; what was said of it already is not said again."""
+        if isinstance(error, Unreachable):
+            self._unreached.append(dataset)
+        self._errors.setdefault("" if isinstance(error, Unreachable) else str(error), error)
+
+    def lines(self) -> list[DataError]:
+        """One for each line, in the order in which they came."""
+        return [self._of_store(error) if not key else error for key, error in self._errors.items()]
+
+    def _of_store(self, error: DataError) -> DataError:
+        names = list(dict.fromkeys(self._unreached))
+        why = str(error).partition(": ")[2] or str(error)  # before it stands the address of the first
+        return Unreachable(
+            f"{shown(str(self._root))}: {why}; it costs {counted(len(names), 'dataset')}: {some(names)}"
+        )
+
+
+def _check_root(root: Path | str | None) -> None:
+    if root is None or is_remote(str(root)):
+        return
+    try:
+        if Path(root).expanduser().is_dir():
+            return
+    except (OSError, RuntimeError):  # a name too long; there is no such user
+        pass
+    raise ConfigError(f"--data-root {str(root)[:200]}: there is no such folder")
 
 
 def _of_card(card: Card, root: Path | str | None, *, prompts: str, metrics: Sequence[str] = ()) -> Target:
+    if not card.tasks:
+        raise Lacks(f"{card.name} is known and cannot be scored here: {card.note}")
     opener = _opener(card, root)
     dataset = replace(opener(TEST), name=card.name)
     card.check_size(TEST, len(dataset))
@@ -148,14 +196,19 @@ def _of_card(card: Card, root: Path | str | None, *, prompts: str, metrics: Sequ
 def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, prompts: str) -> Target:
     """A dataset without a card, or with one of its own beside its pictures."""
 
-    def opener(split: str) -> EvalDataset:
-        return open_dataset(source, split=split, root=root)
-
     own = Path(source).expanduser() / OWN_CARD
-    if not own.is_file():
+    card = read_card(own, name=dataset.name) if own.is_file() else None
+
+    def opener(split: str) -> EvalDataset:
+        return open_dataset(source, split=split, root=root, metadata_names=card.metadata if card else ())
+
+    if card is None:
+        _tell_default_prompts(dataset)
         return Target(dataset=dataset, keys=dataset.class_names, opener=opener)
-    card = read_card(own, name=dataset.name)
+    if card.metadata:  # which nobody could know before
+        dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
+    _check_metrics(own, card, dataset)
     bound = _with_prompts(card, dataset, prompts)
     return Target(
         dataset=bound,
@@ -165,6 +218,38 @@ def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, promp
         opener=opener,
         own_card=True,
     )
+
+
+def _check_metrics(file: Path, card: Card, dataset: EvalDataset) -> None:
+    """Whether the metrics of a user's card, which fit its tasks, fit the pictures too.
+
+    Raises:
+        DataError: one does not.
+    """
+    if not card.tasks:
+        raise Lacks(f"{file} has no tasks: name those that {card.name} is for")
+    if dataset.labels is None:
+        return
+    several = dataset.labels.dim() == 2
+    if several != card.multilabel:
+        how = "pictures have several labels" if several else "each picture has one label"
+        raise DataError(
+            f"{file}: {how}, so it must have multilabel = {str(several).lower()}, and metrics of that"
+        )
+    kind = MetricKind(
+        multilabel=several, classes=len(dataset.class_names) or None, columns=tuple(dataset.metadata)
+    )
+    if must := kind.fault(card.metrics, card.tasks):
+        raise DataError(f"{file}: metric and further do not fit the pictures: each must be {must}")
+
+
+def _tell_default_prompts(dataset: EvalDataset) -> None:
+    if dataset.labels is not None and dataset.templates is DEFAULT_TEMPLATES:
+        _log.warning(
+            "dataset %s brings no prompts (zeroshot_classification_templates.txt): %r is taken",
+            dataset.name,
+            DEFAULT_TEMPLATES[0],
+        )
 
 
 def _opener(card: Card, root: Path | str | None) -> Opener:
@@ -195,8 +280,10 @@ def _opener(card: Card, root: Path | str | None) -> Opener:
 
         try:
             of_torchvision(TEST)
-        except DataError as error:
-            raise Missing(f"{card.name}: {_how(card, root)}; for torchvision: {error}") from error
+        except NotFetched as error:
+            how = _how(card, root)
+            also = "" if "torchvision" in how else f", or as torchvision.datasets.{sets.name} keeps it"
+            raise Missing(f"{card.name}: {how}{also}") from error
         return of_torchvision
     raise Missing(f"{card.name}: {_how(card, root)}")
 
@@ -215,6 +302,8 @@ def _with_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset
     if not chosen or not (dataset.class_names or dataset.labels is not None):
         return dataset
     found = card.prompts(chosen, dataset.class_names, dataset.templates)
+    if found.templates is dataset.templates:
+        _tell_default_prompts(dataset)
     several = any(len(names) > 1 for names in found.class_names)
     return replace(
         dataset,

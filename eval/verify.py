@@ -6,16 +6,29 @@ the data learns by one command whether preprocessing, prompts, data and metrics 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.cards import Expected
+from clipkit.count_progress import counted
+from clipkit.errors import ConfigError, DataError, nearest
+from eval.cards import Card, Expected, card_names, load_card, read_card
+from eval.dataset import some
 from eval.results import Score
-from eval.targets import Target
+from eval.targets import OWN_CARD, Target, Trouble, find_targets
 
-__all__ = ["Check", "checks_of", "expected_of", "print_checks"]
+__all__ = [
+    "Check",
+    "Known",
+    "checks_of",
+    "expected_of",
+    "find_known",
+    "known_tasks",
+    "nothing_checked",
+    "print_checks",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +45,88 @@ class Check:
         if self.measured is None:
             return None
         return abs(self.measured - self.expected.value) <= self.expected.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """The datasets on which scores of a model are known.
+
+    Attributes:
+        targets: those that are here, each once for every prompt set in which a score is known.
+        trouble: why others are not here, or cannot be opened.
+        datasets: how many there are, here or not.
+    """
+
+    targets: list[Target]
+    trouble: list[DataError]
+    datasets: int
+
+
+def known_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
+    """The tasks of which scores of a model are known, by the cards alone: nothing is opened.
+
+    Args:
+        names: datasets, as a user names them; none for all that there are cards of.
+        model: by the name that its scores are known under.
+
+    Raises:
+        ConfigError: none is known.
+    """
+    of_cards = [one for card in _cards(names).values() for one in card.expected]
+    if known := tuple(dict.fromkeys(one.task for one in of_cards if one.model == model)):
+        return known
+    models = sorted({one.model for one in of_cards})
+    where = f" on {some(names)}" if names else ""
+    if not models:
+        raise ConfigError(
+            f"nothing is known of {model!r}{where}, nor of any model: a card has to state scores, as [[expected]]"
+        )
+    hint = nearest(model, models) if len(models) > 1 else f"only of {models[0]}"
+    raise ConfigError(
+        f"nothing is known of {model!r}{where}, {hint}; --as NAME says under which name the scores of --model are "
+        "known"
+    )
+
+
+def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> Known:
+    """Open the datasets whose cards state scores of a model.
+
+    Args:
+        names: datasets, as a user names them; none for all that there are cards of.
+        model: by the name that its scores are known under.
+        root: where datasets are looked for by their cards' names.
+
+    Raises:
+        ConfigError: no score of it is known; or there is no folder ``root``.
+    """
+    known_tasks(names, model)
+    wanted = [
+        name for name, card in _cards(names).items() if any(one.model == model for one in card.expected)
+    ]
+    targets: list[Target] = []
+    trouble = Trouble(root)
+    for name in wanted:
+        prompt_sets = dict.fromkeys(
+            one.prompts for one in _cards([name])[name].expected if one.model == model
+        )
+        try:
+            for prompts in [one for one in prompt_sets if one] or list(prompt_sets):
+                targets += find_targets([name], root=root, prompts=prompts)
+        except DataError as error:
+            trouble.add(name, error)
+    return Known(targets=targets, trouble=trouble.lines(), datasets=len(wanted))
+
+
+def _cards(names: Sequence[str]) -> dict[str, Card]:
+    """By dataset its card; some have none."""
+    found = {}
+    for name in names or card_names():
+        own = Path(name).expanduser() / OWN_CARD
+        if own.is_file():
+            found[name] = read_card(own)
+        elif name in card_names() and not Path(name).is_dir():
+            found[name] = load_card(name)
+    return found
 
 
 def expected_of(target: Target, model: str) -> list[Expected]:
@@ -53,6 +148,13 @@ def checks_of(target: Target, model: str, scores: Sequence[Score]) -> list[Check
         Check(dataset=target.dataset.name, expected=one, measured=found.get((one.task, one.metric)))
         for one in expected_of(target, model)
     ]
+
+
+def nothing_checked(known: Known, model: str) -> str:
+    """What to say where there is no check."""
+    of = counted(known.datasets, "dataset")
+    why = "can be scored" if known.targets else "is here"
+    return f"nothing could be checked: none of the {of} that {model} is known on {why}"
 
 
 def print_checks(checks: Sequence[Check]) -> int:
