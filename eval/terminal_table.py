@@ -123,7 +123,7 @@ def _mean_and_spread(score: Score, spread: dict[tuple[str, str, str], Score]) ->
 
 def _metric(metric: str) -> str:
     """Its name in the scores in words, which a table may break between."""
-    return printable(metric if metric in ("acc1", "acc5") else metric_name(metric))
+    return printable(metric.replace("_", " ") if metric.endswith(("acc1", "acc5")) else metric_name(metric))
 
 
 def _broken(name: str) -> Text:

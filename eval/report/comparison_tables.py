@@ -33,6 +33,7 @@ _TOLD_APART = (
 )
 _FOR_PROGRAMS = ("model_hash", "inputs", "lines")  # by which a program finds what was scored already
 _OPTION = re.compile(r"(\w+)=(\([^()]*\)|[^\s()]+)(?: |$)")
+_SAID = {"True": "yes", "False": "no"}
 _MARKS = re.compile(r"[()']|,(?=\))")
 
 
@@ -227,11 +228,12 @@ def model_facts(results: ResultSet, options: Mapping[str, Mapping[str, Sequence[
     facts = "".join(
         f"<dt>{escape(_words(key))}</dt><dd>{escape(_told(value))}</dd>" for key, value in shared.items()
     )
-    facts += "".join(
-        f"<dt>{escape(task)}</dt><dd>{escape(_options_told(own))}</dd>" for task, own in options.items()
-    )
     heading = "The same for all" if len(results.models) > 1 else "Settings and versions"
     listed = f'<h3>{heading}</h3><dl class="facts">{facts}</dl>' if facts else ""
+    facts = "".join(
+        f"<dt>{escape(task)}</dt><dd>{escape(_options_told(own))}</dd>" for task, own in options.items()
+    )
+    listed += f'<h3>Options of the tasks</h3><dl class="facts">{facts}</dl>' if facts else ""
     return scrolling("Models", whole, kind="models") + listed + _datasets(results)
 
 
@@ -277,7 +279,7 @@ def _options_told(options: Mapping[str, Sequence[str]]) -> str:
     for text, datasets in options.items():
         pairs = _OPTION.findall(text)
         whole = "".join(match[0] for match in _OPTION.finditer(text)) == text
-        words = [f"{_words(name)} {_MARKS.sub('', value)}" for name, value in pairs]
+        words = [f"{_words(name)} {_SAID.get(value, _MARKS.sub('', value))}" for name, value in pairs]
         shown = "; ".join(words) if whole else text
         told.append(f"{shown} ({some(list(datasets))})" if len(options) > 1 else shown)
     return " – ".join(told)

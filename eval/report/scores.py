@@ -27,6 +27,7 @@ _HEADLINES = 4
 _WORDS = {
     "acc1": "top-1",
     "acc5": "top-5",
+    "superclass_acc1": "superclass top-1",
     "image_to_text_R@1": "image to text R@1",
     "text_to_image_R@1": "text to image R@1",
 }

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
+from eval.dataset import EvalDataset
+from eval.details import item_details, write_details
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
 from eval.report.result_set import read_result_set
 from eval.report.score_table import score_table
@@ -396,7 +399,7 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
                 lines.append(line(0, name, "acc1", value + k / 40, **more))
                 lines.append(line(0, name, "acc1_std", 0.0, **more, **{"n": 1, "low": None, "high": None}))
         for k in (10, 20):
-            more = {"task": "knn", "setting": f"k={k}", "model_hash": "ffff", "inputs": "eeee", "lines": 8}
+            more = {"task": "knn", "setting": f"k={k}", "model_hash": "ffff", "inputs": "eeee", "lines": "8"}
             lines.append(line(0, name, "acc1", k / 100, **more))
         lines.append(line(0, name, "acc1", 0.7, task="fine-tune", setting="10 epochs"))
     few = [one for one in lines if one["task"] == "few-shot"]
@@ -429,3 +432,29 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
         pytest.approx([x + 2.5, x + 10, x + 40]) for x in (20, 30)
     ]
     assert "took 10.5 seconds" in page.words  # seven tasks, whatever their settings
+
+
+def test_retrieval_shows_where_matches_are_found_and_ranks_are_no_percentages(tmp_path: Path) -> None:
+    ways = ("image_to_text", "text_to_image")
+    common = {"task": "retrieval", "prompt_set": "", "seconds": 0.1, "chance": None}
+    lines = [line(0, "pairs", f"{way}_R@1", 0.5, **common) for way in ways]
+    lines += [line(0, "pairs", f"{way}_median_rank", 1.0, **common) for way in ways]
+    path = write(tmp_path / "r.jsonl", lines)
+    data = EvalDataset(
+        name="pairs", class_names=(), templates=(), shards=(), labels=None, captions=(("a",), ("b",)),  # type: ignore[arg-type]
+        revision="pair", tasks=("retrieval",), prompt_set="own",
+    )  # fmt: skip
+    ranks = {f"{way}_mean_rank": torch.tensor([1, 1, 2, 40]) for way in ways}
+    write_details(
+        path, item_details(data, task="retrieval", n=4, values=ranks), weights=str(lines[0]["weights"])
+    )
+    page = built(path)
+    assert "Found among the first k" in page.words and "median rank 1.5" in page.words
+    assert "took" not in page.words  # in no time: from features that were there
+    assert "Examples are" not in page.words
+    (chart,) = (json.loads(str(a["data-chart"])) for _, a in page.tags if "data-chart" in a)
+    assert list(chart["ticks"].values()) == ["1", "3", "10", "40"]
+    assert chart["lines"][0]["y"] == [50, 75, 75, 100]
+    assert "100.0" not in page.words.replace("100%", "") and re.search(
+        r"median rank retrieval 5,000 1 ", page.words
+    )
