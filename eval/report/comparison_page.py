@@ -114,7 +114,12 @@ def _page(found: ResultSet, tables: Mapping[str, ScoreTable], told: _Told) -> st
     first = tables.get("zero-shot") or score_table(found, tasks=AS_TRAINED)
     shown = _section_of_blocks(found, told.details, book)
     sections = [
-        Section(name="scores", title="Scores", lead=_lead(first), content=leaders(first) + _tables(tables)),
+        Section(
+            name="scores",
+            title="Scores",
+            lead=_lead(next(iter(tables.values()), first)),
+            content=leaders(first) + _tables(tables),
+        ),
         _section_of_probes(found, first, tables.get("linear-probe")),
         Section(name="cost", title="Score against cost", content=cost(first)),
         Section(name="few-shot", title="Few-shot", content=few_shot(found, first)),
@@ -217,7 +222,7 @@ def _tables(tables: Mapping[str, ScoreTable]) -> str:
         title = _TITLES.get(task, task)
         html = score_table_html(title, table)
         if not parts:
-            parts.append((f"<h3>{escape(title)}</h3>" if len(tables) > 1 else "") + html)
+            parts.append((f"<h3>{escape(title)}</h3>" if [*tables] != ["zero-shot"] else "") + html)
         else:
             opened = " open" if len(table.lines) <= _SHORT else ""
             parts.append(f"<details{opened}><summary><b>{escape(title)}</b></summary>{html}</details>")
