@@ -5,8 +5,8 @@ comparison_page.py      the page over many models and datasets from what result_
 score_table.py          its table of models × datasets, with averages over suites
 comparison_tables.py    that table, all scores and where they come from as HTML
 comparison_charts.py    its figures; bars.py draws those that are no lines
-dataset_blocks.py       calibration, confusion and examples of one model on one dataset
-tables.py               the table as CSV, LaTeX and Markdown
+dataset_blocks.py       ranks, calibration, confusion and examples of one model on one dataset
+tables.py               the table as LaTeX and Markdown, all scores as CSV
 charts.py               lines as SVG, for both pages
 page_frame.py           what every page is: one file, with its own security policy
 json_lines.py           lines that may be cut short

@@ -99,9 +99,9 @@ class ScoreTable:
 
 
 def read_scores(results: Sequence[Path]) -> ResultSet:
-    """Read results files, without scores that say nothing; raises as ``read_result_set`` does."""
+    """Read results files, without scores that say nothing unless all do; raises as ``read_result_set`` does."""
     found = read_result_set(results)
-    return replace(found, rows=tuple(row for row in found.rows if tells(row.metric, row.n)))
+    return replace(found, rows=tuple(row for row in found.rows if tells(row.metric, row.n)) or found.rows)
 
 
 def task_tables(

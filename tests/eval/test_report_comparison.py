@@ -403,6 +403,7 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
             lines.append(line(0, name, "acc1", k / 100, **more))
         lines.append(line(0, name, "acc1", 0.7, task="fine-tune", setting="10 epochs"))
     few = [one for one in lines if one["task"] == "few-shot"]
+    assert "few-shot" in built(write(tmp_path / "r.jsonl", few[1:2])).words  # nothing but a deviation of one
     path = write(tmp_path / "r.jsonl", few)
     rows = as_markdown([path]).splitlines()
     assert "| mean of all datasets, 4-shot ridge | few-shot | over 2 | 30.0 |" in rows
