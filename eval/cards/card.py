@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from clipkit.count_progress import counted
 from clipkit.errors import DataError, nearest
 from eval.cards.class_keys import Words, bind_keys, unique_words
 from eval.cards.parts import (
@@ -95,7 +96,8 @@ class Card:
             if not (self.get or self.home):  # a user's own, which nobody publishes
                 how = f"bring back what is missing, or set {split!r} of [splits] in its card to {pictures}"
             raise DataError(
-                f"dataset {self.name}: split {split!r} has {pictures:,} pictures, its card says {stated:,}; {how}"
+                f"dataset {self.name}: split {split!r} has {counted(pictures, 'picture')}, its card says {stated:,}; "
+                f"{how}"
             )
 
     def class_order(self, keys: Sequence[str]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clipkit.count_progress import counted
 from clipkit.errors import DataError
 from clipkit.tar import Content, FileContent, sample_name, tar_files_of
 from data.index import CAPTION, LABEL, META
@@ -164,7 +165,11 @@ def _wrong_multi_hot(array: Array | None, width: int, *, named: bool) -> str:
     if array is None:
         return "has no npy, in which a multilabel set keeps its labels"
     if array.size != width or array.ndim > 2 or (array.ndim == 2 and 1 not in array.shape):
-        other = f"classnames.txt has {width} lines; blank lines in it count" if named else "others have"
+        other = (
+            f"classnames.txt has {counted(width, 'line')}; blank lines in it count"
+            if named
+            else "others have"
+        )
         return f"has a multi-hot label of shape {array.shape}, {other}" + ("" if named else f" {width}")
     if not ((array == 0) | (array == 1)).all():
         return "has a multi-hot label with values other than 0 and 1"
@@ -186,7 +191,10 @@ def columns_of(
         if array.size != len(names):
             stated = f"{len(names)} ({', '.join(names)})"
             raise _at(
-                name, shards, number, f"has {array.size} values in its npy, {stated} were to be expected"
+                name,
+                shards,
+                number,
+                f"has {counted(array.size, 'value')} in its npy, {stated} to be expected",
             )
         rows[number] = array.reshape(-1)
         if not np.isfinite(rows[number]).all():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from clipkit.count_progress import counted
 from clipkit.errors import DataError
 from eval.dataset import EvalDataset, some
 
@@ -89,13 +90,13 @@ def _check_choices(dataset: EvalDataset, choices: Sequence[Sequence[str]]) -> No
     for number, own in enumerate(choices):
         if len(own) < 2:
             raise DataError(
-                f"{dataset.where(number)} has {len(own)} captions to choose from, it takes 2 or more"
+                f"{dataset.where(number)} has {counted(len(own), 'caption')} to choose from, it takes 2 or more"
             )
     equal = [own[0] for own in choices if own[0] in own[1:]]
     if equal:
         _log.warning(
-            "dataset %s: %d pictures whose right caption is among the wrong ones too, which counts as wrong: %s",
+            "dataset %s: %s whose right caption is among the wrong ones too, which counts as wrong: %s",
             dataset.name,
-            len(equal),
+            counted(len(equal), "picture"),
             some([repr(one[:_LONGEST]) for one in equal]),
         )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipkit.count_progress import counted
 from clipkit.errors import DataError
 from data.cache import shard_cache
 from data.captions import CaptionRule
@@ -132,7 +133,8 @@ def _check_count(name: str, shards: EveryPicture, split: str, card: dict[str, An
     if shards.skipped or stated not in (None, len(shards)):
         expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
         raise DataError(
-            f"dataset {name}: {len(shards)} samples of split {split!r} have a picture, {shards.skipped} have none"
+            f"dataset {name}: split {split!r} has {counted(len(shards), 'sample')} with a picture, "
+            f"{shards.skipped} without"
             f"{expected}; fetch or write it again"
         )
 

@@ -129,7 +129,7 @@ def test_group_metadata(tmp_path: Path) -> None:
         "y": [1, 0, 2],
     }
     assert str(named.metadata["region"].dtype) == "torch.int64"
-    assert "has 3 values in its npy, 2 (region, year) were to be expected" in refusal(
+    assert "has 3 values in its npy, 2 (region, year) to be expected" in refusal(
         root, metadata_names=["region", "year"]
     )
     lacking = publish(tmp_path / "lacking", [samples[0], {"cls": 1}])
@@ -142,7 +142,7 @@ def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.Log
     dataset = open_dataset(publish(tmp_path / "order", samples, classes=None, kind="image_caption_selection"))
     assert dataset.choices == (("a dog bites a man", "a man bites a dog"), ("x", "y", "x"))
     assert (dataset.captions, dataset.tasks) == (None, ("compositional",))
-    assert "1 pictures whose right caption is among the wrong ones" in caplog.text
+    assert "1 picture whose right caption is among the wrong ones" in caplog.text
     one = publish(tmp_path / "one", [{"txt": "alone"}], classes=None, kind="image_caption_selection")
     assert "has 1 captions to choose from, it takes 2 or more" in refusal(one)
 
