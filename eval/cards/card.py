@@ -96,8 +96,8 @@ class Card:
             if not (self.get or self.home):  # a user's own, which nobody publishes
                 how = f"bring back what is missing, or set {split!r} of [splits] in its card to {pictures}"
             raise DataError(
-                f"dataset {self.name}: split {split!r} has {counted(pictures, 'picture')}, its card says {stated:,}; "
-                f"{how}"
+                f"dataset {self.name}: split {split!r} has {counted(pictures, 'picture')}, "
+                f"its card says {stated:,}; {how}"
             )
 
     def class_order(self, keys: Sequence[str]) -> tuple[int, ...]:

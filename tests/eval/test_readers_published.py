@@ -144,7 +144,7 @@ def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.Log
     assert (dataset.captions, dataset.tasks) == (None, ("compositional",))
     assert "1 picture whose right caption is among the wrong ones" in caplog.text
     one = publish(tmp_path / "one", [{"txt": "alone"}], classes=None, kind="image_caption_selection")
-    assert "has 1 captions to choose from, it takes 2 or more" in refusal(one)
+    assert "has 1 caption to choose from, it takes 2 or more" in refusal(one)
 
 
 def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
