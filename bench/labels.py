@@ -2,8 +2,8 @@
 
     python -m bench.labels [--model runs/quickstart]
 
-Of the built-in digits the first 1,000 are learned from, the other 797 tested on. Learning rates of fine-tuning suit
-a model of a few million parameters that was trained at 1e-3. Scores, no times: what else the machine does is the same.
+Of the built-in digits the first 1,000 are learned from, the other 797 tested on. The learning rates suit a model of
+a few million parameters that was trained at 1e-3. Scores, no times: what else the machine does is the same.
 """
 
 import argparse

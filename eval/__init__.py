@@ -6,8 +6,9 @@ scores = eval.evaluate(model, "digits", out=Path("results.jsonl"))  # and lines 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ def evaluate(
     out: str | Path | None = None,
     step: int | None = None,
     weights: str = "in memory",
+    origin: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Score]:
     """Score a model on a dataset; the pictures are encoded once for all tasks.
@@ -66,6 +68,7 @@ def evaluate(
         out: a results file to which rank 0 appends a line a score.
         step: of the training, for those lines.
         weights: what the weights are, for those lines.
+        origin: further facts for them, such as the name of the model.
         progress: called with the number of pictures after each batch.
 
     Raises:
@@ -89,8 +92,8 @@ def evaluate(
         found = KNOWN_TASKS[task].run(subject, options).scores
         scores += found
         if out is not None and subject.encoder.ranks.rank == 0:
-            origin = provenance(subject.encoder.model, subject.dataset, weights=weights)
+            facts = {**provenance(subject.encoder.model, subject.dataset, weights=weights), **(origin or {})}
             append_results(
-                Path(out), found, step=step, provenance=origin, seconds=round(time.monotonic() - start, 3)
+                Path(out), found, step=step, provenance=facts, seconds=round(time.monotonic() - start, 3)
             )
     return scores

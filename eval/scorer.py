@@ -4,7 +4,6 @@ RUN/results.jsonl             a line a score, see eval/results.py
 RUN/snapshots/                pictures and guesses of each moment, see eval/snapshot_file.py
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from eval import evaluate
 from eval.dataset import EvalDataset
 from eval.encode import Encoder
 from eval.ranks import Ranks
-from eval.results import Score, append_results, provenance, read_results, weights_id
+from eval.results import Score, read_results, weights_id
 from eval.snapshot import take_snapshot, write_snapshot
 from eval.subject import Subject
-from eval.tasks import check_tasks
 
 __all__ = ["Scorer"]
 
@@ -86,22 +84,11 @@ class Scorer:
         return self.run / "results.jsonl"
 
     def _score(self, dataset: EvalDataset, step: int, weights: str) -> None:
-        scores: list[Score] = []
         with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
             subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
-            for task in check_tasks(dataset, None):
-                start = time.monotonic()
-                found = evaluate(subject, tasks=[task])
-                scores += found
-                if self.ranks.rank == 0:
-                    origin = {**provenance(self.model, dataset, weights=weights), "model": str(self.run)}
-                    append_results(
-                        self._results,
-                        found,
-                        step=step,
-                        provenance=origin,
-                        seconds=round(time.monotonic() - start, 3),
-                    )
+            scores = evaluate(
+                subject, out=self._results, step=step, weights=weights, origin={"model": str(self.run)}
+            )
             # every rank takes it, since they share the texts; one writes it
             snapshot = take_snapshot(subject, step=step)
         if self.ranks.rank == 0:

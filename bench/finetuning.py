@@ -1,0 +1,86 @@
+"""What do fine-tuning's options change? The quickstart's model on 1,000 digits, and what it forgets of fonts.
+
+    python -m bench.finetuning [OPTION …] [--model runs/quickstart]
+
+Trains ``configs/finetune.toml`` once as it is and once with each option, on the first 1,000 of the built-in digits;
+scored zero-shot on the other 797 and on the unseen fonts that the model knew. One seed; scores, no times.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import eval as evaluation
+from data.writer import DatasetWriter, Record
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path(__file__).parent / "results" / "finetuning.json"
+LEARNED = 1000
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "as it is": (),
+    "all layers from the start": ("lock.unfreeze_every=0",),
+    "locked image tower": ("lock.image=all", "lock.unfreeze_every=0"),
+    "locked text tower": ("lock.text=all", "lock.unfreeze_every=0"),
+    "one rate for all layers": ("optim.layer_decay=1",),
+    "no averages": ("optim.average=0",),
+}
+
+
+def write_pairs(out: Path) -> None:
+    """The digits with a prompt of their class as the caption; those to be tested on in a split of their own."""
+    (digits,) = evaluation.open_datasets(["digits"])
+    assert digits.labels is not None
+    with DatasetWriter(out) as writer:
+        for number, label in enumerate(digits.labels.tolist()):
+            prompts = digits.prompts()[label]
+            writer.write(
+                "train" if number < LEARNED else "test",
+                Record(
+                    key=f"{number:05d}",
+                    image=digits.shards.read(number).image,
+                    extension="png",
+                    caption=prompts[number % len(prompts)],
+                    label=label,
+                ),
+            )
+        writer.finish(
+            {"name": "handwriting"}, class_names=list(digits.class_names), templates=list(digits.templates)
+        )
+
+
+def scores(results: Path) -> dict[str, dict[str, float]]:
+    """Zero-shot accuracy by dataset at the first and at the last step."""
+    found: dict[str, dict[str, float]] = {"start": {}, "end": {}}
+    for line in map(json.loads, results.read_text().splitlines()):
+        if line["metric"] == "acc1" and line["task"] == "zero-shot":
+            found["end" if line["step"] else "start"][line["dataset"]] = line["value"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], help="default: all")
+    parser.add_argument("--model", default="runs/quickstart")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        pairs = Path(work) / "pairs"
+        write_pairs(pairs)
+        for number, name in enumerate(given.options or OPTIONS):
+            out = Path(work) / str(number)
+            settings = [
+                f"data.train={pairs}", f'eval.data=["{pairs}", "glyphs"]', "eval.every_steps=0", "data.workers=1",
+                f"model.weights={given.model}", "model.name=ViT-Ti-4-16", f"out={out}", *OPTIONS[name],
+            ]  # fmt: skip
+            program = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "finetune.toml")]
+            subprocess.run([*program, *settings], cwd=ROOT, check=True)
+            found = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+            found[name] = {"settings": OPTIONS[name], **scores(out / "results.jsonl")}
+            RESULT.write_text(json.dumps(found, indent=2) + "\n")
+            print(name, found[name], flush=True)
+
+
+if __name__ == "__main__":
+    main()
