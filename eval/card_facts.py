@@ -6,7 +6,14 @@ from clipkit.count_progress import counted
 from eval.cards import Card, card_names, load_card, load_suite, suite_names
 from eval.dataset import some
 
-__all__ = ["card_lines", "is_of_card", "primary_metrics", "published_scores", "suites_of"]
+__all__ = [
+    "card_lines",
+    "cards_in_no_suite",
+    "is_of_card",
+    "primary_metrics",
+    "published_scores",
+    "suites_of",
+]
 
 
 def suites_of(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -29,6 +36,12 @@ def published_scores(datasets: Iterable[str]) -> dict[str, Mapping[str, float]]:
         if (first := next(fitting, None)) is not None:
             found[card.name] = first.values
     return found
+
+
+def cards_in_no_suite() -> tuple[str, ...]:
+    """The datasets that have a card and are in no suite."""
+    there = {card for name in suite_names() for card in load_suite(name).cards}
+    return tuple(name for name in card_names() if name not in there)
 
 
 def is_of_card(dataset: str, counts: Collection[object]) -> bool:
