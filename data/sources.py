@@ -14,6 +14,7 @@ from pathlib import Path
 
 import braceexpand
 
+from clipkit.count_progress import counted
 from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote.patience import Unreachable
@@ -191,4 +192,6 @@ def _about_nothing(folder: Path, split: str) -> str:
 def _check_count(folder: str, found: int, stated: str | None) -> None:
     """That ``nshards.txt`` says as many."""
     if stated is not None and (not stated.strip().isdecimal() or int(stated) != found):
-        raise DataError(f"{folder} has {found} shards, but nshards.txt says {stated.strip()[:20]!r}")
+        raise DataError(
+            f"{folder} has {counted(found, 'shard')}, but nshards.txt says {stated.strip()[:20]!r}"
+        )

@@ -11,9 +11,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from clipkit.errors import ConfigError
-from eval.card_facts import is_of_card, primary_metrics, published_scores, suites_of
-from eval.cards import load_card, load_suite, suite_names
+from clipkit.errors import ConfigError, nearest
+from eval.card_facts import (
+    card_lines,
+    cards_in_no_suite,
+    is_of_card,
+    primary_metrics,
+    published_scores,
+    suites_of,
+)
+from eval.cards import Card, card_names, load_card, load_suite, suite_names
 from eval.results import read_results
 
 __all__ = ["add_page_commands"]
@@ -65,7 +72,12 @@ def add_page_commands(commands: Any) -> None:
     compare.set_defaults(run=_compare)
     what = "list the suites and their datasets"
     listing = commands.add_parser("list", help=what, description=what[0].upper() + what[1:] + ".")
-    listing.add_argument("suite", nargs="?", metavar="SUITE", help="its datasets only")
+    listing.add_argument(
+        "suite",
+        nargs="?",
+        metavar="SUITE|DATASET",
+        help="the datasets of one suite, or what is known of one dataset",
+    )
     listing.set_defaults(run=_list)
 
 
@@ -148,27 +160,39 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    if options.suite is not None and options.suite not in suite_names():
-        raise ConfigError(f"there is no suite {options.suite!r}: {', '.join(suite_names())}")
     console = Console(highlight=False)
+    if options.suite in card_names():
+        for line in card_lines(options.suite):
+            console.print(line, markup=False, soft_wrap=True)
+        return 0
+    if options.suite is not None and options.suite not in suite_names():
+        known = [*suite_names(), *card_names()]
+        raise ConfigError(f"there is no suite or dataset {options.suite!r}: {nearest(options.suite, known)}")
     for name in suite_names() if options.suite is None else (options.suite,):
         suite = load_suite(name)
-        table = Table(
-            box=box.SIMPLE_HEAD, pad_edge=False, title=f"{name}: {suite.title}", title_justify="left"
-        )
-        table.add_column("dataset", overflow="fold")
-        table.add_column("task", no_wrap=True)
-        table.add_column("metric", overflow="fold")
-        table.add_column("classes", justify="right", no_wrap=True)
-        table.add_column("test", justify="right", no_wrap=True)
-        for card in map(load_card, suite.cards):
-            size, classes = card.splits.get("test"), card.classes
-            table.add_row(
-                card.name,
-                card.tasks[0],
-                suite.metrics_for(card)[0],
-                "" if classes is None else f"{classes:,}",
-                "" if size is None else f"{size:,}",
-            )
-        console.print(table)
+        rows = [(card, suite.metrics_for(card)[0]) for card in map(load_card, suite.cards)]
+        console.print(_cards_table(f"{name}: {suite.title}", rows))
+    if options.suite is None:
+        rows = [(card, card.metric) for card in map(load_card, cards_in_no_suite())]
+        console.print(_cards_table("in no suite", rows))
     return 0
+
+
+def _cards_table(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
+    """Datasets with their main task and a metric; names stay whole, to be copied."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table.add_column("dataset", no_wrap=True)
+    table.add_column("task", no_wrap=True)
+    table.add_column("metric", overflow="fold")
+    table.add_column("classes", justify="right", no_wrap=True)
+    table.add_column("test", justify="right", no_wrap=True)
+    for card, metric in rows:
+        size, classes = card.splits.get("test"), card.classes
+        table.add_row(
+            card.name,
+            card.tasks[0] if card.tasks else "not scored",
+            metric,
+            "" if classes is None else f"{classes:,}",
+            "" if size is None else f"{size:,}",
+        )
+    return table

@@ -146,7 +146,10 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
     if KNOWN_TASKS[task].learns:
         splits += [one for one in (subject.split("train"), subject.split("val")) if one is not None]
         if len(splits) == 1 or splits[1].split != "train":
-            raise NoSplit(f"dataset {subject.dataset.name} has no train split, which {task} learns from")
+            raise NoSplit(
+                f"dataset {subject.dataset.name} has no train split, which {task} learns from: put its pictures "
+                "into FOLDER/train/CLASS and FOLDER/test/CLASS, or pack a train split beside its test shards"
+            )
     for dataset in splits:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.checkpoint import resolve_checkpoint
+from clipkit.count_progress import counted
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.open_clip_run import newest_epoch
 from data.cache import cache_folder
-from eval.cards import card_names, load_card
 from eval.dataset import EvalDataset, Lacks
 from eval.image_models import TIMM, load_image_model
 from eval.ranks import Ranks
@@ -28,7 +28,15 @@ from eval.score_options import PRECISIONS, add_data, add_model, add_prompts, add
 from eval.targets import Missing, Target, find_suites, find_targets
 from eval.tasks import KNOWN_TASKS, check_image_tasks, check_tasks
 from eval.terminal_table import printable, score_table
-from eval.verify import Check, checks_of, expected_of, print_checks
+from eval.verify import (
+    Check,
+    checks_of,
+    expected_of,
+    find_known,
+    known_tasks,
+    nothing_checked,
+    print_checks,
+)
 
 __all__ = ["add_score_commands"]
 
@@ -172,41 +180,19 @@ def _verify(options: argparse.Namespace, device: torch.device) -> int:
         raise ConfigError("verify checks one --model at a time")
     model = _Model.of(options.model[0], options.out)
     known_as = options.known_as or model.name
-    targets, trouble = _expecting(options, known_as)
-    if not targets and not trouble:
-        raise ConfigError(
-            f"nothing is known of {known_as!r} on these datasets: name published weights by --as, or data by --data"
-        )
+    check_image_tasks([model.source], known_tasks(options.data, known_as))
+    known = find_known(options.data, known_as, root=options.data_root)
     scored, checks = Scored(), list[Check]()
-    for target in targets:
+    for target in known.targets:
         tasks = tuple(dict.fromkeys(one.task for one in expected_of(target, known_as)))
         before = len(scored.scores)
         _score_model(model, [target], tasks, options, place, scored)
         checks += checks_of(target, known_as, scored.scores[before:])
-    _tell_trouble(everything := [*trouble, *scored.trouble])
+    _tell_trouble(everything := [*known.trouble, *scored.trouble])
     status = _status(everything, scored)
+    if distributed.rank() == 0 and not checks:
+        print(nothing_checked(known, known_as), file=sys.stderr)
     return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
-
-
-def _expecting(options: argparse.Namespace, model: str) -> tuple[list[Target], list[DataError]]:
-    """The datasets whose cards expect something of a model, in each of the prompt sets that they expect it in."""
-    targets: list[Target] = []
-    trouble: dict[str, DataError] = {}
-    named = options.data or [
-        name for name in card_names() if any(one.model == model for one in load_card(name).expected)
-    ]
-    for name in named:
-        try:
-            first = find_targets([name], root=options.data_root)[0]
-        except DataError as error:
-            trouble[str(error)] = error
-            continue
-        assert first.card is not None or not expected_of(first, model)
-        every = first.card.expected if first.card is not None else ()
-        prompt_sets = dict.fromkeys(one.prompts for one in every if one.model == model)
-        for prompts in [one for one in prompt_sets if one] or list(prompt_sets):
-            targets += find_targets([name], root=options.data_root, prompts=prompts)
-    return targets, list(trouble.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +251,7 @@ def _score_model(
             Console(highlight=False).print(score_table(own.scores))
     if ranks.rank == 0:
         there = f", {own.found} were there already" if options.skip_existing else ""
-        print(f"wrote {len(own.scores)} lines to {wanted.out.absolute()}{there}")
+        print(f"wrote {counted(len(own.scores), 'line')} to {wanted.out.absolute()}{there}")
 
 
 def _load(source: str, name: str, device: str) -> CLIP:
