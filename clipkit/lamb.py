@@ -1,6 +1,8 @@
 """LAMB (You et al. 2020, https://arxiv.org/abs/1904.00962), as timm has it, with its whole state by parameter.
 
-Loads timm: import it where it is chosen.
+It is for very large batches. On the quickstart's of 128, at a rate of 1e-2: handwriting 52.8% and unseen fonts
+47.2%, where AdamW gives 62.3% and 84.5% (bench/options.py, one seed, no other rate tried). Loads timm: import it
+where it is chosen.
 """
 
 from collections.abc import Callable

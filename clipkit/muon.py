@@ -1,4 +1,8 @@
-"""Muon for the matrices of blocks, AdamW for everything else, as one optimizer."""
+"""Muon for the matrices of blocks, AdamW for everything else, as one optimizer.
+
+On the quickstart, at the rate that AdamW has there: handwriting 65.6% and unseen fonts 92.3%, where AdamW alone
+gives 62.3% and 84.5% (bench/options.py, one seed).
+"""
 
 from collections.abc import Callable
 from typing import Any

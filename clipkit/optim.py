@@ -147,7 +147,9 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
     A linear warm-up, then the schedule from ``lr`` down to ``min_lr``. A constant rate falls in a line over the
     last ``cooldown`` steps only, but not before the warm-up ends, so that a run can be made longer from before them
-    (Hu et al. 2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
+    (Hu et al. 2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392). On the
+    quickstart a constant rate with a fifth of the steps to cool down scores as the cosine does, within what seeds
+    change (bench/options.py).
 
     Args:
         step: updates made before.

@@ -1,8 +1,9 @@
 """Smaller pictures and shorter texts for the first steps of a training.
 
 Training at a small size and finishing at the full one costs a fraction of the compute for nearly the same model
-(CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017; its finish is arXiv 2306.15658). Its effect is not yet
-measured here.
+(CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017; its finish is arXiv 2306.15658). On the quickstart it
+costs much: with 900 of 1,200 steps on pictures of 8 pixels, 4 patches, handwriting 45.2% and unseen fonts 56.5%,
+where all at 16 pixels give 62.3% and 84.5% (bench/options.py, one seed).
 """
 
 from collections.abc import Sequence
