@@ -23,7 +23,9 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
     """Lock towers or parts of them, for good: their parameters get no gradient and no update.
 
     With a trained image tower locked, the text tower learns to read it out (LiT; Zhai et al. 2022,
-    https://arxiv.org/abs/2111.07991). Effect not measured here.
+    https://arxiv.org/abs/2111.07991). Fine-tuned on handwriting with its image tower locked, the quickstart's
+    model learns less and forgets less: 71.4%, and 82.7% of unseen fonts, where all that is free gives 89.1% and
+    79.9%; with the text tower locked 85.3% and 79.7% (bench/finetuning.py, one seed).
 
     Args:
         model: a CLIP, before its optimizer is made.
@@ -88,7 +90,9 @@ class Unfreezing:
     """Gradual unfreezing (ULMFiT; Howard & Ruder 2018, https://arxiv.org/abs/1801.06146): from the top down.
 
     A fine-tuning begins with the top depths of both towers, and every so many steps the next lower ones join. What
-    was locked for good stays so. Effect not measured here.
+    was locked for good stays so. On the quickstart's model, fine-tuned on handwriting, it changes nothing to speak
+    of: 88.5%, and 79.7% of unseen fonts, where all layers from the start give 89.1% and 79.9%
+    (bench/finetuning.py).
     """
 
     def __init__(self, model: CLIP, *, every: int, first: int = 1) -> None:

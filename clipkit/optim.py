@@ -22,7 +22,9 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> list[dict[str, Any]]:
 
     As published for CLIP, weights decay and gains, biases and the temperature do not. Everything of one dimension
     is a gain, a bias, the class embedding or the temperature. ``params`` is in the model's order. Lower rates for
-    lower layers (``layer_decay``) are BEiT's (Bao et al. 2021, https://arxiv.org/abs/2106.08254).
+    lower layers (``layer_decay``) are BEiT's (Bao et al. 2021, https://arxiv.org/abs/2106.08254):
+    fine-tuned on handwriting, the quickstart's model reaches 88.5% with a factor of 0.8 and 92.5% without, and
+    keeps as much of what it knew (bench/finetuning.py, one seed).
 
     Raises:
         ConfigError: rates differ by depth, and the depths of a library's tower are not known.
