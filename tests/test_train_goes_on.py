@@ -133,7 +133,7 @@ def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], s
     return [line for line in done.stderr.splitlines() if line.startswith("error")], done.stderr[-1000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(
     train: Train, pairs: Path, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_all_ranks_leave_when_one_is_asked_to(trainings: Trainings, tmp_path: Pa
     assert clipkit.load(out).logit_scale.exp().item() == pytest.approx(metrics(out)[-1]["scale"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_is_told_once_by_two_ranks(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = ("steps=6", "optim.lr=1e30", "optim.warmup=0", "optim.clip_norm=0", "batch_size=5")

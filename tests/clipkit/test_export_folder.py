@@ -183,6 +183,7 @@ def test_a_folder_that_cannot_be_is_one_line(name: str, model: CLIP) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_examples_in_the_card_take_any_picture(model: CLIP, tmp_path: Path) -> None:
     export(model, tmp_path / "out", to=["transformers", "sentence-transformers", "onnx"])
     card = (tmp_path / "out" / "README.md").read_text()

@@ -302,7 +302,8 @@ def test_a_constant_rate_falls_in_a_line_at_the_end(
     schedule: tuple[int, OptimConfig], cooldown: int, longer: int
 ) -> None:
     steps, config = schedule
-    constant = replace(config, schedule="constant", cooldown=cooldown)
+    floor = config.min_lr if cooldown else 0.0  # which a rate that never falls may not have
+    constant = replace(config, schedule="constant", cooldown=cooldown, min_lr=floor)
 
     def rate(step: int, of: int = steps) -> float:
         return learning_rate(step, of, constant)
