@@ -79,6 +79,8 @@ def by_tarfile(members: Sequence[tuple[str, bytes, bytes, str]], form: int) -> b
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=form) as tar:
         for name, data, kind, link in members:
+            if kind == tarfile.AREGTYPE and len(name.encode()) > tarfile.LENGTH_NAME:
+                continue  # tarfile alone takes it for a folder where its name, cut to the header, ends with a slash
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, link
             info.size = len(data) if kind in tarfile.REGULAR_TYPES else 0
