@@ -155,17 +155,12 @@ def test_two_ranks_save_before_they_stop_for_bad_samples_and_one_goes_on(
     assert "4% of the 50 samples drawn were bad (limit: data.max_bad = 100%" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data", "setting", "error"),
     [
         ("/nothing", "steps=2", "error: no data at '/nothing'"),  # the chief alone meets this
-        pytest.param(  # and all this
-            "glyphs",
-            "accumulate=4",
-            "error: batch_size = 4 cannot be split over 2 processes",
-            marks=pytest.mark.long,
-        ),
+        ("glyphs", "accumulate=4", "error: batch_size = 4 cannot be split over 2 processes"),  # and all this
     ],
 )
 def test_a_mistake_is_one_line_of_two_ranks(data: str, setting: str, error: str, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_kill_9_and_the_same_command_again(
     assert tree(killed) == tree(straight), f"killed at file {at}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_gives_the_same_files(
     photos: Path, checkpoint: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path
 ) -> None:

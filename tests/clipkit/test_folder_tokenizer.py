@@ -86,6 +86,7 @@ def test_a_tokenizer_of_its_own_is_used(text: dict[str, int], end: int, tmp_path
     assert shorter.tokenizer(TEXTS).shape == (4, 5) and shorter.tokenizer(TEXTS)[2, -1] == end
 
 
+@pytest.mark.long
 def test_it_is_stored_and_exported(tmp_path: Path) -> None:
     source, out = tmp_path / "model", tmp_path / "out"
     write_model(source)
