@@ -8,12 +8,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from clipkit.errors import DataError
+from data.child_process import end_with_parent
 from data.index import stored_index
 from data.open_shard import OpenShard
 from data.selection import Selection
@@ -118,14 +118,7 @@ def _leave_with_the_parent() -> None:
     """End this process at Ctrl-C without a traceback, and however its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    Thread(target=_end_after_parent, daemon=True).start()
-
-
-def _end_after_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None", stats: bool) -> Census:

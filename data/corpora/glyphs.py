@@ -10,6 +10,7 @@ processes make them.
 """
 
 import os
+import signal
 import string
 import struct
 import sys
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from clipkit.count_progress import CountProgress
 from clipkit.errors import DataError
+from data.child_process import end_with_parent
 from data.corpora.glyph_captions import (
     CLASS_CHARACTERS,
     CLASS_NAMES,
@@ -139,8 +141,11 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
         return
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     try:
-        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_process) as pool:
+        pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_process)
+        try:
             yield from _shown(chunks, pool.map(_make_chunk, chunks), progress=progress)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
     except (
         BrokenProcessPool
     ) as error:  # a script that is no main module cannot be started again by its children
@@ -178,8 +183,12 @@ def _shown(
 
 
 def _start_process() -> None:
+    """A signal that all get is the parent's to answer: who dies while it hands glyphs over leaves it waiting."""
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
     torch.set_num_threads(1)
 
 

@@ -2,11 +2,17 @@
 
 import io
 import json
+import os
 import re
+import signal
 import string
+import subprocess
+import sys
 import tarfile
+import time
 import unicodedata
 from collections import Counter
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +94,31 @@ def meta(sample: dict[str, bytes]) -> dict[str, Any]:
 def glyph(file: str, character: str) -> Glyph:
     face = next(face for face in FACES if face.file == file)
     return next(g for g in glyphs_of(face) if g.character == character and g.styles == face.styles)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_ends_all(stop: signal.Signals, tmp_path: Path) -> None:
+    for attempt in range(3):
+        command = [sys.executable, "-m", "data", "make", "glyphs", str(tmp_path / "out")]
+        process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[3], start_new_session=True, stderr=subprocess.PIPE, text=True
+        )
+        until = time.monotonic() + 120
+        while not list(tmp_path.glob(".out*/*/0.tar")):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        time.sleep(0.7 * attempt)
+        os.killpg(process.pid, stop)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 130 and said.splitlines()[-1] == "stopped; nothing was written"
+        until = time.monotonic() + 20
+        with suppress(ProcessLookupError):
+            while time.monotonic() < until:
+                os.killpg(process.pid, 0)
+                time.sleep(0.02)
+        assert time.monotonic() < until, "a process is left"
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
