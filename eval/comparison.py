@@ -198,6 +198,8 @@ def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> 
         matches = last or matches
     if len(matches) == 1:
         return matches[0]
+    if path is not None and not matches:
+        raise DataError(f"there are no scores in {path}")
     if path is not None:
         how = _HOW.replace("FILE", str(path))
         raise ConfigError(f"{path} holds several models ({labels}): {how}")

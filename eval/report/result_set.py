@@ -127,7 +127,8 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
             raise DataError(f"cannot read {str(path)[:200]}: {error.strerror}") from error
     if not lines:
         named = ", ".join(str(path)[:200] for path in results[:3])
-        raise DataError(f"there are no scores in {named or 'the results, as no file is given'}")
+        why = "".join(f"; {note}" for note in notes)
+        raise DataError(f"there are no scores in {named or 'the results, as no file is given'}{why}")
     unread = tuple(notes)
     numbers = same_models(line.origin for line in lines)
     lines, earlier = _last_steps(lines, numbers, notes)

@@ -145,13 +145,18 @@ def _splits(subject: Subject, seed: int, *, choose: bool) -> tuple[_Pictures, _P
     if not choose:
         return _pictures(train), [], ""
     kept, tuned = carve(labels, revision=train.revision, seed=seed)
-    check_carved(train, labels, tuned)
+    try:
+        check_carved(train, labels, tuned)
+    except DataError as error:
+        raise DataError(f"{error}; one rate, by --rates, needs none") from error
     return _pictures(train, kept.tolist()), _pictures(train, tuned.tolist()), "a fifth of train"
 
 
 def _pictures(dataset: EvalDataset, chosen: Sequence[int] | None = None) -> _Pictures:
     labels = labels_of(dataset).tolist()
-    return [(dataset, number, labels[number]) for number in chosen or range(len(labels))]
+    return [
+        (dataset, number, labels[number]) for number in (range(len(labels)) if chosen is None else chosen)
+    ]
 
 
 def _name(subject: Subject, head: CLIP, learn: _Pictures, tune: _Pictures, options: tuple[float, ...]) -> str:
