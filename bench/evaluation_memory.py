@@ -1,4 +1,4 @@
-"""What a task takes of memory, on made-up features that are mapped from a file; run in a process of its own.
+"""What a task takes of memory, on made-up features in the feature store; run in a process of its own.
 
     python -m bench.evaluation_memory TASK PICTURES COLUMNS DIM
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from data.shards import Sample
 from eval.dataset import DEFAULT_TEMPLATES, EvalDataset
 from eval.encode import ImageFeatures
+from eval.feature_store import FeatureTable, digest_of
 from eval.tasks import KNOWN_TASKS, Options
 
 __all__ = ["MadeUp", "peak_of"]
@@ -54,10 +55,10 @@ class Pictures:
 
 
 class MadeUp:
-    """A model on a dataset as tasks see them, with features from nowhere, mapped as the store maps them.
+    """A model on a dataset as tasks see them, with features from nowhere, kept in the store.
 
     Args:
-        place: a folder for the file.
+        place: a folder for the store.
         task: "zero-shot" or "retrieval".
         rows: pictures.
         columns: classes, or captions.
@@ -69,15 +70,16 @@ class MadeUp:
         self.device, self.logit_scale, self.metrics = torch.device("cpu"), 100.0, ()
         self._columns = F.normalize(torch.randn(columns, dim, generator=generator), dim=1)  # (C, D)
         labels = torch.arange(rows) % columns
-        self._path, self._shape = place / "features.bin", (rows, dim)
-        file = np.memmap(self._path, np.float32, "w+", shape=self._shape)
+        table = FeatureTable(place, {"projected": dim})
         for start in range(0, rows, 16_384):  # features of a model that is right now and then
             block = labels[start : start + 16_384]
             noise = torch.randn(len(block), dim, generator=generator)
-            file[start : start + len(block)] = F.normalize(3 * self._columns[block] + noise, dim=1).numpy()
-        file.flush()
-        del file
-        self.mapped = rows * dim * 4
+            digests = [digest_of(b"%d" % number) for number in range(start, start + len(block))]
+            table.append(digests, {"projected": F.normalize(3 * self._columns[block] + noise, dim=1)})
+        labels[-1], order = 0, np.arange(rows)
+        order[-1] = 0  # a picture that is there twice: the rows do not follow each other
+        self._images = ImageFeatures(lambda name: table.column(name, order))
+        self.stored = rows * dim * 4
         classes = task == "zero-shot"
         self.dataset = EvalDataset(
             name="made up",
@@ -91,8 +93,7 @@ class MadeUp:
         )
 
     def images(self) -> ImageFeatures:
-        mapped: Tensor = torch.from_numpy(np.memmap(self._path, np.float32, "c", shape=self._shape))
-        return ImageFeatures(projected=mapped, before_projection=torch.empty(self._shape[0], 0))
+        return self._images
 
     def class_weights(self) -> Tensor:
         return self._columns.T.contiguous()
@@ -102,7 +103,7 @@ class MadeUp:
 
 
 def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
-    """The greatest resident size while a task's scores are made, and the greatest without the mapped features."""
+    """The greatest resident size while a task's scores are made, and the greatest without mapped files."""
     peak, done = [0], threading.Event()
 
     def watch() -> None:
@@ -120,14 +121,14 @@ def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         done.set()
         watcher.join()
-        mapped = subject.mapped
+        stored = subject.stored
     return {
         "rows": rows,
         "columns": columns,
         "dim": dim,
         "seconds": seconds,
         "scores": len(outcome.scores),
-        "bytes of mapped features": mapped,
+        "bytes of stored features": stored,
         "peak bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         "peak bytes without what is mapped": peak[0],
     }

@@ -3,23 +3,22 @@
 import eval
 scores = eval.evaluate(model, "digits")                             # a list of eval.Score
 scores = eval.evaluate(model, "digits", out=Path("results.jsonl"))  # and lines in a file, with provenance
+
+What needs torch is imported when it is first asked for: Ctrl-C is answered at once.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-import torch
-
-from clipkit import CLIP
-from eval.dataset import EvalDataset
-from eval.encode import Encoder
-from eval.ranks import ONE_RANK, Ranks
-from eval.readers import open_dataset, open_datasets
-from eval.results import Score, append_results, latest_results, provenance, read_results, weights_id
-from eval.subject import Subject
-from eval.tasks import KNOWN_TASKS, Options, check_tasks
+if TYPE_CHECKING:
+    from eval.api import evaluate
+    from eval.dataset import EvalDataset
+    from eval.encode import Encoder
+    from eval.ranks import Ranks
+    from eval.readers import open_dataset, open_datasets
+    from eval.results import Score, append_results, latest_results, provenance, read_results, weights_id
+    from eval.subject import Subject
+    from eval.tasks import KNOWN_TASKS, check_tasks
 
 __all__ = [
     "KNOWN_TASKS",
@@ -39,61 +38,21 @@ __all__ = [
     "weights_id",
 ]
 
+_HOMES = {
+    "KNOWN_TASKS": "tasks", "Encoder": "encode", "EvalDataset": "dataset", "Ranks": "ranks", "Score": "results",
+    "Subject": "subject", "append_results": "results", "check_tasks": "tasks", "evaluate": "api",
+    "latest_results": "results", "open_dataset": "readers", "open_datasets": "readers", "provenance": "results",
+    "read_results": "results", "weights_id": "results",
+}  # fmt: skip
 
-def evaluate(
-    model: CLIP | Subject,
-    data: str | Path | EvalDataset | None = None,
-    *,
-    tasks: Sequence[str] | None = None,
-    batch_size: int = 256,
-    ranks: Ranks = ONE_RANK,
-    out: str | Path | None = None,
-    step: int | None = None,
-    weights: str = "in memory",
-    origin: Mapping[str, Any] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> list[Score]:
-    """Score a model on a dataset; the pictures are encoded once for all tasks.
 
-    With several ranks all of them call this, share the work, and return the same scores. It draws no random
-    numbers and leaves the model in the mode it had, so a training may call it between two steps.
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'eval' has no attribute {name!r}")
+    found: object = getattr(import_module(f"eval.{_HOMES[name]}"), name)
+    globals()[name] = found  # asked for once
+    return found
 
-    Args:
-        model: to be scored; or a subject, which is a model on a dataset, what it has encoded included. Under
-            autocast the towers run in its type, similarities never do.
-        data: a dataset, or what ``open_dataset`` takes; None for a subject's own.
-        tasks: of ``KNOWN_TASKS``; None for those that the dataset itself names.
-        batch_size: pictures that the model takes at a time.
-        ranks: who shares the work.
-        out: a results file to which rank 0 appends a line a score.
-        step: of the training, for those lines.
-        weights: what the weights are, for those lines.
-        origin: further facts for them, such as the name of the model.
-        progress: called with the number of pictures after each batch.
 
-    Raises:
-        DataError: the dataset is missing or broken, or has not what a task needs.
-        ConfigError: a task is unknown.
-        TypeError: the model is none, or there is no dataset.
-    """
-    if not isinstance(model, Subject):
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
-        if data is None:
-            raise TypeError("a model needs data to be scored on: a dataset, its name or its folder")
-        encoder = Encoder(model, ranks=ranks, batch_size=batch_size, progress=progress)
-        dataset = data if isinstance(data, EvalDataset) else open_dataset(data)
-        others = None if isinstance(data, EvalDataset) else lambda split: open_dataset(data, split=split)
-        model = Subject(encoder, dataset, open_split=others)
-    subject, options = model, Options(details=False)
-    scores: list[Score] = []
-    for task in check_tasks(subject.dataset, tasks):
-        start = time.monotonic()
-        found = KNOWN_TASKS[task].run(subject, options).scores
-        scores += found
-        if out is not None and subject.encoder.ranks.rank == 0:
-            facts = {**provenance(subject.encoder.model, subject.dataset, weights=weights), **(origin or {})}
-            append_results(
-                Path(out), found, step=step, provenance=facts, seconds=round(time.monotonic() - start, 3)
-            )
-    return scores
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

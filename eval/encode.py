@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -39,17 +38,25 @@ _WAIT = 0.5  # seconds between two looks at what another process does
 _log = logging.getLogger("eval")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ImageFeatures:
     """Of all N pictures of a split, in the dataset's order; on the CPU, perhaps mapped from a disk.
 
-    Attributes:
-        projected: (N, D) float32, unit norm.
-        before_projection: (N, W) float32, what the image tower gives before its last linear map, not normalized.
+    Args:
+        column: gives the tensor of a name below, when it is first asked for.
     """
 
-    projected: Tensor
-    before_projection: Tensor
+    def __init__(self, column: Callable[[str], Tensor]) -> None:
+        self._column = column
+
+    @cached_property
+    def projected(self) -> Tensor:
+        """(N, D) float32, unit norm."""
+        return self._column("projected")
+
+    @cached_property
+    def before_projection(self) -> Tensor:
+        """(N, W) float32, what the image tower gives before its last linear map, not normalized."""
+        return self._column("before_projection")
 
 
 class Encoder:
@@ -100,10 +107,7 @@ class Encoder:
         widths = {"projected": self.model.architecture.embed_dim, "before_projection": self._width}
         table = self._table("images", widths)
         rows = self._rows(dataset, table, layers=())
-        return ImageFeatures(
-            projected=table.column("projected", rows),
-            before_projection=table.column("before_projection", rows),
-        )
+        return ImageFeatures(lambda name: table.column(name, rows))
 
     def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:
         """By the number of each block of the image tower, from 1: (N, W) float32, the class token behind it.

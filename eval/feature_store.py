@@ -33,6 +33,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from data.remote.node_lock import NodeLock
+from eval.mapped_rows import PIECE, chosen_rows, map_rows, release
 
 __all__ = ["DIGEST_BYTES", "FeatureTable", "digest_of"]
 
@@ -145,35 +146,37 @@ class FeatureTable:
         self._number.update({digest: start + number for number, digest in enumerate(added)})
 
     def column(self, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
-        """(N, W) float32 of N rows: mapped from the disk where they follow each other there, else a copy.
+        """(N, W) float32 of N rows, mapped from the disk where they are there or are many.
 
         Raises:
             DataError: the table is damaged, or was removed meanwhile.
         """
-        width = self.widths[name]
-        if self.folder is None:
-            if len(self._memory[name]) > 1:
-                self._memory[name] = [np.concatenate(self._memory[name])]
-            whole = self._memory[name][0] if self._memory[name] else np.empty((0, width), np.float32)
-        elif not len(rows):
-            whole = np.empty((0, width), np.float32)
-        else:
-            # copy on write: torch wants what it may write to, the file stays as it is
-            shape = (len(self._number), width)
+        if self.folder is not None and len(rows):
             with _told(self.folder):
-                if self._whole_rows() < len(self._number):
-                    raise DataError(
-                        f"features in {self.folder} were removed while they were in use: run this again"
-                    )
-                whole = np.memmap(self._file(name), np.float32, mode="c", shape=shape)
-                sums = np.memmap(
-                    self._file("sums"), np.uint32, mode="r", shape=(len(self._number), len(self.widths))
-                )
-                if not np.array_equal(_sums(whole, rows), sums[rows, self._names.index(name)]):
-                    raise self._damaged()
-        if len(rows) and bool((np.diff(rows) == 1).all()):
-            return torch.from_numpy(whole[int(rows[0]) : int(rows[-1]) + 1])
-        return torch.from_numpy(np.ascontiguousarray(whole[rows]))
+                return self._mapped(self.folder, name, rows)
+        if len(self._memory[name]) > 1:
+            self._memory[name] = [np.concatenate(self._memory[name])]
+        whole = self._memory[name][0] if len(rows) else np.empty((0, self.widths[name]), np.float32)
+        return chosen_rows(torch.from_numpy(whole), rows)
+
+    def _mapped(self, folder: Path, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
+        count, place = len(self._number), self._names.index(name)
+        try:
+            if self._whole_rows() < count:
+                raise ValueError
+            with self._file(name).open("rb") as file:
+                whole = map_rows(file, count, self.widths[name])
+        except ValueError:  # mmap's, of a file that became shorter since
+            raise DataError(
+                f"features in {folder} were removed while they were in use: run this again"
+            ) from None
+        sums = np.memmap(self._file("sums"), np.uint32, mode="r", shape=(count, len(self.widths)))
+        step = max(1, PIECE // (self.widths[name] * _ROW_BYTES))
+        for piece in (rows[start : start + step] for start in range(0, len(rows), step)):
+            if not np.array_equal(_sums(whole.numpy(), piece), sums[piece, place]):
+                raise self._damaged()
+            release(whole)
+        return chosen_rows(whole, rows, folder)
 
     def _damaged(self) -> DataError:
         return DataError(

@@ -87,7 +87,8 @@ class Subject:
             raise ConfigError(
                 f"layer {layer} does not fit: the image tower has {len(layers)} that can be probed"
             )
-        return ImageFeatures(projected=torch.empty(len(dataset), 0), before_projection=layers[layer])
+        columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
+        return ImageFeatures(columns.__getitem__)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """(N, D) float32, unit norm.

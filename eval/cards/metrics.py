@@ -23,7 +23,7 @@ _OF_PAIRS = {
         "text_to_image_R@1", "text_to_image_R@5", "text_to_image_R@10",
     ),
     "compositional": (
-        "accuracy", "mean_per_group_accuracy",  # the right caption above every wrong one: SugarCrepe, ARO
+        "accuracy", "macro_accuracy", "mean_per_group_accuracy",  # the right caption first: SugarCrepe, ARO
         "text", "image", "group",  # Winoground
         "jaccard", "jaccard_10", "jaccard_12", "jaccard_10-12",  # WinoGAViL, by how many candidates
     ),

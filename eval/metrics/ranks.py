@@ -4,7 +4,8 @@ Similarities are taken in float32 whatever autocast or TF32 setting is in force,
 memory stays bounded for any number of pictures. A similarity that is not a number never helps the model.
 
 Features may be a memory-mapped array in half precision (``torch.from_numpy`` of a ``numpy.memmap``): a block at a
-time becomes float32, on the device where the products are taken.
+time becomes float32, on the device where the products are taken. Of those that ``map_rows`` gave, what was read is
+let go.
 
 Letters in shape comments: N pictures, C classes, D embedding dimension, Q queries, M candidates, P pairs.
 """
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from eval.mapped_rows import release
 
 __all__ = ["TopClasses", "class_ranks", "class_scores", "full_float32", "match_ranks", "top_classes"]
 
@@ -46,6 +49,7 @@ def _similarity_blocks(
     for start in range(0, len(image_features), rows):
         block = slice(start, start + rows)
         yield block, image_features[block].to(device, torch.float32) @ classifier
+        release(image_features[block])
 
 
 def class_ranks(
@@ -211,4 +215,5 @@ def match_ranks(
             off = (~(own < best[row])).long() if counts is None else (~(own < best[row])) * counts[column]
             before = before.index_add(0, row, off, alpha=-1)
             ranks[start:stop] = before.cpu()
+            release(queries[start:stop])
     return ranks

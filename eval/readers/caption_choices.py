@@ -4,7 +4,7 @@ SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) is an object of ``{"filename", 
 with pictures of COCO val2017. ARO's relation and attribution sets (Yuksekgonul et al. 2023, arXiv 2210.01936) are
 lists of ``{"image_path", "true_caption", "false_caption"}`` with a box, ``"bbox_x", "bbox_y", "bbox_w", "bbox_h"``,
 which is cut out, as its own code does; ``relation_name`` or ``attributes`` become the metadata ``"relation"`` or
-``"attribute"``, numbered in the order of the names.
+``"attribute"``, numbered in the order of the names; ``"symmetric"`` is 1 for relations that the authors call so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
 from eval.json_text import parse_json
 from eval.readers.checks import checked_set
 from eval.readers.file_pictures import Box, FilePictures
+from eval.readers.symmetric_relations import SYMMETRIC_RELATIONS
 from eval.readers.text_files import text_of
 
 __all__ = ["open_caption_choices"]
@@ -130,8 +131,14 @@ def _box(entry: Mapping[str, Any], name: str, file: Path, number: int) -> Box | 
 
 def _groups(entries: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     for key, named in (("relation", "relation_name"), ("attribute", "attributes")):
-        values = [repr(entry.get(named)) for entry in entries]
-        if all(named in entry for entry in entries):
-            number = {value: i for i, value in enumerate(sorted(set(values)))}
-            return {key: torch.tensor([number[value] for value in values])}
+        if not all(named in entry for entry in entries):
+            continue
+        values = [repr(entry[named]) for entry in entries]
+        number = {value: i for i, value in enumerate(sorted(set(values)))}
+        groups = {key: torch.tensor([number[value] for value in values])}
+        if key == "relation":
+            groups["symmetric"] = torch.tensor(
+                [int(entry[named] in SYMMETRIC_RELATIONS) for entry in entries]
+            )
+        return groups
     return {}

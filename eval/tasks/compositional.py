@@ -1,8 +1,10 @@
 """Whether a model tells captions apart that differ in the order or choice of words, and what belongs to a cue.
 
 Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two pictures an item
-SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``; ``mean_per_group_accuracy`` where the metadata
-                    says the relation or attribute that a picture tests
+SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``; where the metadata says the relation or the pair
+                    of attributes that a picture tests, ``mean_per_group_accuracy`` of all of them, and
+                    ``macro_accuracy`` as ARO's authors take it: without relations that they call symmetric, and
+                    of pairs with at least 25 pictures
 WinoGAViL           ``jaccard``, by the number of candidates ``jaccard_5`` …, and ``jaccard_10-12``, which DataComp
                     counts: datasets with an ``association``
 
@@ -33,6 +35,7 @@ __all__ = ["choices_of", "compositional"]
 
 _ASSOCIATION = "association"
 _GROUPS = ("relation", "attribute")
+_ENOUGH = 25  # pictures, for a pair of attributes to count
 _BLOCK = 16_384  # pictures whose similarities are computed at a time
 
 
@@ -72,12 +75,22 @@ def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Score]
     scores = [_score(subject.dataset, "accuracy", proportion(int(correct.sum()), len(correct)), chance)]
     for name in _GROUPS:
         if longest == 2 and name in subject.dataset.metadata:
-            _, group = subject.dataset.metadata[name].unique(return_inverse=True)
-            count = torch.bincount(group)
-            share = torch.bincount(group, correct.double()) / count
-            estimate = mean_estimate(share)
-            scores.append(_score(subject.dataset, "mean_per_group_accuracy", estimate, chance))
+            scores += _means_of_groups(subject.dataset, name, correct, chance)
     return scores
+
+
+def _means_of_groups(dataset: EvalDataset, name: str, correct: Tensor, chance: float) -> list[Score]:
+    """The mean over groups of the share of right (N,) answers: of those that ARO's authors count, and of all."""
+    _, group = dataset.metadata[name].unique(return_inverse=True)
+    count = torch.bincount(group)
+    share = torch.bincount(group, correct.double()) / count
+    if name == "attribute":
+        counted = count >= _ENOUGH
+    else:
+        symmetric = dataset.metadata.get("symmetric", torch.zeros_like(group))
+        counted = torch.bincount(group, symmetric) == 0
+    means = {"macro_accuracy": share[counted], "mean_per_group_accuracy": share}
+    return [_score(dataset, metric, mean_estimate(of), chance) for metric, of in means.items() if len(of)]
 
 
 def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Score]:

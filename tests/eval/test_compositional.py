@@ -32,7 +32,7 @@ class Given:
         self.asked: list[str] = []
 
     def images(self) -> ImageFeatures:
-        return ImageFeatures(projected=self._images, before_projection=torch.empty(len(self._images), 0))
+        return ImageFeatures(lambda _: self._images)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         self.asked += texts
@@ -146,6 +146,28 @@ def test_means_of_groups() -> None:
     found = scored(dataset_of(4, choices=choices, metadata=metadata), images, texts)
     assert (found["accuracy"].value, found["mean_per_group_accuracy"].value) == (0.75, 0.5)
     assert found["mean_per_group_accuracy"].n == 2
+
+
+@given(data=st.data())
+def test_macro_accuracy_is_the_mean_over_the_groups_that_count(data: st.DataObject) -> None:
+    by_relation = data.draw(st.booleans())
+    sizes = data.draw(st.lists(st.sampled_from([1, 24, 25, 26]), min_size=1, max_size=4))
+    marked = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    group = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    right = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(group), max_size=len(group))))
+    metadata = {"relation": group, "symmetric": torch.tensor(marked).long()[group]}
+    choices = tuple(("0", "1") if one else ("1", "0") for one in right.tolist())
+    dataset = dataset_of(
+        len(group), choices=choices, metadata=metadata if by_relation else {"attribute": group}
+    )
+    found = scored(dataset, torch.tensor([[1.0, 0.0]] * len(group)), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    counts = [not mark if by_relation else size >= 25 for mark, size in zip(marked, sizes, strict=True)]
+    shares = [float(right[group == number].double().mean()) for number, one in enumerate(counts) if one]
+    if shares:
+        assert found["macro_accuracy"].value == pytest.approx(sum(shares) / len(shares))
+        assert found["macro_accuracy"].n == len(shares)
+    else:
+        assert "macro_accuracy" not in found
 
 
 def test_associations() -> None:

@@ -65,6 +65,7 @@ def test_aro_cuts_out_the_box(tmp_path: Path) -> None:
     (tmp_path / "images/a.png").write_bytes(png(1))
     dataset = open_dataset(write(tmp_path / "visual_genome_relation.json", entries))
     assert dataset.metadata["relation"].tolist() == [1, 0, 1]
+    assert dataset.metadata["symmetric"].tolist() == [0, 0, 0]
     whole, part = (np.array(Image.open(BytesIO(one))) for one in (png(1), dataset.shards.read(0).image))
     np.testing.assert_array_equal(part, whole[5:9, 3:11])
     outside = open_dataset(write(tmp_path / "outside.json", [{**entries[0], "bbox_x": 4000}]))
@@ -73,6 +74,19 @@ def test_aro_cuts_out_the_box(tmp_path: Path) -> None:
     (tmp_path / "images/a.png").write_bytes(b"nothing")
     with pytest.raises(DataError, match="it does not decode"):
         dataset.shards.read(0)
+
+
+def test_what_aro_groups_by(tmp_path: Path) -> None:
+    entry = {"image_path": "a.png", "true_caption": "x", "false_caption": "y"}
+    write(tmp_path / "images/a.png", "")
+    relations = ("near", "riding on", "on", "above")
+    file = write(tmp_path / "relation.json", [{**entry, "relation_name": one} for one in relations])
+    assert open_dataset(file).metadata["symmetric"].tolist() == [1, 1, 0, 0]
+    pairs = (["red", "small"], ["red", "big"], ["red", "small"])
+    file = write(tmp_path / "attribution.json", [{**entry, "attributes": one} for one in pairs])
+    metadata = open_dataset(file).metadata
+    assert {name: column.tolist() for name, column in metadata.items()} == {"attribute": [1, 0, 1]}
+    assert open_dataset(write(tmp_path / "order.json", [entry])).metadata == {}
 
 
 def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
