@@ -1,11 +1,8 @@
 """The command line: what can be said, and which module does it. That module is imported when it is chosen."""
 
 import argparse
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -13,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from clipkit.errors import run_command
+from clipkit.process import leaving_at_once
 
 __all__ = ["dispatch", "main"]
 
@@ -73,32 +71,13 @@ def dispatch(arguments: Sequence[str]) -> int:
         command.arguments(one)
     parsed = parser.parse_args(arguments)
     chosen = COMMANDS[parsed.command]
-    with _leaving_at_once(chosen.stopped):
+    with leaving_at_once(chosen.stopped):
         import_module(chosen.module)
     try:
         return chosen.run(parsed)
     except KeyboardInterrupt:
         print(f"stopped; {chosen.stopped}", file=sys.stderr)
         return 130
-
-
-@contextmanager
-def _leaving_at_once(stopped: str) -> Iterator[None]:
-    """Ctrl-C while torch is imported, which takes seconds: an import that is interrupted ends in any error."""
-
-    def leave(*_: object) -> None:
-        os.write(2, f"stopped; {stopped}\n".encode())
-        os._exit(130)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, or ours to leave alone
-        yield
-        return
-    signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:

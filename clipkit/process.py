@@ -1,10 +1,35 @@
-"""How a training is asked to stop, and what leaving costs."""
+"""How a program is asked to stop, and what leaving costs."""
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["StopRequest", "loss_after"]
+__all__ = ["StopRequest", "leaving_at_once", "loss_after"]
+
+
+@contextmanager
+def leaving_at_once(stopped: str) -> Iterator[None]:
+    """Ctrl-C while torch is imported, which takes seconds: an import that is interrupted ends in any error.
+
+    Args:
+        stopped: what that costs, for the one line it says.
+    """
+
+    def leave(*_: object) -> None:
+        os.write(2, f"stopped; {stopped}\n".encode())
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or ours to leave alone
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def loss_after(saved: int) -> str:

@@ -4,11 +4,14 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from clipkit import distributed
 from clipkit.errors import ConfigError, run_command
-from eval.new_card import add_new_command
-from eval.page_commands import add_page_commands
-from eval.score_commands import add_score_commands
+from clipkit.process import leaving_at_once
+
+with leaving_at_once("nothing was scored"):
+    from clipkit import distributed
+    from eval.new_card import add_new_command
+    from eval.page_commands import add_page_commands
+    from eval.score_commands import add_score_commands
 
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs

@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,3 +172,13 @@ def test_mistakes_are_one_line_and_exit_1(
     assert not (run / "results.jsonl").exists()
     done = command("zero-shot", "--model", "none", "--data", data, folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+
+
+def test_ctrl_c_while_torch_loads_is_one_line() -> None:
+    command = [sys.executable, "-m", "eval", "run", "--suite", "builtin", "--model", "runs/none"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while "torch" not in Path(f"/proc/{process.pid}/maps").read_text():  # which takes seconds from here
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "stopped; nothing was scored\n"
+    assert process.returncode == 130
