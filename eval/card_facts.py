@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from clipkit.count_progress import counted
-from eval.cards import Card, card_names, load_card, load_suite, suite_names
+from eval.cards import Card, Published, card_names, load_card, load_suite, suite_names
 from eval.dataset import some
 
 __all__ = [
@@ -28,12 +28,18 @@ def primary_metrics(datasets: Iterable[str]) -> dict[str, str]:
     return {card.name: card.metric for card in _cards(datasets)}
 
 
-def published_scores(datasets: Iterable[str]) -> dict[str, Mapping[str, float]]:
-    """By dataset and model what others published, the first in a card: its main task, its primary metric."""
-    found: dict[str, Mapping[str, float]] = {}
+def published_scores(datasets: Iterable[str]) -> dict[str, Mapping[str, float] | tuple[Published, ...]]:
+    """By dataset and model what others published, the first in a card: its main task, its primary metric.
+
+    Of retrieval it is all: numbers with a prompt before each caption do not belong beside those without.
+    """
+    found: dict[str, Mapping[str, float] | tuple[Published, ...]] = {}
     for card in _cards(datasets):
-        fitting = (one for one in card.published if one.task == card.tasks[0] and one.metric == card.metric)
-        if (first := next(fitting, None)) is not None:
+        own = tuple(one for one in card.published if (one.task,) == card.tasks[:1])
+        first = next((one for one in own if one.metric == card.metric), None)
+        if own and own[0].task == "retrieval":
+            found[card.name] = own
+        elif first is not None:
             found[card.name] = first.values
     return found
 
@@ -74,7 +80,7 @@ def card_lines(name: str) -> list[str]:
         "classes": "" if card.classes is None else f"{card.classes:,}{_some_keys(card)}",
         "labels": "several a picture" if card.multilabel else "",
         "groups": ", ".join(card.metadata),
-        "prompts": ", ".join(f"{own}{_templates(card, own)}" for own in card.prompt_sets),
+        "prompts": ", ".join(_prompts(card)),
         "suites": ", ".join(suite for suite in suite_names() if name in load_suite(suite).cards),
         "source": _sources(card),
         "get": card.get,
@@ -94,6 +100,11 @@ def _counts(of_splits: Mapping[str, int]) -> str:
 
 def _some_keys(card: Card) -> str:
     return f" ({some(card.keys)})" if card.keys else ""
+
+
+def _prompts(card: Card) -> Iterator[str]:
+    yield from (f"{own}{_templates(card, own)}" for own in card.prompt_sets)
+    yield from (f"{own} (of captions: {template!r})" for own, template in card.caption_prompts.items())
 
 
 def _templates(card: Card, prompt_set: str) -> str:

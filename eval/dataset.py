@@ -81,6 +81,8 @@ class EvalDataset:
         synonyms: of each class, all its names, if a prompt set gives it several; the first are ``class_names``.
         superclasses: of each class, the group that it is of (an animal, a vehicle); () where there are none.
         prompt_set: the name under which ``class_names`` and ``templates`` go, "own" for those beside the pictures.
+        caption_template: what retrieval has a model read of a caption, with ``{c}`` for it.
+        caption_prompt_set: the name under which that goes, "" for captions as they stand.
         revision: the pictures' fingerprint.
         tasks: what it is scored on unless the user says otherwise, of ``TASKS``.
     """
@@ -100,6 +102,8 @@ class EvalDataset:
     synonyms: tuple[tuple[str, ...], ...] | None = None
     superclasses: tuple[str, ...] = ()
     prompt_set: str = "own"
+    caption_template: str = "{c}"
+    caption_prompt_set: str = ""
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -108,6 +112,14 @@ class EvalDataset:
         """Of each class, every template with every name."""
         names = self.synonyms or tuple((name,) for name in self.class_names)
         return [[fill_template(one, name) for name in own for one in self.templates] for own in names]
+
+    def caption_prompt(self, caption: str) -> str:
+        """What retrieval has a model read of a caption; of two that differ, it differs too."""
+        return fill_template(self.caption_template, caption)
+
+    def caption_prompts(self) -> list[list[str]]:
+        """Of each picture, what retrieval has a model read of its captions; none where it has none."""
+        return [[self.caption_prompt(caption) for caption in own] for own in self.captions or ()]
 
     @property
     def stamp(self) -> str:

@@ -171,12 +171,13 @@ def item_details(
         right: by metric, (items,) bool; of retrieval's "text_to_image_R@1" the items are captions.
         values: by metric that is a mean of them, (items,) float.
     """
+    prompt_sets = {"zero-shot": dataset.prompt_set, "retrieval": dataset.caption_prompt_set}
     return Details(
         dataset=dataset.name,
         task=task,
         n=n,
         split=dataset.split,
-        prompt_set=dataset.prompt_set if task == "zero-shot" else "",
+        prompt_set=prompt_sets.get(task, ""),
         setting=setting,
         data_revision=dataset.revision,
         class_names=tuple(_short(name) for name in dataset.class_names),

@@ -58,7 +58,8 @@ class Score:
         high: upper end.
         chance: what random guessing gives on average; None where that is not one number.
         split: of the dataset.
-        prompt_set: whose prompts, "own" for those that lie beside the pictures; "" where none are used.
+        prompt_set: whose prompts, "own" for those that lie beside the pictures; "" where none are used, and of
+            retrieval where captions stand as they are.
         setting: of the task, such as "4-shot"; "" where it has none.
     """
 
@@ -183,7 +184,7 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
     """
     prompts = dataset.prompts()
     choices = [caption for several in dataset.choices or () for caption in several]
-    captions = [caption for several in dataset.captions or () for caption in several]
+    captions = [caption for several in dataset.caption_prompts() for caption in several]
     return {
         "weights": weights,
         "architecture": model.name,

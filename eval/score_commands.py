@@ -165,8 +165,11 @@ def _together(named: Sequence[Target], others: Sequence[Target], prompts: str) -
             raise DataError(
                 f"two datasets would both be named {target.dataset.name}, yours and the suite's: rename the folder"
             )
-    if prompts and targets and all(one.dataset.prompt_set != prompts for one in targets.values()):
-        known = sorted({name for one in targets.values() if one.card for name in one.card.prompt_sets})
+    datasets = [one.dataset for one in targets.values()]
+    given = {name for one in datasets for name in (one.prompt_set, one.caption_prompt_set)}
+    if prompts and targets and prompts not in given:
+        cards = [one.card for one in targets.values() if one.card]
+        known = sorted({name for card in cards for name in (*card.prompt_sets, *card.caption_prompts)})
         raise ConfigError(
             f"--prompts {prompts}: none of the datasets has it ({nearest(prompts, known or ['own'])})"
         )

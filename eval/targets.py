@@ -98,7 +98,7 @@ def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompt
             raise DataError(
                 f"no dataset {name!r}: no folder is called so, and no card ({nearest(name, card_names())})"
             )
-    targets = {name: _of_card(load_card(name), root, prompts=prompts) for name in cards}
+    targets = {name: _of_card(load_card(name), root, prompts=prompts, captions=prompts) for name in cards}
     for source, dataset in zip(plain, open_datasets(plain, root=root), strict=True):
         if dataset.name in targets:
             raise DataError(f"two datasets would both be named {dataset.name}: rename the folder {source}")
@@ -133,7 +133,9 @@ def find_suites(
         for card in map(load_card, suite.cards):
             chosen = prompts if prompts in card.prompt_sets else suite.prompts_for(card)
             try:
-                found = _of_card(card, root, prompts=chosen, metrics=suite.metrics_for(card))
+                found = _of_card(
+                    card, root, prompts=chosen, captions=prompts, metrics=suite.metrics_for(card)
+                )
             except DataError as error:
                 trouble.add(card.name, error)
             else:
@@ -178,14 +180,17 @@ def _check_root(root: Path | str | None) -> None:
     raise ConfigError(f"--data-root {str(root)[:200]}: there is no such folder")
 
 
-def _of_card(card: Card, root: Path | str | None, *, prompts: str, metrics: Sequence[str] = ()) -> Target:
+def _of_card(
+    card: Card, root: Path | str | None, *, prompts: str, captions: str, metrics: Sequence[str] = ()
+) -> Target:
+    """The test split of a card's dataset; ``prompts`` are of its classes, ``captions`` the prompts of those."""
     if not card.tasks:
         raise Lacks(f"{card.name} is known and cannot be scored here: {card.note}")
     opener = _opener(card, root)
     dataset = replace(opener(TEST), name=card.name)
     card.check_size(TEST, len(dataset))
     return Target(
-        dataset=_with_prompts(card, dataset, prompts),
+        dataset=_with_caption_prompts(card, _with_prompts(card, dataset, prompts), captions),
         metrics=tuple(metrics or card.metrics),
         card=card,
         keys=dataset.class_names,
@@ -209,9 +214,8 @@ def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, promp
         dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
     _check_metrics(own, card, dataset)
-    bound = _with_prompts(card, dataset, prompts)
     return Target(
-        dataset=bound,
+        dataset=_with_caption_prompts(card, _with_prompts(card, dataset, prompts), prompts),
         metrics=card.metrics,
         card=card,
         keys=dataset.class_names,
@@ -294,6 +298,13 @@ def _how(card: Card, root: Path | str | None) -> str:
     ready = f"published at {card.sources.urls[0]}" if card.sources.urls else card.get or f"see {card.home}"
     other = f"; {card.stand_in} may stand in for it" if card.stand_in else ""
     return f"{where}; {ready}{other}"
+
+
+def _with_caption_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset:
+    """The dataset with a prompt of its card for each caption; captions stand as they are where none is named."""
+    if dataset.captions is None or prompts not in card.caption_prompts:
+        return dataset
+    return replace(dataset, caption_template=card.caption_prompts[prompts], caption_prompt_set=prompts)
 
 
 def _with_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset:

@@ -106,15 +106,20 @@ def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> 
     targets: list[Target] = []
     trouble = Trouble(root)
     for name in wanted:
-        prompt_sets = dict.fromkeys(
-            one.prompts for one in _cards([name])[name].expected if one.model == model
-        )
         try:
-            for prompts in [one for one in prompt_sets if one] or list(prompt_sets):
+            for prompts in _prompt_sets(_cards([name])[name], model):
                 targets += find_targets([name], root=root, prompts=prompts)
         except DataError as error:
             trouble.add(name, error)
     return Known(targets=targets, trouble=trouble.lines(), datasets=len(wanted))
+
+
+def _prompt_sets(card: Card, model: str) -> list[str]:
+    """Those in which scores of a model are known; "" where none is named, or captions have to stand as they are."""
+    known = [one for one in card.expected if one.model == model]
+    named = list(dict.fromkeys(one.prompts for one in known if one.prompts))
+    plain = any(one.task == "retrieval" and not one.prompts for one in known)
+    return [*named, ""] if not named or (plain and set(named) <= set(card.caption_prompts)) else named
 
 
 def _cards(names: Sequence[str]) -> dict[str, Card]:
@@ -133,8 +138,12 @@ def expected_of(target: Target, model: str) -> list[Expected]:
     """What a dataset's card expects of a model in the prompts that the dataset has been given."""
     if target.card is None:
         return []
-    given = target.dataset.prompt_set
-    return [one for one in target.card.expected if one.model == model and one.prompts in ("", given)]
+    of_classes, of_captions = ("", target.dataset.prompt_set), (target.dataset.caption_prompt_set,)
+    return [
+        one
+        for one in target.card.expected
+        if one.model == model and one.prompts in (of_captions if one.task == "retrieval" else of_classes)
+    ]
 
 
 def checks_of(target: Target, model: str, scores: Sequence[Score]) -> list[Check]:

@@ -43,6 +43,8 @@ class Card:
         captions: how many captions each split has.
         items: how many things are asked of each split where these are not its pictures: pairs of pictures, cues.
         prompt_sets: as stated; the first is the one to use unless the user says otherwise.
+        caption_prompts: by the name of a prompt set, what retrieval reads of a caption, ``{c}``; captions stand as
+            they are unless the user names one.
         sources: where it is to be had.
         metadata: facts about each picture, the columns of the ``npy`` beside it; metrics may group by one, as
             ``worst_region_acc1`` does.
@@ -72,6 +74,7 @@ class Card:
     captions: Mapping[str, int] = field(default_factory=dict)
     items: Mapping[str, int] = field(default_factory=dict)
     prompt_sets: Mapping[str, Prompts] = field(default_factory=dict)
+    caption_prompts: Mapping[str, str] = field(default_factory=dict)
     sources: Sources = field(default_factory=Sources)
     metadata: tuple[str, ...] = ()
     stand_in: str = ""

@@ -11,8 +11,11 @@ from eval.cards.parts import (
     CARD_TASKS,
     DATASETS,
     FOLDER,
+    Expected,
     Prompts,
+    Published,
     Sources,
+    caption_prompts_of,
     counts_of,
     expected_of,
     paper_of,
@@ -94,6 +97,7 @@ def _card(fields: Fields, name: str) -> Card:
         captions=counts_of(fields, "captions"),
         items=counts_of(fields, "items"),
         prompt_sets=prompt_sets,
+        caption_prompts=caption_prompts_of(fields.table("caption_prompts")),
         sources=sources_of(sources) if sources else Sources(),
         metadata=metadata,
         stand_in=fields.text("stand_in", ""),
@@ -121,11 +125,15 @@ def _keys(fields: Fields) -> tuple[str, ...]:
 def _check(card: Card, fields: Fields) -> None:
     for name in card.prompt_sets:
         _check_references(card, fields, name)
-    for prompts in (*(one.prompts for one in card.published), *(one.prompts for one in card.expected)):
-        if prompts and prompts not in card.prompt_sets:
+    stated: tuple[Published | Expected, ...] = (*card.published, *card.expected)
+    for one in stated:
+        of_captions = one.task == "retrieval"
+        known = card.caption_prompts if of_captions else card.prompt_sets
+        if one.prompts and one.prompts not in known:
             raise DataError(
-                f"{fields.file}: published and expected scores are of the card's prompts, not {prompts!r}: "
-                f"{nearest(prompts, card.prompt_sets) if card.prompt_sets else 'it has none'}"
+                f"{fields.file}: published and expected scores {'of retrieval ' if of_captions else ''}are of the "
+                f"card's {'caption_prompts' if of_captions else 'prompts'}, not {one.prompts!r}: "
+                f"{nearest(one.prompts, known) if known else 'it has none'}"
             )
     if len(set(card.aliases) | set(card.keys)) > len(card.keys):
         raise fields.wrong("aliases", "of classes that stand in keys")

@@ -22,6 +22,7 @@ __all__ = [
     "Published",
     "Sources",
     "Torchvision",
+    "caption_prompts_of",
     "counts_of",
     "expected_of",
     "from_open_clip",
@@ -198,6 +199,18 @@ def _prompts(name: str, sets: Fields, keys: Collection[str]) -> Prompts:
         names = words_by_key(fields, "names", keys)
     found = Prompts(name=name, names=names, templates=templates, source=fields.text("source", ""))
     fields.end()
+    return found
+
+
+def caption_prompts_of(fields: Fields | None) -> dict[str, str]:
+    """The table ``caption_prompts``: by the name of a prompt set, what retrieval reads of a caption."""
+    found = {}
+    for name in fields.names() if fields is not None else ():
+        assert fields is not None
+        template = fields.raw(name)
+        if not name or not isinstance(template, str) or "{c}" not in template:
+            raise fields.wrong(name, "text with {c} for the caption, under a name for --prompts")
+        found[name] = template
     return found
 
 

@@ -14,7 +14,7 @@ __all__ = ["card_toml"]
 _WIDE = 100  # characters of a line
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _SCORES = ("published", "expected")
-_OWN_TABLES = ("splits", "captions", "items", "aliases", "superclasses", "paper")
+_OWN_TABLES = ("splits", "captions", "items", "caption_prompts", "aliases", "superclasses", "paper")
 
 
 def card_toml(card: Card, *, comments: Mapping[str, str] | None = None) -> str:

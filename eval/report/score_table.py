@@ -6,10 +6,13 @@ suite of which they are less than half has no average. What is trained with seve
 Scores of other data under the same name stand in a line of their own, which no average counts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from eval.cards import Published as PublishedScores
+from eval.dataset import TEST
 from eval.report.result_set import Model, ResultSet, Row, read_result_set
 from eval.report.same_data import by_data
 from eval.report.scores import is_share, setting_name, tells
@@ -35,7 +38,9 @@ _DIRECTIONS = ("image_to_text_R@1", "text_to_image_R@1")  # of retrieval
 _RETRIEVAL = (*_DIRECTIONS, "mean_R@1")
 _CURVES = ("-shot", "layer ")  # settings that are points of a curve, not rows
 
-Published = Mapping[str, Mapping[str, float]]
+# by dataset, then model or architecture, in 0 … 1, beside the dataset's first line; or several, each beside the
+# line of its task, metric and prompts
+Published = Mapping[str, Mapping[str, float] | Sequence[PublishedScores]]
 Suites = Mapping[str, Sequence[str]]
 
 
@@ -169,7 +174,7 @@ def score_table(
             len(results.models),
             tasks,
             primary.get(dataset),
-            [published.get(dataset, {}).get(name) for name in columns],
+            partial(_beside, published.get(dataset, {}), columns),
         )
     averages = _averages(lines, tasks[0], suites)
     return ScoreTable(models=results.models, published=columns, lines=tuple(lines), averages=averages)
@@ -180,7 +185,7 @@ def _dataset_lines(
     models: int,
     tasks: Sequence[str],
     primary: str | None,
-    published: Sequence[float | None],
+    published: Callable[..., tuple[float | None, ...]],
 ) -> list[Line]:
     """The lines of one dataset; each prompt set, split, setting and data has one, the fullest counts."""
     kinds: dict[tuple[str, str, str, str], list[Row]] = {}
@@ -203,11 +208,7 @@ def _dataset_lines(
                 cells: list[Row | None] = [None] * models
                 for row in group.rows:
                     cells[row.model] = row
-                known = (
-                    published
-                    if first and one == metric and primary in (None, one)
-                    else [None] * len(published)
-                )
+                chief = first and one == metric and primary in (None, one)
                 lines.append(
                     Line(
                         dataset=rows[0].dataset,
@@ -215,7 +216,7 @@ def _dataset_lines(
                         setting=_setting(kind),
                         metric=one,
                         cells=tuple(cells),
-                        published=tuple(known),
+                        published=published(kind if i == 0 else (), one, chief=chief),
                         counted=first and in_mean and is_share(one, *(row.value for row in group.rows)),
                     )
                 )
@@ -247,14 +248,36 @@ def _note(kind: tuple[str, str, str, str], kinds: Sequence[tuple[str, str, str, 
     return ", ".join(part for part in parts if part)
 
 
+def _beside(
+    given: Mapping[str, float] | Sequence[PublishedScores],
+    columns: Sequence[str],
+    kind: Sequence[str],
+    metric: str,
+    *,
+    chief: bool,
+) -> tuple[float | None, ...]:
+    """The published numbers beside a line: the only ones beside the chief, else those of its metric and prompts."""
+    if isinstance(given, Mapping):
+        values = given if chief else {}
+    else:
+        own = [*kind, metric]
+        lists = (one.values for one in given if own == [one.task, TEST, one.prompts, "", one.metric])
+        values = next(lists, {})
+    return tuple(values.get(name) for name in columns)
+
+
 def _published_columns(
     models: Sequence[Model], published: Published, datasets: Iterable[str]
 ) -> tuple[str, ...]:
     """The published models that are one of those shown, by name or architecture; if none is, the first few."""
-    names = list(dict.fromkeys(name for dataset in datasets for name in published.get(dataset, {})))
+    names = list(dict.fromkeys(name for dataset in datasets for name in _names(published.get(dataset, {}))))
     shown = {_plain(one) for model in models for one in (model.name, model.label, model.architecture) if one}
     same = [name for name in names if _plain(name) in shown]
     return tuple(same or names[:_MOST_PUBLISHED])
+
+
+def _names(given: Mapping[str, float] | Sequence[PublishedScores]) -> Iterable[str]:
+    return given if isinstance(given, Mapping) else (name for one in given for name in one.values)
 
 
 def _plain(name: str) -> str:

@@ -120,7 +120,8 @@ def _others(task: str, table: ScoreTable) -> Iterator[tuple[tuple[str, ...], flo
         for model, value in zip(table.published, line.published, strict=True):
             cell = next((cell for cell in line.cells if cell), None)
             if value is not None and cell is not None:
-                yield (model, line.dataset, cell.split, cell.task, "", "", line.metric), value
+                prompts = cell.prompt_set if cell.task == "retrieval" else ""  # of others they may be any
+                yield (model, line.dataset, cell.split, cell.task, prompts, "", line.metric), value
 
 
 def _exact(value: float | None) -> str:

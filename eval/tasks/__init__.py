@@ -89,7 +89,7 @@ class Task:
         check: raises DataError where a dataset lacks what it needs.
         texts: those of a dataset that it will have encoded, by class or by picture.
         needs_text: whether it needs a text tower.
-        by_prompts: whether classes are told by their prompts.
+        by_prompts: whether classes are told by their prompts, or captions may have one.
         learns: whether it needs the training split.
     """
 
@@ -187,7 +187,7 @@ def _prompts(dataset: EvalDataset) -> Iterable[Sequence[str]]:
 
 
 def _captions(dataset: EvalDataset) -> Iterable[Sequence[str]]:
-    return dataset.captions or ()
+    return dataset.caption_prompts()
 
 
 def _choices(dataset: EvalDataset) -> Iterable[Sequence[str]]:
@@ -210,6 +210,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
         check=captions_of,
         texts=_captions,
         needs_text=True,
+        by_prompts=True,
     ),
     "linear-probe": Task(
         what="logistic regression on the image tower's features, as in the CLIP paper",

@@ -3,6 +3,9 @@
 Every caption of the dataset stands in the list, also one that stands there twice. Equal captions mean the same,
 so a caption is right for every picture that bears it, whichever of its copies is meant. Without equal captions
 this is the usual recall: a picture is found by any of its own captions, a caption by its one picture.
+
+Captions are read as they stand, unless the dataset was given a prompt for them: of Table 13 the CLIP paper (Radford
+et al. 2021) says that "a photo of" stands before each.
 """
 
 from collections import Counter
@@ -72,7 +75,7 @@ def retrieval(subject: Subject) -> Retrieved:
         [(i, text) for i, own in enumerate(captions) for text in sorted({number[one] for one in own})]
     )  # (P, 2) picture, text
     by_text = pairs[pairs[:, 1].argsort(stable=True)].flip(1)  # (P, 2) text, picture
-    texts = subject.texts(list(copies))  # (T, D)
+    texts = subject.texts([dataset.caption_prompt(caption) for caption in copies])  # (T, D)
     images = subject.images().projected.to(subject.device)
     once = torch.ones(len(dataset), dtype=torch.int64)
     total = int(text_counts.sum())
@@ -130,6 +133,7 @@ def _scores(dataset: EvalDataset, direction: str, found: _Found) -> list[Score]:
             dataset=dataset.name,
             split=dataset.split,
             task="retrieval",
+            prompt_set=dataset.caption_prompt_set,
             metric=f"{direction}_{metric}",
             value=estimate.value,
             n=estimate.n,

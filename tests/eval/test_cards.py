@@ -394,6 +394,15 @@ names = { cat = ["cat", "kitten"] }
         ("cat = [", "cow = [", "prompts.own.names.cow = .*of a class that stands in keys"),
         ("[prompts.own]", '[prompts.b]\ntemplates = "own"\n[prompts.own]\nnames = "b"', "is no TOML"),
         ("[splits]", '[aliases]\ncow = "ox"\n[splits]', "aliases.cow"),
+        ("[splits]", 'caption_prompts = "x"\n[splits]', "caption_prompts = 'x': it must be a table"),
+        ("[splits]", '[caption_prompts]\nx = "a"\n[splits]', "caption_prompts.x = 'a': .* {c} for the capt"),
+        ("[splits]", '[caption_prompts]\nx = ["{c}"]\n[splits]', r"prompts.x = \['{c}'\]: it must be text"),
+        ("[splits]", '[caption_prompts]\n"" = "{c}"\n[splits]', "under a name for --prompts"),
+        (
+            "[splits]",
+            '[[published]]\nsource="x"\ntask="retrieval"\nmetric="mean_R@1"\nprompts="own"\nvalues.m=1\n[splits]',
+            "of retrieval are of the card's caption_prompts, not 'own': it has none",
+        ),
         ("[splits]", '[superclasses]\npet = ["cat"]\n[splits]', "superclasses = .*each key stands once"),
         ("[splits]", '[[expected]]\nmodel = "x"\n[splits]', r"expected\[0\].task is missing"),
         (
