@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from eval.results import read_results
 __all__ = ["add_page_commands"]
 
 _FORMS = ("csv", "latex", "markdown")
+_EXAMPLES = {"out": "scores.html", "csv": "scores.csv", "latex": "scores.tex", "markdown": "scores.md"}
+_OF_RUN = ("results.jsonl", "metrics.jsonl", "config.toml")  # what the page of a run is made of
+_SHOWN = 200  # characters of a path in a message
 
 
 def add_page_commands(commands: Any) -> None:
@@ -83,6 +87,7 @@ def add_page_commands(commands: Any) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     tables = {form: getattr(options, form) for form in _FORMS if getattr(options, form) is not None}
+    _check_places(options.source, {"out": options.out, **tables})
     if len(options.source) == 1 and options.source[0].is_dir() and not tables:
         from eval.report import build_report
         from eval.report.json_lines import json_lines
@@ -93,6 +98,7 @@ def _report(options: argparse.Namespace) -> int:
         _tell(unread)
         return 0
     from eval.report.comparison_page import build_comparison
+    from eval.report.page_frame import write_page
     from eval.report.result_set import read_result_set
     from eval.report.tables import as_csv, as_latex, as_markdown
 
@@ -103,7 +109,9 @@ def _report(options: argparse.Namespace) -> int:
         )
     files = [source / "results.jsonl" if source.is_dir() else source for source in options.source]
     if missing := [file for file in files if not file.is_file()]:
-        raise ConfigError(f"no results at {missing[0]}: name a results.jsonl or the folder of a run")
+        raise ConfigError(
+            f"no results at {str(missing[0])[:_SHOWN]}: name a results.jsonl or the folder of a run"
+        )
     facts = _facts(files)
     told = sys.stderr if printed else sys.stdout  # what is printed may be on its way into another program
     if options.out is not None or not tables:
@@ -115,10 +123,37 @@ def _report(options: argparse.Namespace) -> int:
         if form in printed:
             print(text, end="" if text.endswith("\n") else "\n")
         else:
-            path.write_text(text, encoding="utf-8")
-            print(f"wrote {path}", file=told)
+            print(f"wrote {write_page(path, text)}", file=told)
     _tell(read_result_set(files).notes)
     return 0
+
+
+def _check_places(sources: Sequence[Path], places: Mapping[str, Path | None]) -> None:
+    """Make sure that what is written takes the place of nothing that a page is made of, nor of another output.
+
+    Raises:
+        ConfigError: it would.
+    """
+    kept = [one for source in sources for one in (source, *(source / name for name in _OF_RUN))]
+    taken: dict[Path, str] = {}
+    for option, path in places.items():
+        if path is None or (str(path) == "-" and option in _FORMS):
+            continue
+        named = f"--{option} {str(path)[:_SHOWN]}"
+        if str(path) in ("-", "."):  # the latter is what an empty name is
+            raise ConfigError(f"{named}: name the file to write, such as {_EXAMPLES[option]}")
+        if path.suffix == ".jsonl" or any(_is_same(path, one) for one in kept):
+            raise ConfigError(
+                f"{named} is a file of results or of a run: name another, such as {_EXAMPLES[option]}"
+            )
+        if (other := taken.setdefault(path.absolute(), option)) != option:
+            raise ConfigError(f"{named} would replace what --{other} writes there: name two files")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    with suppress(OSError, ValueError):  # one of them is not there, or can be none
+        return path.is_file() and path.samefile(other)
+    return False
 
 
 def _tell(notes: Sequence[str]) -> None:
@@ -131,10 +166,12 @@ def _tell(notes: Sequence[str]) -> None:
 
 def _facts(files: Sequence[Path]) -> dict[str, Any]:
     """What cards say of the datasets in the results."""
+    from eval.report.json_lines import whole
+
     counts: dict[str, set[object]] = {}
     for file in files:
         for line in read_results(file):
-            counts.setdefault(str(line["dataset"]), set()).add(line.get("n"))
+            counts.setdefault(str(line["dataset"]), set()).add(whole(line.get("n")))
     datasets = [name for name, own in counts.items() if is_of_card(name, own)]
     return {
         "published": published_scores(datasets),

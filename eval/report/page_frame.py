@@ -8,6 +8,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -18,6 +19,7 @@ from eval.report.pictures import PictureBook
 __all__ = ["Section", "page", "scrolling", "write_page"]
 
 _HERE = Path(__file__).parent
+_SHOWN = 200  # characters of a path in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +69,29 @@ def page(
 
 
 def write_page(out: Path, text: str) -> Path:
-    """Write a page, which appears whole or not at all.
+    """Write a page or table, which appears whole or not at all; into a pipe or device it goes as it comes.
 
     Raises:
         DataError: it cannot be written.
     """
     # a caption may hold half of a surrogate pair, which UTF-8 cannot carry
     data = text.encode("utf-8", errors="replace")
-    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    aside = None
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        real = out.resolve()  # what a link leads to is written, and the link stays
+        if real.exists() and not real.is_file():  # such as /dev/null, in whose place no file may come
+            real.write_bytes(data)
+            return out
+        aside = real.with_name(f".{os.getpid()}.partial")  # short, as the name may be as long as any can be
+        real.parent.mkdir(parents=True, exist_ok=True)
         aside.write_bytes(data)
-        aside.replace(out)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise DataError(f"cannot write {out}: {error.strerror}") from error
+        aside.replace(real)
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself; a null character
+        if aside is not None:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"cannot write {str(out)[:_SHOWN]}: {said}") from error
     return out
 
 

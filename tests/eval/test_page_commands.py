@@ -1,14 +1,17 @@
 """The commands report and compare: what they write where, what they say, and how they end."""
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from eval.__main__ import main
 from eval.details import read_details
 from eval.report import as_csv
+from eval.results import read_results
 from tests.eval.made_up_results import add_details, line, write
 
 
@@ -61,3 +64,60 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
     )
     assert f"copied.details/ must lie beside copied.jsonl, and is not in {tmp_path}" in said.err
     assert "copied.jsonl: one line cut short or broken" in said.err
+
+
+@pytest.mark.parametrize("option", ["--out", "--csv", "--latex", "--markdown"])
+def test_what_is_written_takes_the_place_of_nothing_else(tmp_path: Path, option: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    results, config = write(run / "results.jsonl", [line(0, "digits", "acc1", 0.5)]), run / "config.toml"
+    config.write_text("steps = 3\n")
+    linked, plain = tmp_path / "linked.html", tmp_path / "plain"
+    linked.symlink_to(results)
+    plain.hardlink_to(config)
+    for source in (run, results):
+        for place in (results, run / ".." / "run" / "results.jsonl", linked, tmp_path / "other.jsonl"):
+            with pytest.raises(
+                ConfigError, match=f"^{option} .* is a file of results or of a run: name another"
+            ):
+                main(["report", str(source), option, str(place)])
+    with pytest.raises(ConfigError, match="is a file of results or of a run"):
+        main(["report", str(run), option, str(plain)])
+    with pytest.raises(ConfigError, match=f"^{option} .: name the file to write, such as scores"):
+        main(["report", str(results), option, ""])
+    other = "--markdown" if option == "--latex" else "--latex"
+    with pytest.raises(ConfigError, match=r"would replace what .* writes there: name two files"):
+        main(["report", str(results), option, str(tmp_path / "a"), other, str(tmp_path / "a")])
+    assert read_results(results) and config.read_text() == "steps = 3\n" and linked.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["linked.html", "plain", "run"]
+
+
+@pytest.mark.parametrize("option", ["--out", "--csv"])
+def test_a_pipe_or_link_stays_what_it_is(tmp_path: Path, option: str) -> None:
+    results = write(tmp_path / "results.jsonl", [line(0, "digits", "acc1", 0.5)])
+    linked, target, pipe = tmp_path / "latest", tmp_path / "deep" / "page", tmp_path / "pipe"
+    linked.symlink_to(target)
+    assert main(["report", str(results), option, str(linked)]) == 0  # its folder is made
+    assert linked.is_symlink() and b"ViT-B-32/openai" in target.read_bytes()
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    assert main(["report", str(results), option, str(pipe)]) == 0
+    assert reader.communicate(timeout=20)[0] == target.read_bytes()
+    assert pipe.is_fifo()
+    looped = tmp_path / "looped"
+    looped.symlink_to(looped)
+    for place, cause in ((looped, "[Ll]oop|symbolic links"), (tmp_path / ("n" * 300), "File name too long")):
+        with pytest.raises(DataError, match=f"^cannot write .*({cause})"):
+            main(["report", str(results), option, str(place)])
+
+
+@pytest.mark.parametrize("count", [[], {}, "600", None, True, -3, 1e400, 10**400])
+def test_counts_of_any_kind_make_a_page_and_a_table(tmp_path: Path, count: object) -> None:
+    lines = [line(0, "digits", "acc1", 0.5, n=count), line(0, "glyphs", "acc1", 0.25, n=600)]
+    results = write(tmp_path / "results.jsonl", lines)
+    assert (
+        main(["report", str(results), "--csv", str(tmp_path / "scores.csv"), "--out", str(tmp_path / "p")])
+        == 0
+    )
+    rows = (tmp_path / "scores.csv").read_text().splitlines()
+    assert [row.split(",")[8] for row in rows if row.startswith("score,")] == ["0.5", "0.25"]
