@@ -25,7 +25,7 @@ from eval.ranks import Ranks
 from eval.results import check_appendable, weights_id
 from eval.run import Scored, run_model
 from eval.score_options import PRECISIONS, add_data, add_model, add_prompts, add_task_options, task_options
-from eval.targets import Missing, Target, find_suites, find_targets
+from eval.targets import Missing, Target, find_named, find_suites
 from eval.tasks import KNOWN_TASKS, check_image_tasks, check_tasks
 from eval.terminal_table import printable, score_table
 from eval.verify import (
@@ -107,7 +107,11 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
     if not options.data and not options.suite:
         raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
     check_image_tasks(options.model, tasks)
-    named = find_targets(options.data, root=options.data_root, prompts=options.prompts)
+    named, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)
+    if not named and not options.suite:
+        _tell_trouble(broken[1:])
+        raise broken[0]
+    _tell_trouble(broken)
     if not options.suite:
         _check_something_fits(named, tasks)
     others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
@@ -128,7 +132,7 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
             print(f"{model.name} has not all of its scores:", file=sys.stderr)
         _tell_trouble(scored.trouble[before:])
     _tell_trouble(trouble)
-    return _status([*trouble, *scored.trouble], scored)
+    return _status([*broken, *trouble, *scored.trouble], scored)
 
 
 def _check_something_fits(targets: Sequence[Target], tasks: Sequence[str]) -> None:

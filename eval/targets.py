@@ -17,7 +17,16 @@ from eval.readers import find_published, open_dataset, open_datasets
 from eval.readers.hugging_face import open_hugging_face
 from eval.readers.torchvision_sets import NotFetched, open_torchvision
 
-__all__ = ["OWN_CARD", "Missing", "Target", "Trouble", "by_names", "find_suites", "find_targets"]
+__all__ = [
+    "OWN_CARD",
+    "Missing",
+    "Target",
+    "Trouble",
+    "by_names",
+    "find_named",
+    "find_suites",
+    "find_targets",
+]
 
 OWN_CARD = "card.toml"
 _log = logging.getLogger("eval")
@@ -79,15 +88,28 @@ def by_names(target: Target) -> Target:
 
 
 def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompts: str = "") -> list[Target]:
-    """Open the datasets that a user names one by one.
+    """Open the datasets that a user names one by one; raises the first of what ``find_named`` gives besides."""
+    targets, trouble = find_named(names, root=root, prompts=prompts)
+    if trouble:
+        raise trouble[0]
+    return targets
+
+
+def find_named(
+    names: Sequence[str], *, root: Path | str | None = None, prompts: str = ""
+) -> tuple[list[Target], list[DataError]]:
+    """Open the datasets that a user names; what is missing or broken does not keep the others from being scored.
 
     Args:
         names: of cards, folders, URLs, and whatever else ``open_dataset`` takes.
         root: where datasets are looked for by their cards' names.
         prompts: the prompt set to use where a card has it; "" for the card's own choice.
 
+    Returns:
+        The datasets that are here, and why others cannot be scored on.
+
     Raises:
-        DataError: one is missing or broken.
+        DataError: a name is a slip: there is nothing of that name; or two datasets would have one name.
         ConfigError: there is no folder ``root``.
     """
     _check_root(root)
@@ -98,12 +120,54 @@ def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompt
             raise DataError(
                 f"no dataset {name!r}: no folder is called so, and no card ({nearest(name, card_names())})"
             )
-    targets = {name: _of_card(load_card(name), root, prompts=prompts, captions=prompts) for name in cards}
-    for source, dataset in zip(plain, open_datasets(plain, root=root), strict=True):
-        if dataset.name in targets:
+    targets: dict[str, Target] = {}
+    trouble: list[DataError] = []
+    for name in cards:
+        try:
+            targets[name] = _of_card(load_card(name), root, prompts=prompts, captions=prompts)
+        except DataError as error:
+            trouble.append(error)
+    for source, dataset in _open_plain(plain, root, trouble):
+        if dataset.name in {*targets, *cards}:
             raise DataError(f"two datasets would both be named {dataset.name}: rename the folder {source}")
-        targets[dataset.name] = _of_folder(source, dataset, root, prompts)
-    return list(targets.values())
+        try:
+            targets[dataset.name] = _of_folder(source, dataset, root, prompts)
+        except DataError as error:
+            trouble.append(error)
+    return list(targets.values()), trouble
+
+
+def _open_plain(
+    sources: Sequence[str], root: Path | str | None, trouble: list[DataError]
+) -> list[tuple[str, EvalDataset]]:
+    """The datasets with their sources; what is wrong with others is added to ``trouble``."""
+    try:
+        return list(zip(sources, open_datasets(sources, root=root), strict=True))
+    except DataError as error:
+        if len(sources) == 1:
+            trouble.append(error)
+            return []
+        good = []
+        for source in sources:
+            try:
+                open_dataset(source, root=root)
+            except DataError as own:
+                if root is None and _is_slip(source):
+                    raise
+                trouble.append(own)
+            else:
+                good.append(source)
+        if len(good) == len(sources):  # each can be opened alone: it is about their names
+            raise
+        return _open_plain(good, root, trouble)
+
+
+def _is_slip(source: str) -> bool:
+    """Whether a source would be a path of this machine, and nothing lies there."""
+    try:
+        return not (":" in source or Path(source).expanduser().exists())
+    except (OSError, RuntimeError):  # a name too long; there is no such user
+        return True
 
 
 def find_suites(

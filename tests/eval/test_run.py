@@ -348,6 +348,26 @@ def test_several_models_of_which_one_does_not_load_and_options_that_do_not_fit(
         main(["run", *models, "--data", str(probed), "--prompts", "opeani", "--out", str(out)])
 
 
+def test_a_wrong_card_of_ones_own_costs_no_other(
+    run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.jsonl"
+    wrong, good = write_dataset("wrong"), write_dataset("good")
+    (wrong / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc1"\nsplit = 1\n')
+    arguments = ["run", "--model", str(run), "--out", str(out), "--data", str(wrong)]
+    assert main([*arguments, "--data", str(good)]) == 1
+    told = f"not scored: {wrong}/card.toml: unknown key 'split', did you mean 'splits'?\n"
+    assert capsys.readouterr().err == told
+    assert {line["dataset"] for line in read_results(out)} == {"good"}
+    other = write_dataset("other")
+    (other / "card.toml").write_text("tasks = [")
+    with pytest.raises(DataError, match="unknown key 'split'"):
+        main([*arguments, "--data", str(other)])
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"not scored: {other}/card.toml is no TOML")
+    assert len(read_results(out)) == 4
+
+
 def test_a_task_that_a_dataset_lacks_something_for_costs_no_other(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

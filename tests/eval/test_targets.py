@@ -11,7 +11,7 @@ import pytest
 from clipkit.errors import ConfigError, DataError
 from data.remote.patience import PATIENCE
 from eval.new_card import new_card
-from eval.targets import Missing, find_suites, find_targets
+from eval.targets import Missing, find_named, find_suites, find_targets
 from eval.verify import find_known, known_tasks, nothing_checked
 
 WriteDataset = Callable[..., Path]
@@ -44,6 +44,28 @@ def test_what_is_not_here_is_a_short_line_each(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="fairface is known and cannot be scored here: Its names"):
         find_targets(["fairface"], root=tmp_path)
+
+
+def test_what_is_wrong_with_one_dataset_costs_no_other(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    good, damaged = [write_dataset(f"{name}/test") for name in "AB"], write_dataset("damaged")
+    next((damaged / "test").glob("*.tar")).unlink()
+    wrong = write_dataset("wrong")
+    (wrong / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc_1"\n')
+    names = [str(wrong), str(good[0]), "mnist", str(damaged), str(good[1])]
+    targets, trouble = find_named(names)
+    assert [one.dataset.name for one in targets] == ["A-test", "B-test"]
+    assert [type(one) for one in trouble] == [Missing, DataError, DataError]
+    said = [str(one) for one in trouble]
+    assert "say where it lies with --data-root" in said[0] and str(damaged) in said[1]
+    assert said[2].startswith(f"{wrong}/card.toml: metric = 'acc_1': it must be ")
+    assert not any("\n" in one for one in said)
+    with pytest.raises(Missing):
+        find_targets(names)
+    for slip in ("nowhere", str(tmp_path / "nowhere"), "~nouser/x"):  # such a name stops all before it begins
+        with pytest.raises(DataError, match=f"no dataset '{slip}'"):
+            find_named([str(good[0]), slip, str(damaged)])
+    with pytest.raises(DataError, match="is given twice"):
+        find_named([str(good[0]), str(good[0])])
 
 
 def test_which_models_scores_are_known_is_told_by_cards_alone(tmp_path: Path) -> None:
