@@ -101,7 +101,36 @@ def run_model(
     options = options or Options()
     encoder = Encoder(model, store=store, ranks=ranks, batch_size=batch_size)
     origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": _gflops(model)}
-    works: list[_Work] = []
+    works = _planned(encoder, targets, tasks, options, origin, scored)
+    if skip_existing:
+        works = _not_done(works, out, ranks, scored)
+    _encode_prompts(encoder, works)
+    before: Subject | None = None
+    while works:  # a dataset's features go with the last of its tasks
+        work = works.pop(0)
+        if started is not None and work.subject is not before:
+            encoder.progress, before = started(work.subject.dataset), work.subject
+        begun = time.monotonic()
+        try:
+            outcome = KNOWN_TASKS[work.task].run(work.subject, options)
+        except (ConfigError, DataError) as error:
+            scored.trouble.append(error)
+            continue
+        scored.scores += outcome.scores
+        if ranks.rank == 0:
+            _write(out, work, outcome, step=step, seconds=time.monotonic() - begun)
+
+
+def _planned(
+    encoder: Encoder,
+    targets: Sequence[Target],
+    tasks: Sequence[str],
+    options: Options,
+    origin: Mapping[str, Any],
+    scored: Scored,
+) -> list[_Work]:
+    """Each task on each dataset that has what it needs; the others are told in ``scored``."""
+    model, works = encoder.model, []
     for target in targets:
         if isinstance(model.architecture.text, ClassTable):
             target = by_names(target)
@@ -115,22 +144,7 @@ def run_model(
                 scored.trouble.append(error)
             else:
                 works.append(_Work(subject=subject, task=task, facts=facts))
-    if skip_existing:
-        works = _not_done(works, out, ranks, scored)
-    _encode_prompts(encoder, works)
-    before: Subject | None = None
-    for work in works:
-        if started is not None and work.subject is not before:
-            encoder.progress, before = started(work.subject.dataset), work.subject
-        begun = time.monotonic()
-        try:
-            outcome = KNOWN_TASKS[work.task].run(work.subject, options)
-        except (ConfigError, DataError) as error:
-            scored.trouble.append(error)
-            continue
-        scored.scores += outcome.scores
-        if ranks.rank == 0:
-            _write(out, work, outcome, step=step, seconds=time.monotonic() - begun)
+    return works
 
 
 def _inputs(subject: Subject, task: str, options: Options) -> str:
