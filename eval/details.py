@@ -1,10 +1,10 @@
 """Takes what a page and a paired test need beside the scores, from features or predictions that are there already.
 
-Letters in shape comments: N pictures, D embedding dimension, C classes, E examples.
+Letters in shape comments: N pictures, D embedding dimension, C classes, E examples, T distinct captions, P pairs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -35,6 +35,7 @@ __all__ = [
     "pack",
     "prediction_details",
     "read_details",
+    "retrieval_details",
     "write_details",
     "zero_shot_details",
 ]
@@ -43,7 +44,7 @@ EXAMPLES = 6
 GUESSES = 5
 MISTAKES = 30
 _WHOLE_MATRIX = 64  # classes; of more, only the most frequent mistakes
-_MAX_TEXT = 300  # characters of a class name that a page can use
+_MAX_TEXT = 300  # characters of a class name or caption that a page can use
 
 
 @torch.no_grad()
@@ -152,6 +153,68 @@ def prediction_details(
     )
 
 
+def retrieval_details(
+    dataset: EvalDataset,
+    image_features: Tensor,
+    captions: Sequence[str],
+    text_features: Tensor,
+    pairs: Tensor,
+    *,
+    right: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    seed: int = 0,
+) -> Details:
+    """What retrieval did, query by query, and examples: pictures with the five captions most similar to them.
+
+    The examples are chosen as those of ``zero_shot_details``. A picture is right if the first caption that is found
+    is its own; a wrong caption goes before a right one of the same similarity, as in the scores. Ranks are of
+    distinct captions, so they may be lower than those of the scores, where each copy counts.
+
+    Only the examples are compared again: memory is a few numbers a caption.
+
+    Args:
+        dataset: of N pictures with captions.
+        image_features: (N, D) unit norm, perhaps memory-mapped.
+        captions: the T distinct ones, as they stand.
+        text_features: (T, D) unit norm.
+        pairs: (P, 2) int64, (picture, number of a caption of its own).
+        right: by metric, (queries,) bool; "image_to_text_R@1" of the N pictures.
+        values: by metric that is a mean of them, (queries,) float.
+        seed: chooses the examples. The order in which pictures are taken follows from it and N alone.
+    """
+    chosen = _choose_examples(right["image_to_text_R@1"], seed)
+    similarity = class_scores(image_features[chosen], text_features.T, device=text_features.device)  # (E, T)
+    examples = [
+        _found_captions(number, captions, row, pairs[pairs[:, 0] == number, 1])
+        for number, row in zip(chosen, similarity, strict=True)
+    ]
+    return replace(
+        item_details(dataset, task="retrieval", n=len(dataset), right=right, values=values),
+        examples=tuple(examples),
+        candidates=len(captions),
+        pictures={str(number): _picture(dataset, number) for number in chosen},
+    )
+
+
+def _found_captions(number: int, captions: Sequence[str], similarity: Tensor, own: Tensor) -> Example:
+    """A picture's five most similar captions; (T,) similarities, and the numbers of those of its own."""
+    is_own = torch.zeros(len(captions), dtype=torch.bool).index_fill(0, own, True)  # (T,)
+    wrong_first = is_own.long().argsort(stable=True)
+    order = wrong_first[similarity[wrong_first].argsort(descending=True, stable=True)]  # (T,)
+    rank = int(is_own[order].long().argmax())
+    *guesses, best = [
+        Guess(label=_caption(captions[i]), probability=_share(float(similarity[i])), right=bool(is_own[i]))
+        for i in (*order[:GUESSES].tolist(), int(order[rank]))
+    ]
+    return Example(
+        picture=str(number),
+        guesses=tuple(guesses),
+        truth=best.label,
+        rank=1 + rank,
+        probability=best.probability,
+    )
+
+
 def item_details(
     dataset: EvalDataset,
     *,
@@ -252,6 +315,10 @@ def _picture(dataset: EvalDataset, number: int) -> Picture:
 
 def _name(dataset: EvalDataset, label: int) -> str:
     return _short(dataset.class_names[label]) or f"class {label}"  # a name may be a blank line
+
+
+def _caption(text: str) -> str:
+    return _short(" ".join(text.split())) or "(empty)"
 
 
 def _share(value: float) -> float:

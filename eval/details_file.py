@@ -127,7 +127,9 @@ class Details:
         mistakes: (class, taken for, how often), the most frequent first.
         matrix: the (C · C) cells of the whole confusion, row by row, a row a true class, where the classes are few.
         bins: of the reliability diagram.
-        examples: predictions to look at; which ones follows from a seed.
+        examples: predictions to look at; which ones follows from a seed. Of retrieval they are captions, equal ones
+            together, and their cosine similarities to the picture stand as probabilities.
+        candidates: how many captions there are of these; 0 where the task is another.
         pictures: by the name that ``examples`` use.
         right: by metric, whether each item is right, for paired tests. Items of retrieval metrics are pictures or
             captions, whichever is asked about.
@@ -155,6 +157,7 @@ class Details:
     matrix: Packed | None = None
     bins: tuple[Bin, ...] = ()
     examples: tuple[Example, ...] = ()
+    candidates: int = 0
     pictures: Mapping[str, Picture] = field(default_factory=dict)
     right: Mapping[str, Packed] = field(default_factory=dict)
     values: Mapping[str, Packed] = field(default_factory=dict)
@@ -297,6 +300,7 @@ def _details(value: dict[str, Any]) -> Details:
         matrix=None if matrix is None else _packed(matrix),
         bins=tuple(_bin(one) for one in value.get("bins", ())),
         examples=tuple(_example(one) for one in value.get("examples", ())),
+        candidates=_whole(value.get("candidates", 0)),
         pictures={
             str(name): Picture(png=str(picture["png"]), alt=str(picture["alt"]))
             for name, picture in value.get("pictures", {}).items()

@@ -46,7 +46,10 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """A label that the model considers, with its probability in [0, 1], and whether it is the true one."""
+    """A label that the model considers, with its probability in [0, 1], and whether it is the true one.
+
+    In details of retrieval it is a caption, and the number its cosine similarity.
+    """
 
     label: str
     probability: float

@@ -285,7 +285,7 @@ def _section_of_blocks(found: ResultSet, details: Sequence[Details], book: Pictu
     if any(block.details.examples for blocks in by_dataset.values() for block in blocks[:most]):
         lead.append(
             "Examples are random right and random wrong predictions in turn, whatever the accuracy is. ✓ marks "
-            "the true label."
+            "what is right."
         )
     if left:
         lead.append(

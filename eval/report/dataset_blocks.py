@@ -20,6 +20,10 @@ _WIDE = 12  # more rows with names need more room
 _SHADES = 6
 _LISTED = 8  # mistakes and classes
 _WAYS = {"image_to_text_mean_rank": "image to text", "text_to_image_mean_rank": "text to image"}
+_CAPTIONS = (
+    "The captions most similar to each picture, with cosine similarities, not probabilities. The rank is that of "
+    "the first of its own; equal captions are one."
+)
 _FIRST = tuple(factor * 10**power for power in range(8) for factor in (1, 3))  # found among so many
 _PICTURES = 12 << 20  # letters of all pictures of a page
 
@@ -46,10 +50,10 @@ def _block(block: Block, book: PictureBook) -> str:
     chosen = "" if details.chosen_c is None else f", C = {number(details.chosen_c)}"
     chosen += "" if details.chosen_rate is None else f", learning rate {details.chosen_rate:g}"
     chosen += f" (chosen on {escape(details.tuned_on)})" if details.tuned_on else ""
-    where = ", ".join(filter(None, (details.task, setting_name(details.task, details.setting))))
-    head = (
-        f"<h4>{escape(block.model.label)} <small>{escape(where)}{chosen} {escape(block.score)}</small></h4>"
-    )
+    prompts = f"prompts {details.prompt_set}" if details.prompt_set else ""
+    where = ", ".join(filter(None, (details.task, prompts, setting_name(details.task, details.setting))))
+    score = f", {escape(block.score)}" if block.score else ""
+    head = f"<h4>{escape(block.model.label)} <small>{escape(where)}{chosen}{score}</small></h4>"
     facts = f'<div class="facets">{facts}</div>' if facts else ""
     return (
         f'<article class="block">{head}{facts}{_examples(details, book)}</article>'
@@ -63,10 +67,13 @@ def _examples(details: Details, book: PictureBook) -> str:
         return ""
     if book.size > _PICTURES:
         return '<p class="lead">Its example pictures would make this page too large.</p>'
+    of_captions = details.task == "retrieval"
+    count = details.candidates if of_captions else len(details.class_names)
     cards = "".join(
-        example_card(one, len(details.class_names), details.pictures, book) for one in details.examples
+        example_card(one, count, details.pictures, book, cosines=of_captions) for one in details.examples
     )
-    return f'<div class="examples">{cards}</div>'
+    lead = f'<p class="lead">{_CAPTIONS}</p>' if of_captions else ""
+    return f'{lead}<div class="examples">{cards}</div>'
 
 
 def _found(details: Details) -> str:

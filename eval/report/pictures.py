@@ -6,7 +6,7 @@ Each distinct picture is in the page once, as a rule of its style sheet, however
 import base64
 import binascii
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from eval.report.charts import number
@@ -96,14 +96,29 @@ def example_card(
     book: PictureBook,
     *,
     ranks: Sequence[tuple[int, int]] = (),
+    cosines: bool = False,
 ) -> str:
-    """A picture with its likeliest labels and the true one's rank; ``ranks`` are (step, rank) of a training."""
-    rows = [_bar(guess.label, guess.probability, guess.right) for guess in one.guesses[:_SHOWN_LABELS]]
+    """A picture with its likeliest labels and the true one's rank.
+
+    Args:
+        one: the example.
+        classes: how many labels there are.
+        pictures: by their names.
+        book: of the page.
+        ranks: (step, rank) of a training.
+        cosines: whether labels are captions, and their numbers similarities rather than probabilities.
+    """
+    told, whose = (_cosine, "a caption of the picture") if cosines else (_percent, "the true label")
+    rows = [
+        _bar(guess.label, guess.probability, whose if guess.right else "", told)
+        for guess in one.guesses[:_SHOWN_LABELS]
+    ]
     if one.truth is not None and one.probability is not None and not any(g.right for g in one.guesses):
-        rows.append('<li class="gap" aria-hidden="true">⋯</li>' + _bar(one.truth, one.probability, True))
+        last = _bar(one.truth, one.probability, whose, told)
+        rows.append(f'<li class="gap" aria-hidden="true">⋯</li>{last}')
     rank = ""
     if one.rank is not None:
-        rank = f'<span class="rank">rank <b>{one.rank}</b> of {number(classes)}</span>'
+        rank = f'<span class="rank">rank <b>{number(one.rank)}</b> of {number(classes)}</span>'
     history = ""
     if len(ranks) > 1:
         steps = "".join(
@@ -118,13 +133,18 @@ def example_card(
     )
 
 
-def _bar(label: str, probability: float, right: bool) -> str:
-    share, text = min(1.0, max(0.0, probability)), escape(label)
-    mark = '<span class="tick" title="the true label">✓</span>' if right else ""
+def _bar(label: str, value: float, whose: str, told: Callable[[float], str]) -> str:
+    """A label with its number; ``whose`` says of a right one what it is."""
+    share, text = min(1.0, max(0.0, value)), escape(label)
+    mark = f'<span class="tick" title="{whose}">✓</span>' if whose else ""
     return (
-        f'<li class="{"right" if right else "wrong"}"><span class="label" title="{text}">{mark}{text}</span>'
-        f'<span class="p">{_percent(probability)}</span><i style="--p:{share:.4f}"></i></li>'
+        f'<li class="{"right" if whose else "wrong"}"><span class="label" title="{text}">{mark}{text}</span>'
+        f'<span class="p">{told(value)}</span><i style="--p:{share:.4f}"></i></li>'
     )
+
+
+def _cosine(value: float) -> str:
+    return f"{value:.3f}".replace("-", "−")
 
 
 def _percent(value: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from clipkit.errors import ConfigError, nearest
 from eval.dataset import TASKS, EvalDataset
-from eval.details import item_details, prediction_details, zero_shot_details
+from eval.details import prediction_details, retrieval_details, zero_shot_details
 from eval.details_file import Details
 from eval.image_models import TIMM, no_text_tower
 from eval.results import Score
@@ -120,12 +120,17 @@ def _retrieval(subject: Subject, options: Options) -> Outcome:
     found = retrieval(subject)
     if not options.details:
         return Outcome(scores=found.scores)
-    ranks = {name: values.float() for name, values in found.ranks.items()}
-    n = len(subject.dataset)
-    return Outcome(
-        scores=found.scores,
-        details=[item_details(subject.dataset, task="retrieval", n=n, right=found.right, values=ranks)],
+    details = retrieval_details(
+        subject.dataset,
+        subject.images().projected,
+        found.captions,
+        found.texts,
+        found.pairs,
+        right=found.right,
+        values={name: ranks.float() for name, ranks in found.ranks.items()},
+        seed=options.seed,
     )
+    return Outcome(scores=found.scores, details=[details])
 
 
 def _linear_probe(subject: Subject, options: Options) -> Outcome:

@@ -52,11 +52,17 @@ class Retrieved:
             several captions, these are resampled together for the interval of ``text_to_image_R@k``.
         right: by the name of each R@k, (Q,) bool of its queries: pictures, or captions, equal ones together.
         ranks: by the name of each mean rank, (Q,) int64, from 1.
+        captions: the T distinct ones, as they stand.
+        texts: (T, D) float32, unit norm: the features of these, with the prompt if they were given one.
+        pairs: (P, 2) int64, (picture, number of a caption of its own), sorted.
     """
 
     scores: list[Score]
     right: Mapping[str, Tensor]
     ranks: Mapping[str, Tensor]
+    captions: tuple[str, ...]
+    texts: Tensor
+    pairs: Tensor
 
 
 def retrieval(subject: Subject) -> Retrieved:
@@ -97,6 +103,9 @@ def retrieval(subject: Subject) -> Retrieved:
         scores=[*scores, _mean(scores)],
         right={f"{way}_R@{k}": ranks < k for way, ranks in each.items() for k in _TOP},
         ranks={f"{way}_mean_rank": ranks + 1 for way, ranks in each.items()},
+        captions=tuple(copies),
+        texts=texts,
+        pairs=pairs,
     )
 
 
