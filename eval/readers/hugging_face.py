@@ -48,6 +48,8 @@ _RIGHT_AND_WRONG = (
 )
 _IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp")
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
+_MOST_LABEL = 10**7  # no set has as many classes: what is more is a number of something else
+_MOST_CELLS = 10**10  # of a multi-hot label
 _CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw")
 
 
@@ -103,6 +105,8 @@ def open_hugging_face(
         DataError: a file is missing or damaged, or its columns are of no known kind.
     """
     files = open_parquet_files(name, place, split, cache_gb)
+    if not len(files):
+        raise DataError(f"dataset {name}: {files.files[0].shown} has no rows")
     one = _Set(name=name, split=split, files=files, features=_features(files.schema))
     columns = set(files.schema.names)
     if columns >= set(_WINOGROUND):
@@ -193,36 +197,64 @@ def _classification(one: _Set, image: str, column: str, caption: str | None) -> 
     if isinstance(values[0] if values else 0, str):
         names = names or tuple(sorted(set(values)))
         number = {key: i for i, key in enumerate(names)}
-        values = [number.get(value, len(names)) for value in values]
+        if other := [row for row, value in enumerate(values) if value not in number]:
+            shown = repr(values[other[0]][:40])
+            raise one.fault(other[0], f"has {column} {shown}, which is none of the classes in its schema")
+        values = [number[value] for value in values]
     several = isinstance(values[0] if values else 0, list)
-    if names and not several and max(values, default=0) >= len(names):
-        row = next(row for row, value in enumerate(values) if value >= len(names))
+    labels = _multi_hot(one, column, values, len(names)) if several else _numbers(one, column, values)
+    if names and not several and (labels >= len(names)).any():
+        row = int((labels >= len(names)).nonzero()[0])
         raise one.fault(row, f"has label {values[row]}, but its schema names {len(names)} classes")
     return one.dataset(
         ParquetPictures(one.files, [image]),
         ("zero-shot",),
         class_names=names,
-        labels=_multi_hot(one, values, len(names)) if several else torch.tensor(values, dtype=torch.int64),
+        labels=labels,
         captions=None if caption is None or several else _captions(one, caption),
     )
 
 
-def _multi_hot(one: _Set, values: Sequence[Sequence[int]], classes: int) -> Tensor:
+def _numbers(one: _Set, column: str, values: Sequence[Any]) -> Tensor:
+    """(N,) int64 of the values of a column; 2.0 is 2 too: some programs make floats of a column with gaps."""
+    labels = [_whole(value) for value in values]
+    if None in labels:
+        row = labels.index(None)
+        shown = repr(values[row])[:40]
+        raise one.fault(row, f"has {column} {shown}, which is no number of a class, 0 or more")
+    return torch.tensor(labels, dtype=torch.int64)
+
+
+def _whole(value: Any) -> int | None:
+    """A label as a number; None where it is none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return int(value) if isinstance(value, int) and abs(value) <= _MOST_LABEL else None
+
+
+def _multi_hot(one: _Set, column: str, values: Sequence[Sequence[Any]], classes: int) -> Tensor:
     """(N, C) bool of lists of labels."""
-    classes = classes or 1 + max((label for own in values for label in own), default=0)
-    labels = np.zeros((len(values), classes), dtype=np.bool_)
-    for row, own in enumerate(values):
+    numbers = [[_whole(label) for label in own] for own in values]
+    if wrong := [row for row, own in enumerate(numbers) if None in own]:
+        shown = repr(values[wrong[0]])[:40]
+        raise one.fault(wrong[0], f"has {column} {shown}, which are no numbers of classes")
+    found = [[label for label in own if label is not None] for own in numbers]
+    classes = classes or 1 + max((label for own in found for label in own), default=0)
+    if len(found) * classes > _MOST_CELLS:
+        raise one.fault(0, f"and others have labels up to {classes - 1}: {column} is no list of classes")
+    labels = np.zeros((len(found), classes), dtype=np.bool_)
+    for row, own in enumerate(found):
         if any(not 0 <= label < classes for label in own):
             raise one.fault(row, f"has the labels {own[:20]}, but there are {classes} class names")
-        labels[row, list(own)] = True
+        labels[row, own] = True
     return torch.from_numpy(labels)  # (N, C)
 
 
 def _captions(one: _Set, column: str) -> tuple[tuple[str, ...], ...]:
     found = []
     for row, value in enumerate(one.files.columns(column)[0]):
-        listed = [value] if isinstance(value, str) else value
-        own = tuple(text.strip() for text in listed or () if isinstance(text, str) and text.strip())
+        listed = value if isinstance(value, list) else [value]
+        own = tuple(text.strip() for text in listed if isinstance(text, str) and text.strip())
         if not own:
             raise one.fault(row, f"has no {column}")
         found.append(own)

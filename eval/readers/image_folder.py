@@ -1,6 +1,7 @@
 """Pictures in folders by class, ``ROOT/<class>/*.jpg``, of which none is left out silently."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from clipkit.errors import DataError
 from data.index import IMAGE_EXTENSIONS
 from data.shards import Sample
-from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
+from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.caption_tables import how_to_pack, tables_in
 from eval.readers.checks import checked_set
 from eval.readers.file_pictures import state_of
@@ -18,6 +19,12 @@ from eval.readers.split_names import ACCEPTED, SPLIT_NAMES, folder_of_split
 from eval.readers.text_files import lines_of
 
 __all__ = ["ImageFolder", "open_image_folder", "utf8_name", "visible_folders"]
+
+_OF_SYSTEMS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information")
+# pictures that are not read: to leave them out would score fewer than there are
+_UNREAD = ("heic", "heif", "jfif", "jpe", "jxl", "svg", "psd", "dng", "cr2", "nef", "arw")
+_SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
+_log = logging.getLogger("eval")
 
 
 def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
@@ -38,6 +45,10 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     pictures = ImageFolder(inside, classes=sorted(classes))
     if len(pictures.classes) == 1:
         raise DataError(_of_one_class(folder, pictures.classes[0]))
+    if inside == folder and all(one.lower() in _SPLIT_WORDS for one in pictures.classes):
+        raise DataError(_of_flat_splits(folder, pictures.classes))
+    if beside := sorted(one.name for one in inside.iterdir() if _is_picture(one.name) and one.is_file()):
+        _log.warning("dataset %s: pictures beside the class folders are left out: %s", name, some(beside))
     templates = tuple(line for line in lines_of(folder / "zeroshot_classification_templates.txt") if line)
     return checked_set(
         EvalDataset(
@@ -99,6 +110,14 @@ def _of_one_class(folder: Path, name: str) -> str:
     )
 
 
+def _of_flat_splits(folder: Path, names: Sequence[str]) -> str:
+    """What a folder seems to be whose splits hold pictures without folders by class."""
+    return (
+        f"{folder} holds pictures in {some(names)}, which are called like splits, not like classes: put them into "
+        f"a folder by class, as {folder / names[0] / 'cat'}; for pictures with captions {how_to_pack(None)}"
+    )
+
+
 class ImageFolder:
     """The pictures below ``root/<class>/``, class folders and files in the order of their names.
 
@@ -122,7 +141,7 @@ class ImageFolder:
             (file, label)
             for label, name in enumerate(self.classes)
             if name in folders
-            for file in sorted(_pictures(folders[name]))
+            for file in sorted(_pictures(folders[name], root))
         ]
         if not self.files:
             tables = tables_in(root)
@@ -183,24 +202,53 @@ def visible_folders(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    paths = sorted(path for path in folder.iterdir() if not _is_hidden(path.name))
     for path in paths:
         if not path.exists():
             raise DataError(f"{path} is a link to nothing: mend or remove it")
     return [path for path in paths if path.is_dir()]
 
 
-def _pictures(folder: Path) -> Iterator[Path]:
-    for inside, _, names in os.walk(folder, onerror=_refuse):
-        for name in names:
-            file = Path(inside, name)
-            if file.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS and not name.startswith("."):
-                yield file
+def _is_hidden(name: str) -> bool:
+    """Whether a user sees no such file or folder, as programs keep theirs there."""
+    return name.startswith(".") or name in _OF_SYSTEMS
 
 
-def _refuse(error: OSError) -> None:
-    """Otherwise a folder that cannot be read would be passed over."""
-    raise error
+def _is_picture(name: str) -> bool:
+    return not _is_hidden(name) and _extension(name) in IMAGE_EXTENSIONS
+
+
+def _extension(name: str) -> str:
+    return os.path.splitext(name)[1].lower().removeprefix(".")  # noqa: PTH122 - of a name, not of a path
+
+
+def _pictures(folder: Path, root: Path) -> Iterator[Path]:
+    """Those in a class folder and in the folders below it, links among them, which lead nowhere above themselves.
+
+    Raises:
+        DataError: a link leads to a folder that it lies in; a picture is of a kind that is not read.
+        OSError: a folder cannot be read: it is not passed over.
+    """
+    # folders, and where each, and the links by which one gets there, really lie
+    todo: list[tuple[Path, tuple[Path, ...]]] = [(folder, (root.resolve() / folder.name,))]
+    while todo:
+        inside, above = todo.pop()
+        if inside.is_symlink():
+            real = inside.resolve()
+            if any(one.is_relative_to(real) for one in above):
+                raise DataError(f"{inside} is a link to a folder that it lies in: remove it")
+            above = (*above, real)
+        with os.scandir(inside) as found:
+            entries = [entry for entry in found if not _is_hidden(entry.name)]
+        for entry in entries:
+            if entry.is_dir():
+                todo.append((Path(entry.path), (*above[:-1], above[-1] / entry.name)))
+            elif _extension(entry.name) in IMAGE_EXTENSIONS:
+                yield Path(entry.path)
+            elif _extension(entry.name) in _UNREAD:
+                raise DataError(
+                    f"picture {entry.path} is of a kind that is not read: write it as JPEG or PNG, or remove it"
+                )
 
 
 def utf8_name(name: str) -> str:

@@ -124,6 +124,8 @@ def _open_all(sources: Sequence[str | Path], options: _Options) -> tuple[EvalDat
 
 
 def _locate(source: str, root: Path | str | None) -> _Located:
+    if not source:  # else it would be the folder where one is
+        raise DataError("no dataset '': name a folder, a card or a built-in set")
     if source.startswith(_TORCHVISION):
         name = source.removeprefix(_TORCHVISION)
         check_known(name)
@@ -143,15 +145,17 @@ def _locate(source: str, root: Path | str | None) -> _Located:
         if is_table(path):
             raise DataError(f"{source[:_SHOWN]} is a table: {how_to_pack(path)}")
         found = find_published(_root(root), [source]) if root is not None else None
+        if found is None:
+            raise DataError(_no_dataset(source, path, root))
     except OSError as error:
         raise DataError(f"cannot read dataset {source[:_SHOWN]!r}: {error.strerror}") from error
-    if found is not None:
-        there = found if is_remote(found) else Path(found).resolve()
-        return _Located(source=found, place=there, parts=(source.replace("/", "-"),))
-    raise DataError(_no_dataset(source, root))
+    there = found if is_remote(found) else Path(found).resolve()
+    return _Located(source=found, place=there, parts=(source.replace("/", "-"),))
 
 
-def _no_dataset(source: str, root: Path | str | None) -> str:
+def _no_dataset(source: str, path: Path, root: Path | str | None) -> str:
+    if path.is_file():
+        return f"no dataset {source[:_SHOWN]!r}: it is a file, and no .json of SugarCrepe or ARO: name its folder"
     hint = nearest(source[:_SHOWN], BUILTIN)
     under = f", nor a set under {shown(str(root))}" if root is not None else ""
     return f"no dataset {source[:_SHOWN]!r}: it is not a folder, nor built in ({hint}){under}"
@@ -162,6 +166,10 @@ def _remote(source: str) -> _Located:
         raise DataError("a dataset to score on is no pipe: name a folder, here or in a store")
     address = address_of(source)
     plain = shown(address).partition("?")[0]
+    if not is_remote(address) or not plain.partition("://")[2].strip("/"):
+        raise DataError(
+            f"no dataset {source[:_SHOWN]!r}: its address names no place, as https://HOST/FOLDER does"
+        )
     parts = [part for part in plain.split("/") if part and part not in _HUB_PARTS]
     if "/resolve/" in plain:
         parts.remove(plain.partition("/resolve/")[2].partition("/")[0])  # the branch
