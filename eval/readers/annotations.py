@@ -3,9 +3,10 @@
 Letters in shape comments: N samples, C classes, K columns.
 """
 
+import logging
 import os
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from eval.readers.npy import MAX_NPY_BYTES, Array, array_of
 __all__ = ["Annotations", "annotations_of", "columns_of", "multi_hot"]
 
 Captions = tuple[tuple[str, ...], ...]
+_log = logging.getLogger("eval")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +50,7 @@ def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
     Raises:
         DataError: a shard or a member cannot be read; a label is no number.
     """
-    found = Annotations(labels=[], captions=[], arrays=[])
+    found, broken = Annotations(labels=[], captions=[], arrays=[]), 0
     for number in range(len(shards.counts)):
         file = shards.manifest.shard(number)
         opened = OpenShard(file, shards.selection, shards.cache)
@@ -58,11 +60,22 @@ def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
                 caption, label, meta = opened.read(row, (CAPTION, LABEL, META))
                 found.labels.append(label_of(label))
                 found.captions.append(_captions(text_of(caption), meta))
+                broken += caption is not None and not _is_utf8(caption)
             except DataError as error:
                 key = opened.index.key(row)
                 raise DataError(f"dataset {name}: sample {key} of {opened.shown}: {error}") from error
         found.arrays.extend(_arrays(name, opened, file, shards) if arrays else [None] * len(opened))
+    if broken:
+        told = counted(broken, "caption file")
+        _log.warning("dataset %s: %s not UTF-8: what cannot be read stands as � in them", name, told)
     return found
+
+
+def _is_utf8(text: bytes) -> bool:
+    with suppress(UnicodeError):
+        text.decode()
+        return True
+    return False
 
 
 def _captions(caption: str | None, json: bytes | None) -> tuple[str, ...]:

@@ -105,12 +105,26 @@ def _is_set(address: str) -> bool:
     """Whether there is something; a web server, which may list nothing, is asked for a published set's files."""
     try:
         if address.startswith(("http://", "https://")):
-            return any(text_of(f"{address}/{name}") is not None for name in _PROBES)
+            return any(_is_there(f"{address}/{name}") for name in _PROBES)
         return any(files_in(f"{address}{inside}") for inside in ("", f"/{TEST}", "/data"))
     except Unreachable:
         raise
     except DataError:  # there is no such bucket, data set or revision, or it is not ours to read
         return False
+
+
+def _is_there(address: str) -> bool:
+    """Whether a web server has a file.
+
+    Raises:
+        Unreachable: it fails, which says of no set that it is not there, and would be waited out for each anew.
+    """
+    try:
+        return text_of(address) is not None
+    except Unreachable:
+        raise
+    except DataError as error:  # what is not there or not ours to read is none
+        raise Unreachable(str(error)) from error
 
 
 def shards_of_split(name: str, root: str | Path, split: str) -> list[ShardFile]:
@@ -180,7 +194,8 @@ def files_in(folder: str) -> list[ShardFile]:
     """The files directly in a folder of a store that lists its folders; none where there is no such folder.
 
     Raises:
-        DataError: there is no such bucket or data set, or the store does not answer.
+        DataError: there is no such bucket or data set.
+        Unreachable: the store does not answer, or fails.
     """
     from data.remote.patience import Attempts, TransferError
     from data.remote.transfers import listing
@@ -192,7 +207,12 @@ def files_in(folder: str) -> list[ShardFile]:
         except TransferError as error:
             if error.is_missing:
                 return []
-            attempts.failed(error)
+            try:
+                attempts.failed(error)
+            except DataError as fault:
+                if error.temporary:  # it was waited out in vain, and would be for each set anew
+                    raise Unreachable(str(fault)) from None
+                raise
 
 
 def _check_consecutive(shards: Sequence[ShardFile]) -> None:

@@ -5,8 +5,10 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +20,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipkit.errors import DataError
-from data.remote.patience import Unreachable
+from data.remote import patience
+from data.remote.patience import Patience, Unreachable
 from eval.dataset import EvalDataset, NoSplit
 from eval.readers import find_published, open_dataset, places
 from eval.readers.npy import array_of
 from eval.readers.places import address_of
 from eval.readers.text_files import text_of
+from eval.targets import find_suites
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx
 from tests.data.remote.test_hub import use
@@ -145,6 +149,18 @@ def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.Log
     assert "1 picture whose right caption is among the wrong ones" in caplog.text
     one = publish(tmp_path / "one", [{"txt": "alone"}], classes=None, kind="image_caption_selection")
     assert "has 1 caption to choose from, it takes 2 or more" in refusal(one)
+
+
+def test_captions_that_are_not_utf8_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples: list[dict[str, Any]] = [
+        {"txt": "caf\u00e9 \ufffd"},
+        {"txt": "caf\u00e9".encode("latin-1")},
+        {"txt": "tea"},
+    ]
+    dataset = open_dataset(publish(tmp_path / "latin", samples, classes=None, kind="retrieval"))
+    assert dataset.captions == (("caf\u00e9 \ufffd",), ("caf\ufffd",), ("tea",))
+    (said,) = (record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage())
+    assert said.startswith("dataset latin: 1 caption file not UTF-8: ")
 
 
 def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -317,6 +333,43 @@ def test_a_root_that_nobody_answers_is_not_asked_again_for_each_set(monkeypatch:
         with pytest.raises(Unreachable):
             find_published(root, ["one"])
         assert len(asked) == 2  # it may be back
+
+
+def test_a_root_whose_server_fails_is_told_as_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not as a set that is not there, and not after waiting for every name of every set."""
+    asked: list[str] = []
+
+    class Failing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(int(self.path.split("/")[1]))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=2, first_wait=0.01, contact_waits=(0.01,)))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            for status in (500, 503, 400):
+                asked.clear()
+                root = f"http://127.0.0.1:{server.server_port}/{status}"
+                targets, trouble = find_suites(["datacomp38"], root=root)
+                assert not targets
+                told = [str(one) for one in trouble if "status" in str(one)]
+                assert len(told) == 1 and f"(status {status})" in told[0] and "it costs " in told[0]
+                assert isinstance(next(one for one in trouble if "status" in str(one)), Unreachable)
+                assert len(asked) <= 2 and len(set(asked)) == 1
+            root = f"http://127.0.0.1:{server.server_port}/404"
+            assert find_published(root, ["mnist"]) is None
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_shard_that_was_written_anew_has_another_stamp(tmp_path: Path) -> None:
