@@ -184,7 +184,8 @@ def _compare(options: argparse.Namespace) -> int:
     from eval.comparison import compare
     from eval.terminal_table import comparison_table, printable
 
-    found = compare(options.results, options.first, options.second)
+    results = [one / "results.jsonl" if one.is_dir() else one for one in options.results]
+    found = compare(results, options.first, options.second)
     console = Console(highlight=False)
     if found.differences:
         console.print(comparison_table(found))

@@ -211,9 +211,9 @@ def _short_names(heads: Mapping[str, Origin]) -> dict[str, str]:
         if _SCHEME.match(name):
             ways[run] = [_SCHEME.sub("", name), name]
         elif head.is_of_file or run == head.folder:
-            ways[run] = [str(PurePosixPath(*path.parts[-k:])) for k in range(1, len(path.parts) + 1)] or [
-                name
-            ]
+            # two folders may be of one name, each scored by that name from the folder above it
+            parts = PurePosixPath(head.folder).parts if run == head.folder else path.parts
+            ways[run] = [str(PurePosixPath(*parts[-k:])) for k in range(1, len(parts) + 1)] or [name]
         else:
             ways[run] = [name]
     longer = True

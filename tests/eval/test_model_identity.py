@@ -50,3 +50,18 @@ def test_a_model_is_what_its_weights_are(tmp_path: Path) -> None:
     other.mkdir(parents=True)
     both = [write(run / "results.jsonl", lines[:2]), write(other / "results.jsonl", [told("", 0.9, at=5)])]
     assert [one.step for one in read_result_set(both).models] == [20, 5]
+
+
+def test_runs_of_one_folder_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    """Also where each was scored as ``run``, from the folder that it lies in."""
+    files = []
+    for i, name in enumerate(("a", "b")):
+        run = tmp_path / name / "run"
+        run.mkdir(parents=True)
+        own = {**line(i, "digits", "acc1", 0.1 * i), "model": ("run", "./run/")[i]}
+        files.append(write(run / "results.jsonl", [own]))
+    found = read_result_set(files)
+    assert [one.label for one in found.models] == ["a/run", "b/run"]
+    assert [row.value for row in found.rows] == [0.0, 0.1]
+    (alone,) = read_result_set(files[:1]).models
+    assert alone.label == "run"

@@ -52,6 +52,9 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
     assert said.err.splitlines() == [
         f"note: {path} has scores of steps 10, 20: the last is compared" for path in results
     ]
+    asked = [part for run in runs for part in ("--results", str(run))]  # runs where files are asked for
+    assert main(["compare", "a", "b", *asked]) == 0
+    assert "of 1 differences are beyond chance" in " ".join(capsys.readouterr().out.split())
     copied = tmp_path / "copied.jsonl"  # without its details, and with a damaged line
     copied.write_text("{damaged\n" + results[1].read_text())
     assert main(["compare", str(runs[0]), str(copied)]) == 1
