@@ -1,6 +1,5 @@
 """The fields of a TOML file, taken one by one, so that what is wrong is said with its file, key and value."""
 
-import math
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -87,7 +86,8 @@ class Fields:
 
     def number(self, key: str, low: float, high: float) -> float:
         value = self.raw(key)
-        if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+        # the bounds also keep out what is not finite, and whole numbers that no float holds
+        if type(value) not in (int, float) or not low <= value <= high:
             raise self.wrong(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
@@ -153,5 +153,5 @@ def parse_fields(text: str, *, file: str) -> Fields:
     """The whole of a TOML file's text; ``file`` is what messages call it."""
     try:
         return Fields(tomllib.loads(text), file=file)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError too of numbers with thousands of digits
         raise DataError(f"{file} is no TOML: {error}") from error

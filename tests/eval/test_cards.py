@@ -405,6 +405,12 @@ names = { cat = ["cat", "kitten"] }
         ),
         ("[splits]", '[superclasses]\npet = ["cat"]\n[splits]', "superclasses = .*each key stands once"),
         ("[splits]", '[[expected]]\nmodel = "x"\n[splits]', r"expected\[0\].task is missing"),
+        ("test = 10", f"test = {'9' * 5000}", "is no TOML"),
+        (
+            "[splits]",
+            f'[[expected]]\ntask = "zero-shot"\nmetric = "acc1"\nvalues = {{ x = {"9" * 400} }}\n[splits]',
+            r"expected\[0\].values.x = 9+: it must be a number from 0 to 1$",
+        ),
         (
             "[splits]",
             '[[expected]]\ntask = "retrieval"\nmetric = "acc1"\n[splits]',
