@@ -294,8 +294,10 @@ def _incomparable(pairs: Sequence[tuple[Row, Row]]) -> str | None:
             return f"the data revisions differ ({first.data_revision} and {second.data_revision})"
         if first.n != second.n:
             return f"the numbers of items differ ({first.n or 0:,} and {second.n or 0:,})"
-        if first.task == "zero-shot" and first.prompts and second.prompts and first.prompts != second.prompts:
-            return f"the prompts of set {first.prompt_set or 'own'} differ ({first.prompts} and {second.prompts})"
+        of_set = f" of set {first.prompt_set}" if first.prompt_set else ""
+        texts = {"zero-shot": f"prompts{of_set or ' of set own'}", "retrieval": f"captions{of_set}"}
+        if first.task in texts and first.prompts and second.prompts and first.prompts != second.prompts:
+            return f"the {texts[first.task]} differ ({first.prompts} and {second.prompts})"
     return None if pairs else "there is no metric that both have"
 
 

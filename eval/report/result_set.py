@@ -59,7 +59,10 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One score of one model (by its number); ``low`` and ``high`` bound its 95% interval."""
+    """One score of one model (by its number); ``low`` and ``high`` bound its 95% interval.
+
+    ``prompts`` is a fingerprint of what classes are told by; of retrieval, of the captions as the model read them.
+    """
 
     model: int
     dataset: str
@@ -184,7 +187,7 @@ def _lines(path: Path, notes: list[str]) -> Iterable[_Line]:
             chance=finite(line.get("chance")),
             seconds=finite(line.get("seconds")),
             data_revision=_text(line, "data_revision"),
-            prompts=_text(line, "prompts"),
+            prompts=_text(line, "captions" if line["task"] == "retrieval" else "prompts"),
         )
         rest = {key: one for key, one in line.items() if key not in _SCORE}
         yield _Line(file=path, origin=origin, row=row, provenance=rest)
@@ -243,8 +246,8 @@ def _different_data(rows: Sequence[Row]) -> list[str]:
             ("pictures", "revisions"): ((row.dataset, row.split), row.data_revision),
             ("pictures", "n ="): (row.what, "" if row.n is None else f"{row.n:,}"),
             ("prompts", "revisions"): (
-                (row.dataset, row.split, row.prompt_set),
-                row.prompts if row.task == "zero-shot" else "",
+                (row.dataset, row.split, row.task, row.prompt_set),
+                row.prompts if row.task in ("zero-shot", "retrieval") else "",
             ),
         }
         for kind, (key, value) in kinds.items():

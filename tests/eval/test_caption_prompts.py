@@ -1,5 +1,6 @@
 """Prompts before captions: chosen by --prompts, told in every line, and never mixed up with those of classes."""
 
+import copy
 import csv
 import io
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from eval import read_results
 from eval.__main__ import main
 from eval.card_facts import card_lines, published_scores
 from eval.cards import load_card
+from eval.comparison import compare
 from eval.details import read_details
 from eval.report import as_csv
 from eval.report.result_set import read_result_set
@@ -131,6 +133,30 @@ def test_lines_details_and_pages_tell_prompts_apart(
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"none of the datasets has it .*mine, openai"):
         main([*arguments, "--prompts", "nobody's"])
+
+
+def test_what_goes_by_one_name_and_reads_otherwise_does_not_compare(
+    model: CLIP, run: Path, folder: Path, tmp_path: Path
+) -> None:
+    results, card = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], (folder / "card.toml").read_text()
+    other = tmp_path / "other"
+    state = LoopState(step=40, data="none")
+    with torch.no_grad():
+        changed = copy.deepcopy(model)
+        changed.logit_scale.add_(0.1)
+    save_checkpoint(other, changed, torch.optim.AdamW(changed.parameters()), state, Config(), keep=1)
+    texts = card, card.replace("a photo", "photos")
+    for source, out, text in zip((run, other), results, texts, strict=True):
+        (folder / "card.toml").write_text(text)
+        for prompts in ("", "openai"):
+            arguments = ["retrieval", "--model", str(source), "--data", str(folder), "--out", str(out)]
+            assert main([*arguments, "--prompts", prompts]) == 0
+    found = compare([], *map(str, results))
+    assert {one.prompt_set for one in found.differences} == {""}
+    (why,) = (one for one in found.refused if "differ" in one)
+    assert why.startswith("retrieval on both: the captions of set openai differ (")
+    (note,) = read_result_set(results).notes
+    assert note.startswith("Not all models were scored with the same prompts on both (revisions ")
 
 
 def test_what_is_known_of_captions_with_a_prompt_is_held_beside_those(folder: Path) -> None:
