@@ -112,9 +112,14 @@ def _comments(card: Card, where: str) -> dict[str, str]:
 
 
 def _expected(card: Card, where: str) -> str:
-    """How a score to be met is written, as a comment."""
-    prompts = "own" if "own" in card.prompt_sets else ""
-    return f"""
+    """How a prompt for captions and a score to be met are written, as comments."""
+    prompts = "own" if "own" in card.prompt_sets and card.tasks[0] != "retrieval" else ""
+    of_captions = """
+# What --prompts NAME puts before each caption, which else stands as it is:
+# [caption_prompts]
+# NAME = "a photo of {c}"
+"""
+    return f"""{of_captions if "retrieval" in card.tasks else ""}
 # A score that python -m eval verify --data {where} --model MODEL holds a model to; there may be several:
 # [[expected]]
 # task = "{card.tasks[0]}"
@@ -152,6 +157,7 @@ def new_card(title: str, folder: Path) -> Card:
     tasks = list(dataset.tasks)
     if labelled and "train" in splits:
         tasks += [task for task in ("linear-probe", "few-shot", "knn") if task not in tasks and not several]
+    fitting = MetricKind(multilabel=several, classes=len(keys) or None).fitting(tasks)
     names = {key: (key,) for key in keys}
     prompts = Prompts(name="own", names=names, templates=dataset.templates, source=title)
     return Card(
@@ -159,7 +165,7 @@ def new_card(title: str, folder: Path) -> Card:
         title=title,
         tasks=tuple(tasks),
         metric=_metric(dataset, several=several),
-        further=("mean_per_class_recall",) if labelled and not several else (),
+        further=tuple(one for one in ("mean_per_class_recall",) if one in fitting),
         keys=keys,
         classes=len(keys) or None,
         multilabel=several,
@@ -188,8 +194,10 @@ def _numbered(classes: int) -> tuple[str, ...]:
 
 
 def _metric(dataset: EvalDataset, *, several: bool) -> str:
+    if dataset.tasks[0] == "retrieval":
+        return "mean_R@1"
     if several:
         return "mean_average_precision"
     if dataset.choices is not None:
         return "accuracy" if dataset.items is None else "group"
-    return "mean_R@1" if dataset.tasks[0] == "retrieval" else "acc1"
+    return "acc1"

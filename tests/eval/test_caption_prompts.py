@@ -3,6 +3,7 @@
 import copy
 import csv
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,6 +208,19 @@ def test_published_numbers_stand_beside_the_captions_that_they_are_of(tmp_path: 
     assert others == {
         ("openai" if note else "", metric): value for (note, metric), value in beside.items() if value
     }
+
+
+def test_a_new_card_says_how_captions_get_a_prompt(folder: Path, write_dataset: WriteDataset) -> None:
+    (folder / "card.toml").unlink()
+    (folder / "dataset_type.txt").write_text("retrieval\n")  # though its pictures have labels
+    for own, asked in ((folder, True), (write_dataset(), False)):
+        assert main(["new", "Mine", "--data", str(own)]) == 0
+        text = (own / "card.toml").read_text()
+        assert ("[caption_prompts]" in text) == asked
+        (own / "card.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE))
+        (target,) = find_targets([str(own)], prompts="NAME")
+        assert target.dataset.caption_template == ("a photo of {c}" if asked else "{c}")
+        assert [one.value for one in expected_of(find_targets([str(own)])[0], "MODEL")] == [0.5]
 
 
 def test_the_papers_prompt_is_on_the_cards() -> None:
