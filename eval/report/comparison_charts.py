@@ -19,6 +19,7 @@ _OPEN = 2  # figures of as many models are open; the others unfold
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _MOST_SUITES = 4
+_MOST_GFLOPS = 1e12  # what is more has been written wrongly, and has no place on an axis
 _LABELS = 13  # of layers, on an axis as wide as a phone
 
 
@@ -100,7 +101,7 @@ def cost(table: ScoreTable) -> str:
     dots = [
         Dot(name=model.label, x=model.gflops, y=value, tone=_tone(i))
         for i, (model, value) in enumerate(zip(table.models, cells, strict=True))
-        if model.gflops is not None and model.gflops > 0 and value is not None
+        if model.gflops is not None and 0 < model.gflops < _MOST_GFLOPS and value is not None
     ]
     if len({dot.x for dot in dots}) < 2:
         return ""

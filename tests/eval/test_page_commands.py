@@ -124,3 +124,14 @@ def test_counts_of_any_kind_make_a_page_and_a_table(tmp_path: Path, count: objec
     )
     rows = (tmp_path / "scores.csv").read_text().splitlines()
     assert [row.split(",")[8] for row in rows if row.startswith("score,")] == ["0.5", "0.25"]
+
+
+@pytest.mark.parametrize("gflops", [1.7e308, 1e12, 1e11, 5e-324, 0, -1, "4", []])
+def test_costs_of_any_kind_make_a_page(tmp_path: Path, gflops: object) -> None:
+    lines = [line(0, "digits", "acc1", 0.5), line(8, "digits", "acc1", 0.25, gflops=gflops)]
+    results = write(tmp_path / "results.jsonl", [*lines, line(3, "digits", "acc1", 0.75)])
+    assert main(["report", str(results)]) == 0
+    page = (tmp_path / "scores.html").read_text()
+    assert ("1 of 3 models not shown: their cost is not known" in page) == (
+        gflops not in (1e11, 5e-324, "4", [])
+    )
