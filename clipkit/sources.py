@@ -26,6 +26,7 @@ from clipkit.architectures import (
     ARCHITECTURES,
     QUICKGELU,
     Architecture,
+    ClassTable,
     OpenClipText,
     Text,
     TextTower,
@@ -354,9 +355,10 @@ def _check_finite(model: CLIP) -> None:
 def _try_sizes(model: CLIP) -> None:
     """Towers of other libraries may have been built and yet take nothing of another size."""
     size, length = model.architecture.vision.image_size, model.architecture.text.context_length
+    token = 0 if isinstance(model.architecture.text, ClassTable) else 3  # a head may have one class only
     tries: tuple[tuple[str, Callable[[], Tensor]], ...] = (
         (f"pictures of {size} pixels", lambda: model.encode_image(torch.zeros(1, 3, size, size))),
-        (f"texts of {length} tokens", lambda: model.encode_text(torch.full((1, length), 3))),
+        (f"texts of {length} tokens", lambda: model.encode_text(torch.full((1, length), token))),
     )
     for what, attempt in tries:
         try:

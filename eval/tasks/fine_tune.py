@@ -16,6 +16,7 @@ Letters in shape comments: N pictures, O embedding dimension, C classes.
 import hashlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ from clipkit.encode import model_hash
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
 from data.cache import cache_folder
-from eval.class_training import ClassTraining, Picture, only_one
+from eval.class_training import ClassTraining, Diverged, Picture, only_one
 from eval.dataset import EvalDataset, distinct_names
-from eval.encode import Encoder
+from eval.encode import Encoder, dtype_name
 from eval.results import Score
 from eval.subject import Subject
 from eval.tasks.classification import Answers, classification_scores, fitting_metrics, labels_of
@@ -94,33 +95,23 @@ def fine_tune(
     """
     if subject.encoder.ranks.world > 1:
         raise ConfigError("fine-tune starts processes of its own on all GPUs: run it without torchrun")
+    rates = tuple(map(float, rates))
+    _check_options(epochs, rates, batch_size)
     dataset = subject.dataset
     metrics = fitting_metrics(dataset, subject.metrics)
     learn, tune, tuned_on = _splits(subject, seed, choose=len(rates) > 1)
     names = distinct_names(dataset.class_names)
     head = with_class_head(subject.encoder.model, names, subject.class_weights().T)
-    folder = (runs or cache_folder() / "fine-tune") / _name(
-        subject, head, learn, tune, (epochs, batch_size, seed)
-    )
+    folder = _runs_folder(runs) / _name(subject, head, learn, tune, (epochs, batch_size, seed))
     training = ClassTraining(
         folder=folder, epochs=epochs, batch_size=batch_size, seed=seed, device=subject.device
     )
     metric = tuning_metric(metrics if subject.metrics else (), labels_of(dataset))
     with only_one(folder):
         training.prepare(head, names, learn, tune)
-        rate = rates[0]
-        if len(rates) > 1:
-            tried = _tried(training, head, rates, metric, f"fine-tuning on {dataset.name}")
-            rate = max(rates, key=lambda one: tried[f"{one:g}"])  # of equals the first
-            if rate in (min(rates), max(rates)):
-                _log.warning(
-                    "dataset %s: of the rates %s, the %s is best: others beyond it may be better",
-                    dataset.name,
-                    ", ".join(f"{one:g}" for one in sorted(rates)),
-                    "lowest" if rate == min(rates) else "highest",
-                )
+        rate = rates[0] if len(rates) == 1 else _best(training, head, rates, metric, dataset.name)
         run = training.final(head, rate, f"fine-tuning on {dataset.name} at rate {rate:g}, for the test")
-    model = clipkit.load(run, device=str(subject.device))
+        model = clipkit.load(run, device=str(subject.device))
     answers = _answers(subject, model, names)
     setting = f"{epochs:g} epochs"
     scores = classification_scores(answers, task="fine-tune", metrics=metrics, setting=setting)
@@ -133,7 +124,7 @@ def fine_tune(
 def _splits(subject: Subject, seed: int, *, choose: bool) -> tuple[_Pictures, _Pictures, str]:
     """Pictures to learn from, pictures to tune on, and what the latter are called."""
     dataset = subject.dataset
-    train = learned(subject, "train", "fine-tuning")
+    train = learned(subject, "train", "fine-tuning", unseen="which prompts alone tell of")
     labels = labels_of(train)
     if labels.ndim != 1:
         raise DataError(f"dataset {dataset.name} has several labels a picture, fine-tuning takes one")
@@ -159,31 +150,87 @@ def _pictures(dataset: EvalDataset, chosen: Sequence[int] | None = None) -> _Pic
     ]
 
 
+def _check_options(epochs: float, rates: Sequence[float], batch_size: int) -> None:
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ConfigError(f"rates = {list(rates)} does not fit: one learning rate above 0, or several")
+    if not 0 < epochs < math.inf or batch_size < 1:
+        raise ConfigError(f"epochs = {epochs} and batch_size = {batch_size} do not fit: both must be above 0")
+
+
+def _runs_folder(given: Path | None) -> Path:
+    try:
+        return cache_folder() / "fine-tune" if given is None else given.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"--runs {given}: {error}") from error
+
+
 def _name(subject: Subject, head: CLIP, learn: _Pictures, tune: _Pictures, options: tuple[float, ...]) -> str:
-    """Of the folder: the dataset's, and a digest of all that trainings depend on but the rate."""
-    digest = hashlib.sha256(json.dumps([model_hash(head), head.architecture.to_dict(), *options]).encode())
+    """Of the folder: the dataset's, and a digest of all that trainings depend on but the rate.
+
+    The head's rows are named by what they are made of: their last bits depend on which texts were encoded together.
+    """
+    model, dataset = subject.encoder.model, subject.dataset
+    of_head = [model_hash(model), dtype_name(model), dataset.prompts(), head.architecture.to_dict()]
+    digest = hashlib.sha256(json.dumps([*of_head, *options]).encode())
     for pictures in (learn, tune):
-        of = [[dataset.split, dataset.stamp, number, label] for dataset, number, label in pictures]
+        of = [[one.split, one.stamp, number, label] for one, number, label in pictures]
         digest.update(json.dumps(of).encode())
-    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in subject.dataset.name)[:40]
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in dataset.name)[:40]
     return f"{plain}-{digest.hexdigest()[:_DIGITS]}"
 
 
+def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: str, name: str) -> float:
+    """The rate that gives most on the pictures to tune on; of equals the first.
+
+    Raises:
+        DataError: all diverge, or a training has failed.
+    """
+    tried = _tried(training, head, rates, f"fine-tuning on {name}")
+    values = {rate: tried[f"{rate!r}"] for rate in rates}
+    if wild := [f"{rate:g}" for rate, value in values.items() if not value]:
+        if len(wild) == len(rates):
+            every = ", ".join(wild)
+            raise DataError(f"fine-tuning on {name} diverges at all of the rates {every}: give lower --rates")
+        _log.warning("dataset %s: at the rates %s the training diverges", name, ", ".join(wild))
+    rate = max(rates, key=lambda one: values[one].get(metric, values[one].get("acc1", -math.inf)))
+    if rate in (min(rates), max(rates)):
+        _log.warning(
+            "dataset %s: of the rates %s, the %s is best: others beyond it may be better",
+            name,
+            ", ".join(f"{one:g}" for one in sorted(rates)),
+            "lowest" if rate == min(rates) else "highest",
+        )
+    return rate
+
+
 def _tried(
-    training: ClassTraining, head: CLIP, rates: Sequence[float], metric: str, what: str
-) -> Mapping[str, float]:
-    """What each rate gives on the pictures to tune on; kept, the trainings are not."""
+    training: ClassTraining, head: CLIP, rates: Sequence[float], what: str
+) -> Mapping[str, Mapping[str, float]]:
+    """What each rate gives on the pictures to tune on, nothing where it diverges; kept, the trainings are not."""
     file = training.folder / _RATES
-    tried: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
+    tried = _read_tried(file)
     for number, rate in enumerate(rates, start=1):
-        if f"{rate:g}" not in tried:
+        if f"{rate!r}" not in tried:
             say = f"{what} at rate {rate:g}, {number} of {len(rates)}"
-            tried[f"{rate:g}"] = training.tuned(head, rate, metric, say)
+            try:
+                tried[f"{rate!r}"] = training.tuned(head, rate, say)
+            except Diverged:
+                tried[f"{rate!r}"] = {}
             aside = file.with_suffix(".partial")
             aside.write_text(json.dumps(tried))
             aside.replace(file)
-        shutil.rmtree(training.folder / f"rate_{rate:g}", ignore_errors=True)
+        shutil.rmtree(training.folder / f"rate_{rate!r}", ignore_errors=True)
     return tried
+
+
+def _read_tried(file: Path) -> dict[str, Mapping[str, float]]:
+    """What was kept; a file that is damaged holds nothing, and its trainings are made again."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    kept = found.items() if isinstance(found, dict) else ()
+    return {rate: values for rate, values in kept if isinstance(values, dict)}
 
 
 @torch.no_grad()

@@ -301,8 +301,16 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     )
 
 
-def learned(subject: Subject, split: str, who: str) -> EvalDataset:
+def learned(
+    subject: Subject, split: str, who: str, *, unseen: str = "which are never predicted"
+) -> EvalDataset:
     """A split to learn from, with the labels and classes of the one that is scored.
+
+    Args:
+        subject: whose dataset it is of.
+        split: its name.
+        who: learns from it, for a message.
+        unseen: what becomes of classes without a picture in it, likewise.
 
     Raises:
         DataError: there is none, or its classes are others.
@@ -318,8 +326,9 @@ def learned(subject: Subject, split: str, who: str) -> EvalDataset:
         empty = [repr(name) for name, count in zip(dataset.class_names, counts, strict=True) if not count]
         if empty:
             _log.warning(
-                "dataset %s: classes without a picture to learn from, which are never predicted: %s",
+                "dataset %s: classes without a picture to learn from, %s: %s",
                 dataset.name,
+                unseen,
                 some(empty),
             )
     return train

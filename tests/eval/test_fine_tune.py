@@ -101,7 +101,7 @@ def test_the_better_rate_is_taken_and_nothing_is_trained_twice(
     assert [float(one) for one in re.findall(r"at rate ([\d.e-]+)", said)] == [1e-9, 1e-3, 1e-3]
 
     tried = json.loads((found.run.parent / "rates.json").read_text())
-    assert tried["1e-09"] < tried["0.001"]
+    assert tried["1e-09"]["acc1"] < tried["0.001"]["acc1"]
     assert not list(found.run.parent.glob("rate_*/"))
 
     metrics = (found.run / "metrics.jsonl").read_bytes()
