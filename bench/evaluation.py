@@ -323,7 +323,7 @@ def memory(options: argparse.Namespace) -> Row:
     """Of each task in a process of its own."""
     wanted = {
         "zero-shot": [options.many, options.many_classes, options.dim],
-        "retrieval": [options.pairs, options.pairs, options.retrieval_dim],
+        "retrieval": [options.pairs, options.pairs, options.dim],
     }
     found = {}
     for task, sizes in wanted.items():
@@ -348,7 +348,6 @@ def main() -> None:
     parser.add_argument("--many-classes", type=int, default=1_000)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=100_000)
-    parser.add_argument("--retrieval-dim", type=int, default=128)
     parser.add_argument("--out", type=Path, default=RESULTS / "evaluation.json")
     parser.add_argument("--side", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
