@@ -40,8 +40,9 @@ _SOME = 12  # of them, where there are more
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest known one if there is one, else all of them, or the first of many."""
     names = sorted(known)
-    if close := get_close_matches(name, names, n=1):
-        return f"did you mean {close[0]!r}?"
+    folded = {one.casefold(): one for one in names}
+    if close := get_close_matches(name.casefold(), folded, n=1):
+        return f"did you mean {folded[close[0]]!r}?"
     shown = len(names) if len(", ".join(names)) <= _MOST_NAMES else _SOME
     more = f" and {len(names) - shown:,} more" if shown < len(names) else ""
     return f"known: {', '.join(names[:shown])}{more}"

@@ -20,6 +20,7 @@ from data.shards import Sample
 
 __all__ = [
     "DEFAULT_TEMPLATES",
+    "SPLITS",
     "TASKS",
     "TEST",
     "EvalDataset",
@@ -33,6 +34,7 @@ __all__ = [
 
 TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
 TEST = "test"  # the split that scores are of
+SPLITS = ("train", "val", TEST)
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
 
 

@@ -16,7 +16,7 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is no JSON, is not UTF-8, or lists stand in lists more than 64 deep.
     """
     try:
-        value = json.loads(text, parse_int=_whole)
+        value = _decoder.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     # whoever walks through the value may do so by recursion
@@ -31,3 +31,6 @@ def parse_json(text: str | bytes) -> Any:
 
 def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
+
+
+_decoder = json.JSONDecoder(parse_int=_whole)  # to make one takes longer than a line of results

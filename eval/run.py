@@ -15,7 +15,7 @@ from clipkit.architectures import ClassTable, VisionTower
 from clipkit.encode import model_hash
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.flops import counted_flops, image_flops
-from eval.dataset import EvalDataset, NoSplit
+from eval.dataset import EvalDataset, Lacks, NoSplit
 from eval.details_file import write_details
 from eval.encode import Encoder
 from eval.ranks import ONE_RANK, Ranks
@@ -138,6 +138,7 @@ def _planned(
         for task in dict.fromkeys(tasks or _main_task(target)):
             try:
                 check_tasks(target.dataset, [task])
+                _check_texts(model, target.dataset, task)
                 facts = {**provenance(model, target.dataset, weights=""), **origin}
                 facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
             except (ConfigError, DataError) as error:
@@ -145,6 +146,21 @@ def _planned(
             else:
                 works.append(_Work(subject=subject, task=task, facts=facts))
     return works
+
+
+def _check_texts(model: CLIP, dataset: EvalDataset, task: str) -> None:
+    """A model with a head of classes in its text tower's place reads their names alone.
+
+    Raises:
+        Lacks: the dataset has others.
+    """
+    if not isinstance(model.architecture.text, ClassTable):
+        return
+    for texts in KNOWN_TASKS[task].texts(dataset):
+        try:
+            model.tokenizer(texts)
+        except DataError as error:
+            raise Lacks(f"dataset {dataset.name}: {error}") from error
 
 
 def _inputs(subject: Subject, task: str, options: Options) -> str:

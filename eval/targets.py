@@ -371,12 +371,24 @@ def _with_caption_prompts(card: Card, dataset: EvalDataset, prompts: str) -> Eva
     return replace(dataset, caption_template=card.caption_prompts[prompts], caption_prompt_set=prompts)
 
 
+def _check_labels(card: Card, dataset: EvalDataset, classes: int) -> None:
+    """Of a dataset that only numbers its classes nobody could know before how many there should be."""
+    if dataset.labels is None or not len(dataset.labels):
+        return
+    there = dataset.labels.shape[1] if dataset.labels.dim() == 2 else int(dataset.labels.max()) + 1
+    if there > classes:
+        raise DataError(
+            f"card {card.name} has {classes} classes, the pictures of {dataset.name} are of {there}"
+        )
+
+
 def _with_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset:
     """The dataset with a prompt set of its card, the first unless one is named that the card has."""
     chosen = prompts if prompts in card.prompt_sets else next(iter(card.prompt_sets), "")
     if not chosen or not (dataset.class_names or dataset.labels is not None):
         return dataset
     found = card.prompts(chosen, dataset.class_names, dataset.templates)
+    _check_labels(card, dataset, len(found.class_names))
     if found.templates is dataset.templates:
         _tell_default_prompts(dataset)
     several = any(len(names) > 1 for names in found.class_names)

@@ -80,6 +80,8 @@ def _card(fields: Fields, name: str) -> Card:
     metadata, multilabel = fields.texts("metadata", ()), fields.flag("multilabel")
     kind = MetricKind(multilabel=multilabel, classes=len(keys) or classes, columns=metadata)
     tasks = () if fields.raw("tasks") == [] else fields.some_of("tasks", CARD_TASKS)
+    if not tasks and fields.raw("metric") is not None:  # of a card that is known and not scored
+        raise fields.wrong("tasks", "a list of those that the metric is for")
     metric, further = metric_and_further(fields, kind, tasks) if tasks else ("", ())
     card = Card(
         name=name,

@@ -30,6 +30,8 @@ _OF_PAIRS = {
 }  # fmt: skip
 CARD_METRICS = (*_OF_ONE_LABEL, *_OF_SEVERAL_LABELS, *_OF_PAIRS["retrieval"], *_OF_PAIRS["compositional"])
 _PAIR = 2  # classes, for which an ROC curve is defined
+_FIRST = 5  # of acc5
+_OF_MORE = ("acc5", "mean_top1_top5")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,12 @@ class MetricKind:
 
     def fitting(self, tasks: Sequence[str]) -> tuple[str, ...]:
         """Those that fit some of these tasks."""
+        of_five = self.classes is None or self.classes > _FIRST  # the first five of five are always right
         one_label = [one for one in _OF_ONE_LABEL if one != "roc_auc" or self.classes in (None, _PAIR)]
-        groups = [f"worst_{column}_acc{k}" for column in self.columns for k in (1, 5)]
+        one_label = [one for one in one_label if of_five or one not in _OF_MORE]
+        groups = [
+            f"worst_{column}_acc{k}" for column in self.columns for k in ((1, _FIRST) if of_five else (1,))
+        ]
         of_classes = _OF_SEVERAL_LABELS if self.multilabel else (*one_label, *groups)
         return tuple(dict.fromkeys(one for task in tasks for one in _OF_PAIRS.get(task, of_classes)))
 
@@ -99,6 +105,8 @@ def _meant_for(metric: str) -> str:
         return "pictures with several labels, multilabel = true"
     if metric == "roc_auc":
         return "two classes"
+    if metric in _OF_MORE:
+        return "more than five classes, one label a picture"
     if metric in _OF_ONE_LABEL:
         return "classes, one label a picture"
     return next((task for task, metrics in _OF_PAIRS.items() if metric in metrics), "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from eval.cards.fields import Fields, read_fields
 from eval.cards.metrics import MetricKind, task_and_metric
-from eval.dataset import TASKS
+from eval.dataset import SPLITS, TASKS
 
 __all__ = [
     "CARD_TASKS",
@@ -330,7 +330,11 @@ def superclasses_of(fields: Fields, keys: Collection[str]) -> dict[str, tuple[st
 def counts_of(fields: Fields, key: str) -> dict[str, int]:
     """A table of counts by split."""
     table = fields.table(key)
-    return {split: table.whole(split) or 0 for split in table.names()} if table else {}
+    if table is None:
+        return {}
+    if unknown := [split for split in table.names() if split not in SPLITS]:
+        raise fields.wrong(key, f"counts of {', '.join(SPLITS)}, not of {unknown[0]!r}")
+    return {split: table.whole(split) or 0 for split in table.names()}
 
 
 def from_open_clip(name: str) -> tuple[str, ...]:

@@ -130,4 +130,5 @@ def test_all_of_them_can_be_caught_together() -> None:
 
 def test_a_hint_is_the_nearest_name_or_all_names() -> None:
     assert nearest("glyph", ["digits", "glyphs"]) == "did you mean 'glyphs'?"
+    assert nearest("cifar10", ["CIFAR10", "CIFAR100"]) == "did you mean 'CIFAR10'?"
     assert nearest("zzz", ["glyphs", "digits"]) == "known: digits, glyphs"

@@ -374,7 +374,7 @@ names = { cat = ["cat", "kitten"] }
     [
         ("[splits]", "[splits", "is no TOML"),
         ("metric", "metrik", "metric is missing: it must be a metric of zero-shot: acc1, "),
-        ('"acc1"', '"acc_1"', "metric = 'acc_1': it must be a metric of zero-shot: acc1, acc5"),
+        ('"acc1"', '"acc_1"', "metric = 'acc_1': it must be a metric of zero-shot: acc1, mean_per_class"),
         ('"acc1"', '"accuracy"', r"zero-shot: acc1, .*, roc_auc \(accuracy is for compositional\)$"),
         ('"acc1"', '["acc1"]', r"metric = \['acc1'\]: it must be a metric of zero-shot"),
         ('"acc1"', '"worst_region_acc1"', "metric = 'worst_region_acc1': it must be a metric of zero-shot"),
@@ -382,7 +382,13 @@ names = { cat = ["cat", "kitten"] }
         ('"acc1"', '"acc1"\nfurther = ["acc1"]', "nothing stands twice, nor the metric 'acc1'"),
         ('"acc1"', '"acc1"\nmultilabel = true', "zero-shot: map_11_point, .*acc1 is for classes, one label"),
         ('"dog"]', '"dog", "cow"]\nfurther = ["roc_auc"]', r"roc_auc is for two classes"),
-        ('tasks = ["zero-shot"]', "tasks = []", "unknown key 'metric'"),
+        ('"acc1"', '"acc5"', r"acc5 is for more than five classes"),
+        (
+            'tasks = ["zero-shot"]',
+            "tasks = []",
+            r"tasks = \[\]: it must be a list of those that the metric is",
+        ),
+        ("test = 10", "tset = 10", "must be counts of train, val, test, not of 'tset'"),
         ("[splits]", "[split]", "unknown key 'split', did you mean 'splits'"),
         ("test = 10", "test = 0", "splits.test = 0: it must be a whole number, 1 or more"),
         ("test = 10", "test = true", "splits.test = True: it must be a whole number"),

@@ -19,6 +19,7 @@ import torch
 
 from clipkit import CLIP
 from clipkit.checkpoint_writer import save_checkpoint
+from clipkit.class_head import with_class_head
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError
 from clipkit.training_state import LoopState
@@ -377,3 +378,21 @@ def test_a_task_that_a_dataset_lacks_something_for_costs_no_other(
     assert "not scored: dataset colours has no train split, which knn learns from" in capsys.readouterr().err
     assert {line["task"] for line in read_results(out)} == {"zero-shot"}
     assert main([*arguments, "--task", "knn"]) == 1
+
+
+def test_a_head_of_classes_is_scored_where_its_classes_are(
+    model: CLIP, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = with_class_head(model, ["red", "green", "blue"], torch.randn(3, model.architecture.embed_dim))
+    state = LoopState(step=1, data="none")
+    save_checkpoint(tmp_path / "head", head, torch.optim.AdamW(head.parameters()), state, Config(), keep=1)
+    fitting = write_dataset("fitting", labels=[0, 1, 2], class_names=["blue", "green", "red"])
+    others = write_dataset("others", labels=[0, 1, 2], class_names=["blue", "green", "purple"])
+    captions = write_dataset("captions", labels=[None] * 3, captions=["a", "b", "c"], class_names=None)
+    given = [part for folder in (others, captions, fitting) for part in ("--data", str(folder))]
+    command = ["run", *given, "--model", str(tmp_path / "head"), "--features", ""]
+    assert main(command) == 0
+    told = capsys.readouterr().err
+    assert "not scored: dataset others: 'purple' is none of the model's 3 classes: known: blue" in told
+    assert "not scored: dataset captions: 'a' is none of the model's 3 classes" in told
+    assert {line["dataset"] for line in read_results(tmp_path / "head/results.jsonl")} == {"fitting"}
