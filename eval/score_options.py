@@ -171,7 +171,9 @@ def _number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < _MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not a number above 0 and below {_MAX_NUMBER:,.0f}"
+        )
     return value
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from clipkit.count_progress import counted
 from clipkit.errors import DataError
 from clipkit.tar import Content, FileContent, sample_name, tar_files_of
-from data.index import CAPTION, LABEL, META
+from data.index import CAPTION, IMAGE, IMAGE_EXTENSIONS, LABEL, META
 from data.open_shard import OpenShard, label_of, meta_of, text_of
 from data.shard_file import ShardFile
 from data.shards import Shards
@@ -54,6 +54,7 @@ def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
     for number in range(len(shards.counts)):
         file = shards.manifest.shard(number)
         opened = OpenShard(file, shards.selection, shards.cache)
+        _check_single(name, opened)
         for within in range(len(opened)):
             row = opened.row(within)
             try:
@@ -69,6 +70,21 @@ def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
         told = counted(broken, "caption file")
         _log.warning("dataset %s: %s not UTF-8: what cannot be read stands as � in them", name, told)
     return found
+
+
+def _check_single(name: str, opened: OpenShard) -> None:
+    """Of two pictures or labels that share a name, one would not count."""
+    index = opened.index
+    for what, column, extensions in (("pictures", IMAGE, IMAGE_EXTENSIONS), ("labels", LABEL, ("cls",))):
+        there, samples = (
+            sum(index.extensions.get(one, 0) for one in extensions),
+            int(index.has()[:, column].sum()),
+        )
+        if there > samples:
+            raise DataError(
+                f"dataset {name}: {opened.shown} has {there:,} {what} in {counted(samples, 'sample')}: what is "
+                "called alike up to the first dot, and stands together, is one sample"
+            )
 
 
 def _is_utf8(text: bytes) -> bool:

@@ -163,6 +163,26 @@ def test_captions_that_are_not_utf8_are_told(tmp_path: Path, caplog: pytest.LogC
     assert said.startswith("dataset latin: 1 caption file not UTF-8: ")
 
 
+@pytest.mark.parametrize(
+    ("samples", "names", "told"),
+    [
+        ([{"cls": 0}, {"cls": 1}], ["a", "a"], "has 2 pictures in 1 sample:"),
+        ([{"cls": 0, "png": b"another"}], ["a"], "has 2 pictures in 1 sample:"),
+        ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # they do not stand together
+    ],
+)
+def test_samples_that_are_called_alike(
+    tmp_path: Path, samples: list[dict[str, Any]], names: list[str], told: str
+) -> None:
+    keyed = [{**one, "__key__": name} for one, name in zip(samples, names, strict=True)]
+    folder = publish(tmp_path / "set", keyed)
+    if told:
+        assert told in refusal(folder)
+    else:
+        labels = open_dataset(folder).labels
+        assert labels is not None and labels.tolist() == [0, 1, 0]
+
+
 def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sound = [1, 0, 0, 1, 0]
     for number, (row, said) in enumerate(
