@@ -27,7 +27,7 @@ import torch
 
 from clipkit import distributed, not_finite
 from clipkit.accumulation import check_rows
-from clipkit.architectures import Architecture
+from clipkit.architectures import Architecture, ClassTable
 from clipkit.averaging import AveragedWeights
 from clipkit.checkpoint import latest_checkpoint, passed_over
 from clipkit.checkpoint_writer import CheckpointWriter
@@ -130,7 +130,7 @@ def main() -> int:
         )
         datasets = open_datasets(config.eval.data)
         for dataset in datasets:
-            check_tasks(dataset)
+            check_tasks(dataset, classes=shape.text.names if isinstance(shape.text, ClassTable) else ())
         order = Order(
             shards.counts,
             seed=config.seed,

@@ -61,7 +61,10 @@ class ModelConfig:
     @property
     def label(self) -> str:
         """What the model is called."""
-        return " + ".join(filter(None, (self.name, self.image, self.text)))
+        text = (
+            "classes" if self.text.startswith("classes:") else self.text
+        )  # not whose folder the names lie in
+        return " + ".join(filter(None, (self.name, self.image, text)))
 
 
 @dataclass(frozen=True, kw_only=True)

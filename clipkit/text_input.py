@@ -90,7 +90,8 @@ class ClassTokenizer:
         except KeyError as error:
             name = str(error.args[0])
             raise DataError(
-                f"{name[:80]!r} is none of the model's {len(self.names)} classes: {nearest(name, self.names)}"
+                f"{name[:80]!r} is none of the model's {len(self.names)} classes: {nearest(name, self.names)} "
+                "(its head reads no other text)"
             ) from error
 
     @cached_property

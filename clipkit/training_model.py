@@ -56,7 +56,11 @@ def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
                 f"small.image_size = {small.image_size} does not fit {label}: a multiple of its patch size, "
                 f"{vision.patch_size}, and at most its image size, {vision.image_size}"
             )
-    if not 2 <= (small.context_length or 2) <= shape.text.context_length:
+    if small.context_length and isinstance(shape.text, ClassTable):
+        raise ConfigError(
+            f"small.context_length = {small.context_length} does not fit {label}: a class is one token"
+        )
+    if small.context_length and not 2 <= small.context_length <= shape.text.context_length:
         raise ConfigError(
             f"small.context_length = {small.context_length} does not fit: 2 to {shape.text.context_length}"
         )
@@ -81,17 +85,14 @@ def first_model(
         CheckpointError: they cannot be loaded.
     """
     if model.weights and checkpoint is not None:
-        first = _resumed(checkpoint, shape, model.label)
+        first = _resumed(checkpoint, shape, model)
     elif model.weights:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
         if shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
-        # a bias that they have stays; softmax does not see it
-        if replace(first.architecture, logit_bias=shape.logit_bias) != shape:
-            raise ConfigError(
-                f"model.weights = {model.weights!r} are of {first.name or 'another architecture'}, "
-                f"not of {model.label}: set model.name{f'={first.name}' if first.name else ''}"
-            )
+        if not _fits(first, shape):
+            raise ConfigError(f"model.weights = {model.weights!r} {_misfit(first, shape, model)}")
+        first.name = first.name or model.label
     else:
         first = create(shape, name=model.label, seed=seed)
         if small.steps and small.image_size and isinstance(first.visual, VisionTransformer):
@@ -101,11 +102,66 @@ def first_model(
     return first.train()
 
 
-def _resumed(checkpoint: Path, shape: Architecture, label: str) -> CLIP:
+def _fits(first: CLIP, shape: Architecture) -> bool:
+    """A bias that weights have stays, as softmax does not see it, and how fresh ones would be drawn is past."""
+    return replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data) == shape
+
+
+def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
+    """How weights differ from the architecture that settings name, and what to do."""
+    own = first.architecture.text
+    if isinstance(shape.text, ClassTable):
+        if isinstance(own, ClassTable) and own != shape.text and _fits_but_text(first, shape):
+            return f"are of {_other_classes(own, shape.text)}: give {model.text} as it was for them"
+        if not isinstance(own, ClassTable):
+            return (
+                f"have a text tower and no rows of classes, not those of {model.text}: `python -m eval "
+                "fine-tune` makes such a head of them and trains it"
+            )
+    elif isinstance(own, ClassTable):
+        return (
+            f"have a head of classes and no text tower, not that of {model.label}: give other weights, or "
+            "loss.name=classes and the model.text=classes:FILE of these"
+        )
+    name, *others = first.name.split(" + ")
+    named = {"model.name": name, **{_key(one): one for one in others if one != "classes"}}
+    set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
+    return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
+
+
+def _key(tower: str) -> str:
+    return "model.image" if tower.startswith("timm:") else "model.text"
+
+
+def _fits_but_text(first: CLIP, shape: Architecture) -> bool:
+    return _fits(first, replace(shape, text=first.architecture.text))
+
+
+def _other_classes(own: ClassTable, given: ClassTable) -> str:
+    """What of the names is another."""
+    if len(own.names) != len(given.names):
+        return f"{len(own.names):,} classes, not of {len(given.names):,}"
+    pairs = zip(own.names, given.names, strict=True)
+    number, (old, new) = next((i, pair) for i, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    order = "classes in another order" if sorted(own.names) == sorted(given.names) else "other classes"
+    return f"{order}, number {number} is {old[:80]!r} and not {new[:80]!r}"
+
+
+def _resumed(checkpoint: Path, shape: Architecture, model: ModelConfig) -> CLIP:
     first = load_model(checkpoint)
-    if replace(first.architecture, logit_bias=shape.logit_bias) != shape:
-        raise CheckpointError(f"{checkpoint} is of another architecture than {label}")
-    first.name = first.name or label
+    if not _fits(first, shape):
+        own = first.architecture.text
+        if (
+            isinstance(own, ClassTable)
+            and isinstance(shape.text, ClassTable)
+            and _fits_but_text(first, shape)
+        ):
+            raise CheckpointError(
+                f"{checkpoint} is of {_other_classes(own, shape.text)}: give {model.text} as it was when the run "
+                "began, or set out=… for a new run"
+            )
+        raise CheckpointError(f"{checkpoint} is of another architecture than {model.label}")
+    first.name = first.name or model.label
     if not isinstance(shape.text, ClassTable):
         first.tokenizer(["a"])  # reads its files now: the checkpoint goes when newer ones take its place
     return first

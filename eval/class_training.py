@@ -214,7 +214,9 @@ def _model_settings(head: CLIP) -> dict[str, object]:
         shape = None
         with suppress(ConfigError):
             shape = architecture(known, image=image, image_size=size)
-        if shape is not None and replace(shape, text=wanted.text, logit_bias=wanted.logit_bias) == wanted:
+        if shape is not None:  # how fresh weights would be drawn does not count: exports do not tell of it
+            shape = replace(shape, logit_bias=wanted.logit_bias, small_data=wanted.small_data)
+        if shape is not None and replace(shape, text=wanted.text) == wanted:
             return {"model.name": known, "model.image": image, "model.image_size": size}
     raise ConfigError(
         "fine-tuning needs a model whose architecture has a name that train.py knows, "
@@ -234,8 +236,10 @@ def only_one(folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"{folder} has braces, which would stand for several names: give another folder by --runs"
         )
+    made = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        made = True
         lock, told = NodeLock(folder / ".lock"), False
         while not lock.try_acquire():
             if not told:
@@ -249,6 +253,8 @@ def only_one(folder: Path) -> Iterator[None]:
     except CheckpointError as error:
         raise DataError(str(error)) from error
     except OSError as error:
+        if made and not folder.is_dir():
+            raise DataError(f"{folder} was removed meanwhile: the same command begins again") from error
         what = f"{error.filename or folder}: {error.strerror or error}"
         raise DataError(f"{what}: make room there, or give another folder by --runs; {_KEPT}") from error
 

@@ -8,7 +8,7 @@ Letters in shape comments: N pictures, C classes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "Lacks",
     "NoSplit",
     "Pictures",
+    "by_class_names",
     "distinct_names",
     "some",
     "superclass_numbers",
@@ -153,6 +154,12 @@ def distinct_names(names: Sequence[str]) -> list[str]:
             own += f" ({number})"
         found[own] = None
     return list(found)
+
+
+def by_class_names(dataset: EvalDataset) -> EvalDataset:
+    """The same for a model that reads class names alone, see ``clipkit.architectures.ClassTable``."""
+    names = tuple(distinct_names(dataset.class_names))
+    return replace(dataset, class_names=names, synonyms=None, templates=("{c}",), prompt_set="names")
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

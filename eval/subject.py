@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from clipkit.architectures import ClassTable
 from clipkit.errors import ConfigError
-from eval.dataset import EvalDataset, NoSplit
+from eval.dataset import EvalDataset, NoSplit, by_class_names
 from eval.encode import Encoder, ImageFeatures
 
 __all__ = ["Subject"]
@@ -20,7 +21,7 @@ class Subject:
     """A model's features of a dataset, encoded on first need.
 
     Args:
-        encoder: the model.
+        encoder: the model. One with a head of classes reads their names alone, and no prompts.
         dataset: the split that is scored.
         metrics: the dataset's primary metric, then further ones; none for the usual ones of each task.
         open_split: opens another split of the dataset; raises ``NoSplit`` where there is none.
@@ -34,10 +35,15 @@ class Subject:
         metrics: Sequence[str] = (),
         open_split: Callable[[str], EvalDataset] | None = None,
     ) -> None:
+        self._by_names = isinstance(encoder.model.architecture.text, ClassTable)
+        dataset = self._as_read(dataset)
         self.encoder, self.dataset, self.metrics = encoder, dataset, tuple(metrics)
         self._open_split = open_split
         self._splits: dict[str, EvalDataset | None] = {dataset.split: dataset}
         self._images: dict[str, ImageFeatures] = {}
+
+    def _as_read(self, dataset: EvalDataset) -> EvalDataset:
+        return by_class_names(dataset) if self._by_names else dataset
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +63,8 @@ class Subject:
         """
         if name not in self._splits:
             try:
-                self._splits[name] = self._open_split(name) if self._open_split is not None else None
+                opened = self._open_split(name) if self._open_split is not None else None
+                self._splits[name] = None if opened is None else self._as_read(opened)
             except NoSplit:
                 self._splits[name] = None
         return self._splits[name]

@@ -4,7 +4,7 @@
     transformers             config.json, model.safetensors, preprocessor_config.json, the tokenizer's files
     sentence-transformers    those, modules.json and its like
     timm                     config.json, model.safetensors: the image tower alone
-    onnx                     visual.onnx, textual.onnx, onnx_config.json, tokenizer.json
+    onnx                     visual.onnx, textual.onnx, onnx_config.json, tokenizer.json (but for a head of classes)
 
 One folder serves all of them but timm together with transformers or sentence-transformers, whose files have the
 same names. ``clipkit_export.json`` records which files belong to which library and whose weights they are.

@@ -131,7 +131,7 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
         name: of the folder it is exported to, by which the examples call it.
     """
     parts = [
-        _front_matter(list(targets)),
+        _front_matter(list(targets), classes=isinstance(model.architecture.text, ClassTable)),
         f"# {name}",
         _what_it_is(model, source),
         "## Architecture\n\n" + _architecture(model),
@@ -147,12 +147,13 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(targets: Sequence[str]) -> str:
+def _front_matter(targets: Sequence[str], *, classes: bool) -> str:
+    task = "image-classification" if classes else "zero-shot-image-classification"
     tags = ["clip", "clipkit", *targets]
     lines = [
         "---",
         f"library_name: {targets[0]}",
-        *([] if "timm" in targets[:1] else ["pipeline_tag: zero-shot-image-classification"]),
+        *([] if "timm" in targets[:1] else [f"pipeline_tag: {task}"]),
         "tags:",
         *(f"- {tag}" for tag in dict.fromkeys(tags)),
         "# license: for the owner of the weights to fill in, such as mit or apache-2.0",
@@ -163,7 +164,10 @@ def _front_matter(targets: Sequence[str]) -> str:
 
 def _what_it_is(model: CLIP, source: Source) -> str:
     text = (
-        "A CLIP model ([Radford et al. 2021](https://arxiv.org/abs/2103.00020)): an image encoder and a text "
+        "The image encoder of a CLIP model ([Radford et al. 2021](https://arxiv.org/abs/2103.00020)) with a head "
+        "of classes in the text encoder's place: a picture is of the class whose row lies nearest to it."
+        if isinstance(model.architecture.text, ClassTable)
+        else "A CLIP model ([Radford et al. 2021](https://arxiv.org/abs/2103.00020)): an image encoder and a text "
         "encoder into one space, in which a picture lies near the texts that fit it."
     )
     known = f" It is of the architecture `{model.name}`." if model.name else ""
@@ -177,12 +181,10 @@ def _architecture(model: CLIP) -> str:
     shape = model.architecture
     visual = sum(parameter.numel() for parameter in model.visual.parameters())
     every = sum(parameter.numel() for parameter in model.parameters())
+    read = "" if isinstance(shape.text, ClassTable) else f", up to {shape.text.context_length} tokens"
     rows = [
         ("image tower", f"{_tower(shape.vision)}, {shape.vision.image_size} pixels, {visual:,} parameters"),
-        (
-            "text tower",
-            f"{_tower(shape.text)}, up to {shape.text.context_length} tokens, {every - visual:,} parameters",
-        ),
+        ("text tower", f"{_tower(shape.text)}{read}, {every - visual:,} parameters"),
         ("activation", "QuickGELU" if shape.quick_gelu else "GELU"),
         ("embedding", f"{shape.embed_dim} numbers, unit norm"),
         ("exp(t), by which similarities are multiplied", f"{float(model.logit_scale.detach().exp()):.4f}"),
@@ -229,9 +231,12 @@ def _preprocessing(model: CLIP) -> str:
     mean, std = (", ".join(f"{one:g}" for one in values) for values in (preprocess.mean, preprocess.std))
     own = isinstance(model.tokenizer, ClipTokenizer)
     tokens = "CLIP's byte-pair encoding, lower case" if own else "the tokenizer that lies beside the weights"
+    texts = f"{tokens}, cut to {model.architecture.text.context_length} tokens."
+    if isinstance(model.architecture.text, ClassTable):
+        texts = "the names of its classes, and no other."
     return (
         f"Pictures: {how} ({preprocess.interpolation}); values in 0–1 have mean ({mean}) taken off and are "
-        f"divided by ({std}).\n\nTexts: {tokens}, cut to {model.architecture.text.context_length} tokens."
+        f"divided by ({std}).\n\nTexts: {texts}"
     )
 
 

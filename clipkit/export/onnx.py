@@ -4,8 +4,9 @@
     textual.onnx    input_ids     int64 (B, L)                        →  text_embeds   float32 (B, O), unit norm
 
 The batch has any size. So has L, up to the context length; where the text tower is one of open_clip's, L is the
-context length. Rows may be padded by 0 or by more ends of text. ``onnx_config.json`` holds what else is needed: how
-pictures are resized and normalized, where the tokens come from, and exp(t), by which similarities are multiplied.
+context length. Rows may be padded by 0 or by more ends of text. Of a head of classes L is 1: a class's number.
+``onnx_config.json`` holds what else is needed: how pictures are resized and normalized, where the tokens come from,
+or the names of the classes, and exp(t), by which similarities are multiplied.
 
 Weights of more than 1.5 GiB lie in a file of their own beside the graph: in one file ONNX cannot have over 2 GiB.
 """
@@ -21,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipkit.architectures import OpenClipText
+from clipkit.architectures import ClassTable, OpenClipText
 from clipkit.errors import ConfigError
 from clipkit.export.open_clip import store_tokenizer
-from clipkit.export.samples import Samples, difference
+from clipkit.export.samples import Samples, difference, texts_of
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model import CLIP
 
@@ -96,21 +97,24 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
         raise ConfigError(f"ONNX needs {error.name}: pip install -e '.[export]'") from error
     size = model.preprocess.image_size
     pixels = torch.zeros(2, 3, size, size)
-    tokens = model.tokenizer(["a cat", "a dog on a mat"])
+    tokens = model.tokenizer(texts_of(model)[:2])
     text = _OwnTextEncoder(model) if model.text is None else _TextEncoder(model)
-    any_length = not isinstance(model.architecture.text, OpenClipText)
+    classes = isinstance(model.architecture.text, ClassTable)
+    any_length = not classes and not isinstance(model.architecture.text, OpenClipText)
     lengths = {0: "batch", 1: "tokens"} if any_length else {0: "batch"}
     names = _graph(
         _ImageEncoder(model), pixels, {0: "batch"}, ("pixel_values", "image_embeds"), folder / VISUAL
     )
     names += _graph(text, tokens, lengths, ("input_ids", "text_embeds"), folder / TEXTUAL)
-    tokenizer = store_tokenizer(model, folder) or write_clip_tokenizer(folder)
+    tokenizer = [] if classes else store_tokenizer(model, folder) or write_clip_tokenizer(folder)
     (folder / CONFIG).write_text(json.dumps(_config(model, any_length), indent=2) + "\n", encoding="utf-8")
     return [*names, CONFIG, *tokenizer]
 
 
 def _config(model: CLIP, any_length: bool) -> dict[str, Any]:
-    size, length = model.preprocess.image_size, model.architecture.text.context_length
+    size, text = model.preprocess.image_size, model.architecture.text
+    length = text.context_length
+    classes = list(text.names) if isinstance(text, ClassTable) else None
     shape = ["batch", "tokens" if any_length else length]
     return {
         "opset": OPSET,
@@ -126,7 +130,8 @@ def _config(model: CLIP, any_length: bool) -> dict[str, Any]:
         },
         "embed_dim": model.architecture.embed_dim,
         "preprocess": model.preprocess.to_dict(),
-        "tokenizer": "tokenizer.json",
+        "tokenizer": "tokenizer.json" if classes is None else None,
+        **({} if classes is None else {"classes": classes}),
         "context_length": length,
         "logit_scale": float(model.logit_scale.detach().exp()),
         "logit_bias": None if model.logit_bias is None else float(model.logit_bias.detach()),

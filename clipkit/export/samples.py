@@ -14,11 +14,12 @@ from torch import Tensor
 
 from clipkit.model import CLIP
 from clipkit.preprocess import batch_of
+from clipkit.text_input import ClassTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["TEXTS", "Samples", "difference", "draw_samples", "normalized"]
+__all__ = ["TEXTS", "Samples", "difference", "draw_samples", "normalized", "texts_of"]
 
 TEXTS = (
     "a photo of a cat",
@@ -38,7 +39,7 @@ class Samples:
 
     Attributes:
         pictures: N of S x S pixels.
-        texts: N, one of which is longer than any context.
+        texts: N, one of which is longer than any context; of a head of classes, names of these.
         pixels: the pictures as the model sees them, normalized float32 (N, 3, S, S).
         image_features: (N, O) float32, not normalized.
         text_features: likewise.
@@ -63,16 +64,25 @@ class Samples:
 
 @torch.no_grad()
 def draw_samples(model: CLIP) -> Samples:
-    """Draw pictures, and encode them and ``TEXTS`` by a model that is in evaluation mode."""
+    """Draw pictures, and encode them and ``texts_of`` the model, which is in evaluation mode."""
+    texts = texts_of(model)
     pictures = tuple(_picture(number, model.preprocess.image_size) for number in range(len(TEXTS)))
     pixels = normalized(batch_of(pictures, model.preprocess), model)
     return Samples(
         pictures=pictures,
-        texts=TEXTS,
+        texts=texts,
         pixels=pixels,
         image_features=model.encode_image(pixels, normalize=False),
-        text_features=model.encode_text(model.tokenizer(TEXTS), normalize=False),
+        text_features=model.encode_text(model.tokenizer(texts), normalize=False),
     )
+
+
+def texts_of(model: CLIP) -> tuple[str, ...]:
+    """As many texts as ``TEXTS``: these, or for a head of classes, which reads nothing else, names of its own."""
+    if not isinstance(model.tokenizer, ClassTokenizer):
+        return TEXTS
+    names = model.tokenizer.names
+    return tuple(names[number % len(names)] for number in range(len(TEXTS)))
 
 
 def normalized(pixels: Tensor, model: CLIP) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 from clipkit.export.samples import TEXTS
 from clipkit.model import CLIP
-from clipkit.text_input import ClipTokenizer
+from clipkit.text_input import ClassTokenizer, ClipTokenizer
 
 __all__ = ["usage"]
 
@@ -66,7 +66,6 @@ import numpy as np
 import onnxruntime
 from PIL import Image
 {import}
-
 folder = Path("{folder}")
 config = json.loads((folder / "onnx_config.json").read_text())
 visual, textual = (
@@ -116,6 +115,9 @@ texts = ["a photo of a cat", "a photo of a dog"]
 ids = AutoTokenizer.from_pretrained(folder)(
     texts, padding="max_length", truncation=True, max_length=config["context_length"], return_tensors="np"
 )["input_ids"]
+"""
+_CLASSES = """
+ids = np.arange(len(config["classes"]))[:, None]  # in the order of the names there
 """
 
 # measured as the docstring of clipkit/export/transformers.py tells
@@ -179,10 +181,12 @@ def _checked(record: Mapping[str, Any], kinds: str) -> str:
 
 
 def _onnx(model: CLIP) -> str:
-    tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer"
+    tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer\n"
+    if isinstance(model.tokenizer, ClassTokenizer):
+        tokens, needed = _CLASSES, ""
     if isinstance(model.tokenizer, ClipTokenizer):
         length = "None" if model.tokenizer.trim else 'config["context_length"]'
-        tokens, needed = _CLIP_TOKENS.replace("{length}", length), "from tokenizers import Tokenizer"
+        tokens, needed = _CLIP_TOKENS.replace("{length}", length), "from tokenizers import Tokenizer\n"
     picture = _PICTURE.strip() + "\n" + _PICTURES[model.preprocess.resize_mode].strip()
     code = _ONNX.replace("{import}", needed)
     return code.replace("{picture}", picture).replace("{tokens}", tokens.strip())

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clipkit.errors import ConfigError, nearest
-from eval.dataset import TASKS, EvalDataset
+from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.text_input import ClassTokenizer
+from eval.dataset import TASKS, EvalDataset, Lacks, by_class_names
 from eval.details import prediction_details, retrieval_details, zero_shot_details
 from eval.details_file import Details
 from eval.image_models import TIMM, no_text_tower
@@ -252,11 +253,18 @@ KNOWN_TASKS: Mapping[str, Task] = {
 assert set(KNOWN_TASKS) == set(TASKS)
 
 
-def check_tasks(dataset: EvalDataset, tasks: Sequence[str] | None = None) -> tuple[str, ...]:
+def check_tasks(
+    dataset: EvalDataset, tasks: Sequence[str] | None = None, *, classes: Sequence[str] = ()
+) -> tuple[str, ...]:
     """The tasks, or those that the dataset names, after making sure that it has what they need.
 
+    Args:
+        dataset: what is to be scored on.
+        tasks: None for those that the dataset names.
+        classes: all that the model can read, where it has a head of classes; none for any text.
+
     Raises:
-        DataError: the dataset lacks labels, class names or captions for one of them.
+        DataError: the dataset lacks labels, class names or captions for one of them, or its texts cannot be read.
         ConfigError: a task is unknown.
     """
     chosen = dataset.tasks if tasks is None else tuple(tasks)
@@ -264,6 +272,13 @@ def check_tasks(dataset: EvalDataset, tasks: Sequence[str] | None = None) -> tup
         if task not in KNOWN_TASKS:
             raise ConfigError(f"unknown task {task!r}: {nearest(task, KNOWN_TASKS)}")
         KNOWN_TASKS[task].check(dataset)
+        for texts in KNOWN_TASKS[task].texts(by_class_names(dataset)) if classes else ():
+            try:
+                ClassTokenizer(names=tuple(classes))(texts)
+            except DataError as error:
+                raise Lacks(
+                    f"dataset {dataset.name} cannot be scored by {task}, leave it out: {error}"
+                ) from error
     return chosen
 
 

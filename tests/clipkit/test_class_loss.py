@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 import clipkit
 from clipkit.architectures import ARCHITECTURES, Architecture, ClassTable
 from clipkit.class_loss import class_loss, right_classes
-from clipkit.config import Config
+from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig
 from clipkit.config_file import load_config
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.family import architecture
 from clipkit.model import CLIP, create
 from clipkit.model_folder import save_model
+from clipkit.training_model import first_model, shape_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -105,3 +106,66 @@ def test_a_head_and_its_loss_go_together(settings: list[str], said: str) -> None
     with pytest.raises(ConfigError, match=said):
         load_config(QUICKSTART, settings)
     assert Config().loss.name == "clip"
+
+
+BY_CLASSES, TINY = LossConfig(name="classes"), "ViT-Ti-4-16"
+
+
+def begin(weights: Path, text: str, *, loss: str = "classes", checkpoint: Path | None = None) -> CLIP:
+    """The model that a training begins or goes on with."""
+    model = ModelConfig(name=TINY, weights=str(weights), text=text)
+    shape = shape_of(model, LossConfig(name=loss), SmallConfig())
+    return first_model(
+        model, LossConfig(name=loss), shape, seed=0, small=SmallConfig(), checkpoint=checkpoint
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("dog", "tabby cat", "3"), "classes in another order, number 1 is 'tabby cat' and not 'dog'"),
+        (("tabby cat", "fox", "3"), "other classes, number 2 is 'dog' and not 'fox'"),
+        (("tabby cat", "dog", "3", "x"), "3 classes, not of 4"),
+    ],
+)
+def test_other_names_than_the_weights_were_trained_for_are_told(
+    head: CLIP, tmp_path: Path, names: tuple[str, ...], said: str
+) -> None:
+    save_model(head, tmp_path / "head")
+    file = tmp_path / "classnames.txt"
+    file.write_text("\n".join(names))
+    with pytest.raises(ConfigError, match=f"head' are of {said}: give classes:.* as it was for them"):
+        begin(tmp_path / "head", f"classes:{file}")
+    with pytest.raises(CheckpointError, match=f"head is of {said}: give .*, or set out=… for a new run"):
+        begin(tmp_path / "head", f"classes:{file}", checkpoint=tmp_path / "head")
+    file.write_text("\n".join(("tabby cat", "dog", "3")))
+    assert begin(tmp_path / "head", f"classes:{file}").name == f"{TINY} + classes"  # no folder's name
+
+
+def test_weights_that_have_the_other_kind_of_head_are_told(head: CLIP, tmp_path: Path) -> None:
+    save_model(head, tmp_path / "head")
+    save_model(create(ARCHITECTURES[TINY], name=TINY, seed=0), tmp_path / "clip")
+    (tmp_path / "names").write_text("a\nb")
+    with pytest.raises(
+        ConfigError, match=r"have a text tower and no rows of classes, .* eval fine-tune` makes"
+    ):
+        begin(tmp_path / "clip", f"classes:{tmp_path}/names")
+    with pytest.raises(ConfigError, match=r"have a head of classes and no text tower, .* give other weights"):
+        begin(tmp_path / "head", "", loss="clip")
+
+
+def test_how_fresh_weights_are_drawn_does_not_part_weights_from_their_architecture(tmp_path: Path) -> None:
+    drawn = ARCHITECTURES[TINY].small_data
+    save_model(
+        create(replace(ARCHITECTURES[TINY], small_data=not drawn), name="", seed=0), tmp_path / "model"
+    )
+    assert begin(tmp_path / "model", "", loss="clip").architecture.small_data != drawn
+    begin(tmp_path / "model", "", loss="clip", checkpoint=tmp_path / "model")
+
+
+def test_small_pictures_go_with_a_head_of_classes_and_short_captions_do_not(tmp_path: Path) -> None:
+    (tmp_path / "names").write_text("a\nb")
+    model = ModelConfig(name=TINY, text=f"classes:{tmp_path}/names")
+    shape_of(model, BY_CLASSES, SmallConfig(steps=3, image_size=8))
+    with pytest.raises(ConfigError, match=r"small.context_length = 5 does not fit .*: a class is one token"):
+        shape_of(model, BY_CLASSES, SmallConfig(steps=3, context_length=5))

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import clipkit
+from clipkit.class_head import with_class_head
+from clipkit.export import export
 from clipkit.export import onnx as export_onnx
 from clipkit.export.samples import normalized
 from clipkit.model import CLIP
 from clipkit.preprocess import batch_of
 from clipkit.tokenizer import END_OF_TEXT
-from tests.clipkit.exported_models import ASCII, apart, draw_pictures, exported
+from tests.clipkit.exported_models import ASCII, apart, draw_pictures, exported, model_of
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +109,25 @@ def test_the_cards_examples_run(
         printed = [float(number) for number in re.findall(r"\d\.\d+(?:e-\d+)?", capsys.readouterr().out)]
         if title != "sentence-transformers" and title != "clipkit":
             np.testing.assert_allclose(printed, expected.numpy(), atol=2e-3, err_msg=title)
+
+
+def test_a_head_of_classes_and_its_image_tower(
+    tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("own")
+    head = with_class_head(model, ["dog", "cat"], torch.eye(2, model.architecture.embed_dim))
+    for to, files in (("onnx", {"textual.onnx", "visual.onnx", "onnx_config.json"}), ("timm", None)):
+        (one,) = export(head, tmp_path / to, to=[to])
+        assert one.library and one.difference is not None and one.difference <= 1e-5
+        assert files is None or set(one.files) == files  # it has no tokenizer
+    assert json.loads((tmp_path / "onnx" / "onnx_config.json").read_text())["classes"] == ["dog", "cat"]
+    card = (tmp_path / "onnx" / "README.md").read_text()
+    assert "pipeline_tag: image-classification" in card and "| a row for each of 2 classes, " in card
+    with Image.open(pictures[0]) as image:
+        image.save(tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
+    exec(compile(code, "onnx", "exec"), {})
+    printed = [float(number) for number in re.findall(r"\d\.\d+(?:e-\d+)?", capsys.readouterr().out)]
+    expected = clipkit.classify(["cat.jpg"], ["dog", "cat"], head)
+    np.testing.assert_allclose(printed, expected.numpy()[0], atol=2e-3)

@@ -15,6 +15,7 @@ from torch import Tensor
 import clipkit
 import eval as evaluation
 from clipkit import CLIP
+from clipkit.class_head import with_class_head
 from clipkit.errors import ConfigError, DataError
 from eval import Encoder, Ranks, Subject
 from eval.encode import dtype_name
@@ -306,3 +307,17 @@ def test_classifier_is_open_clips(model: CLIP, write_dataset: WriteDataset) -> N
         num_classes_per_batch=3,
     )
     torch.testing.assert_close(Subject(Encoder(model), dataset).class_weights(), expected, atol=1e-6, rtol=0)
+
+
+def test_a_head_of_classes_reads_names_and_not_prompts(model: CLIP, write_dataset: WriteDataset) -> None:
+    names = ["blue", "green", "red"]
+    head = with_class_head(model, names, torch.eye(3, model.architecture.embed_dim))
+    folder = write_dataset(labels=[0, 1, 2], class_names=["red", "blue", "green"], templates=["a {c} square"])
+    scores = by_metric(evaluation.evaluate(head, folder))
+    dataset = evaluation.open_dataset(folder)
+    images = Encoder(head).images(dataset).projected
+    guessed = (images @ torch.as_tensor(clipkit.encode_text(["red", "blue", "green"], head)).T).argmax(1)
+    assert scores["acc1"].value == (guessed == torch.tensor([0, 1, 2])).double().mean().item()
+    evaluation.check_tasks(dataset, classes=names)
+    with pytest.raises(DataError, match="cannot be scored by zero-shot, leave it out: 'red' is none of the"):
+        evaluation.check_tasks(dataset, classes=["blue", "green"])

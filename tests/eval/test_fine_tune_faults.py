@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,11 @@ def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: 
         (tmp_path / "gone" / "x").write_text("")
     with only_one(tmp_path / "there"):  # the lock was given back
         pass
+    removed = tmp_path / "there"
+    with pytest.raises(DataError, match="there was removed meanwhile: the same command begins again"):  # noqa: SIM117
+        with only_one(removed):
+            shutil.rmtree(removed)
+            (removed / "rates.json").write_text("")
 
 
 class Tried(ClassTraining):
@@ -151,6 +157,7 @@ def test_a_damaged_list_of_rates_is_made_again(unskilled: CLIP, tmp_path: Path, 
         ("ViT-Ti-4-16", {"logit_bias": True}),
         ("ViT-Ti-4-16", {"quick_gelu": True}),
         ("ViT-Ti-4-16", {"quick_gelu": True, "logit_bias": True}),
+        ("ViT-Ti-4-16", {"small_data": False}),  # as of an export
     ],
 )
 def test_a_model_that_has_lost_its_name_is_trained(
@@ -162,7 +169,7 @@ def test_a_model_that_has_lost_its_name_is_trained(
     head = with_class_head(model, ["a", "b"], torch.eye(2, shape.embed_dim))
     found = {key.removeprefix("model."): str(value) for key, value in _model_settings(head).items()}
     again = architecture(found["name"], image=found["image"], image_size=int(found["image_size"]))
-    assert replace(again, text=shape.text, logit_bias=shape.logit_bias) == shape
+    assert replace(again, text=shape.text, **changed) == shape
 
 
 def test_a_head_of_few_classes_on_another_librarys_tower_is_loaded(tmp_path: Path) -> None:
