@@ -61,9 +61,8 @@ class ModelConfig:
     @property
     def label(self) -> str:
         """What the model is called."""
-        text = (
-            "classes" if self.text.startswith("classes:") else self.text
-        )  # not whose folder the names lie in
+        # of a head of classes not the folder in which the names lie
+        text = "classes" if self.text.startswith("classes:") else self.text
         return " + ".join(filter(None, (self.name, self.image, text)))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from clipkit.errors import ConfigError
 from clipkit.model import CLIP
-from clipkit.towers import BagOfWordsTower
+from clipkit.towers import BagOfWordsTower, ClassTableTower
 
 __all__ = ["recompute_blocks"]
 
@@ -34,7 +34,7 @@ def recompute_blocks(model: CLIP, every: int = 1) -> None:
             block.recompute = every > 0 and number % every == 0
     if "image" not in model.transformers:
         _switch(model.visual, "image", on=every > 0)
-    if model.text is not None and not isinstance(model.text, BagOfWordsTower):
+    if model.text is not None and not isinstance(model.text, BagOfWordsTower | ClassTableTower):
         _switch(model.text, "text", on=every > 0)
 
 

@@ -18,6 +18,7 @@ from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.family import architecture
 from clipkit.model import CLIP, create
 from clipkit.model_folder import save_model
+from clipkit.recompute import recompute_blocks
 from clipkit.training_model import first_model, shape_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -106,6 +107,13 @@ def test_a_head_and_its_loss_go_together(settings: list[str], said: str) -> None
     with pytest.raises(ConfigError, match=said):
         load_config(QUICKSTART, settings)
     assert Config().loss.name == "clip"
+
+
+def test_the_image_tower_beside_a_head_is_recomputed(head: CLIP) -> None:
+    recompute_blocks(head)
+    assert all(block.recompute for block in head.transformers["image"].blocks)
+    recompute_blocks(head, every=0)
+    assert not any(block.recompute for block in head.transformers["image"].blocks)
 
 
 BY_CLASSES, TINY = LossConfig(name="classes"), "ViT-Ti-4-16"
