@@ -28,6 +28,7 @@ from clipkit.model import CLIP
 from clipkit.pictures import Item, Kind, read_caption, read_image
 from clipkit.preprocess import Preprocess, batch_of
 from clipkit.read_ahead import default_workers, one_core_each, read_ahead
+from clipkit.text_input import ClassTokenizer
 from clipkit.tokenizer import MAX_CHARACTERS
 from clipkit.zero_shot import evaluating
 
@@ -137,7 +138,9 @@ class FeatureStream:
         size = self.model.preprocess.image_size
         with evaluating(self.model):
             if kind == "caption":
-                return self._rows(self._encode_texts, [""])[:0]
+                tokenizer = self.model.tokenizer
+                text = tokenizer.names[0] if isinstance(tokenizer, ClassTokenizer) else ""
+                return self._rows(self._encode_texts, [text])[:0]
             return self._rows(self._encode_images, [torch.zeros(1, 3, size, size, dtype=torch.uint8)])[:0]
 
     def _run(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import clipkit
 from clipkit.architectures import ARCHITECTURES, Architecture, ClassTable
 from clipkit.class_loss import class_loss, right_classes
+from clipkit.cli import dispatch
 from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig
 from clipkit.config_file import load_config
 from clipkit.errors import CheckpointError, ConfigError, DataError
@@ -107,6 +109,18 @@ def test_a_head_and_its_loss_go_together(settings: list[str], said: str) -> None
     with pytest.raises(ConfigError, match=said):
         load_config(QUICKSTART, settings)
     assert Config().loss.name == "clip"
+
+
+def test_names_are_encoded_and_no_other_text(head: CLIP, tmp_path: Path) -> None:
+    save_model(head, tmp_path / "head")
+    command = ["encode", str(tmp_path / "texts.txt"), "--text", "--model", str(tmp_path / "head"), "--out"]
+    (tmp_path / "texts.txt").write_text("3\nfox")
+    with pytest.raises(DataError, match="'fox' is none of the model's 3 classes"):
+        dispatch([*command, str(tmp_path / "b")])
+    (tmp_path / "texts.txt").write_text("3\ndog")
+    assert dispatch([*command, str(tmp_path / "a")]) == 0
+    rows = torch.from_numpy(np.load(tmp_path / "a/text_emb/text_emb_0.npy")).float()
+    assert (rows - torch.as_tensor(clipkit.encode_text(["3", "dog"], head))).abs().max() < 1e-3
 
 
 def test_the_image_tower_beside_a_head_is_recomputed(head: CLIP) -> None:
