@@ -15,13 +15,13 @@ from clipkit.architectures import ClassTable, VisionTower
 from clipkit.encode import model_hash
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.flops import counted_flops, image_flops
-from eval.dataset import EvalDataset, Lacks, NoSplit
+from eval.dataset import EvalDataset, NoSplit
 from eval.details_file import write_details
 from eval.encode import Encoder
 from eval.ranks import ONE_RANK, Ranks
 from eval.results import Score, append_results, provenance, read_results, time_now
 from eval.subject import Subject
-from eval.targets import Target, by_names
+from eval.targets import Target
 from eval.tasks import KNOWN_TASKS, Options, Outcome, check_tasks
 
 __all__ = ["Scored", "run_model"]
@@ -131,36 +131,20 @@ def _planned(
 ) -> list[_Work]:
     """Each task on each dataset that has what it needs; the others are told in ``scored``."""
     model, works = encoder.model, []
+    text = model.architecture.text
+    classes = text.names if isinstance(text, ClassTable) else ()
     for target in targets:
-        if isinstance(model.architecture.text, ClassTable):
-            target = by_names(target)
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
         for task in dict.fromkeys(tasks or _main_task(target)):
             try:
-                check_tasks(target.dataset, [task])
-                _check_texts(model, target.dataset, task)
-                facts = {**provenance(model, target.dataset, weights=""), **origin}
+                check_tasks(subject.dataset, [task], classes=classes)
+                facts = {**provenance(model, subject.dataset, weights=""), **origin}
                 facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
             except (ConfigError, DataError) as error:
                 scored.trouble.append(error)
             else:
                 works.append(_Work(subject=subject, task=task, facts=facts))
     return works
-
-
-def _check_texts(model: CLIP, dataset: EvalDataset, task: str) -> None:
-    """A model with a head of classes in its text tower's place reads their names alone.
-
-    Raises:
-        Lacks: the dataset has others.
-    """
-    if not isinstance(model.architecture.text, ClassTable):
-        return
-    for texts in KNOWN_TASKS[task].texts(dataset):
-        try:
-            model.tokenizer(texts)
-        except DataError as error:
-            raise Lacks(f"dataset {dataset.name}: {error}") from error
 
 
 def _inputs(subject: Subject, task: str, options: Options) -> str:

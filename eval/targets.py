@@ -12,7 +12,7 @@ from data.remote.patience import Unreachable, shown
 from data.shard_file import is_remote
 from eval.cards import Card, card_names, load_card, load_suite, read_card, suite_names
 from eval.cards.metrics import MetricKind
-from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, distinct_names, some
+from eval.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some
 from eval.readers import find_published, open_dataset, open_datasets
 from eval.readers.hugging_face import open_hugging_face
 from eval.readers.torchvision_sets import NotFetched, open_torchvision
@@ -22,7 +22,6 @@ __all__ = [
     "Missing",
     "Target",
     "Trouble",
-    "by_names",
     "find_named",
     "find_suites",
     "find_targets",
@@ -78,13 +77,6 @@ class Target:
             found, name=bound.name, class_names=bound.class_names, synonyms=bound.synonyms,
             prompt_set=bound.prompt_set, templates=bound.templates, superclasses=bound.superclasses,
         )  # fmt: skip
-
-
-def by_names(target: Target) -> Target:
-    """The same for a model that reads class names alone, see ``clipkit.architectures.ClassTable``."""
-    names = tuple(distinct_names(target.dataset.class_names))
-    bare = replace(target.dataset, class_names=names, synonyms=None, templates=("{c}",), prompt_set="names")
-    return replace(target, dataset=bare)
 
 
 def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompts: str = "") -> list[Target]:

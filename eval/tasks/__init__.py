@@ -276,8 +276,13 @@ def check_tasks(
             try:
                 ClassTokenizer(names=tuple(classes))(texts)
             except DataError as error:
+                advice = (
+                    "fine-tune the model that this one began from"
+                    if task == "fine-tune"
+                    else "linear-probe, few-shot and knn need no names"
+                )
                 raise Lacks(
-                    f"dataset {dataset.name} cannot be scored by {task}, leave it out: {error}"
+                    f"dataset {dataset.name} cannot be scored by {task}: {error}; {advice}"
                 ) from error
     return chosen
 
