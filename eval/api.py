@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from clipkit import CLIP
+from clipkit.encode import model_hash
 from eval.dataset import EvalDataset
 from eval.encode import Encoder
 from eval.ranks import ONE_RANK, Ranks
@@ -28,7 +29,7 @@ def evaluate(
     ranks: Ranks = ONE_RANK,
     out: str | Path | None = None,
     step: int | None = None,
-    weights: str = "in memory",
+    weights: str = "",
     origin: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Score]:
@@ -46,7 +47,7 @@ def evaluate(
         ranks: who shares the work.
         out: a results file to which rank 0 appends a line a score.
         step: of the training, for those lines.
-        weights: what the weights are, for those lines.
+        weights: what the weights are, for those lines; else the model's hash tells.
         origin: further facts for them, such as the name of the model.
         progress: called with the number of pictures after each batch.
 
@@ -71,7 +72,9 @@ def evaluate(
         found = KNOWN_TASKS[task].run(subject, options).scores
         scores += found
         if out is not None and subject.encoder.ranks.rank == 0:
-            facts = {**provenance(subject.encoder.model, subject.dataset, weights=weights), **(origin or {})}
+            whose = {} if weights else {"model": "in memory", "model_hash": model_hash(subject.encoder.model)}
+            facts = provenance(subject.encoder.model, subject.dataset, weights=weights)
+            facts |= {**whose, **(origin or {})}
             append_results(
                 Path(out), found, step=step, provenance=facts, seconds=round(time.monotonic() - start, 3)
             )

@@ -19,6 +19,7 @@ from clipkit.class_head import with_class_head
 from clipkit.errors import ConfigError, DataError
 from eval import Encoder, Ranks, Subject
 from eval.encode import dtype_name
+from eval.report.result_set import read_result_set
 from eval.results import Score
 
 WriteDataset = Callable[..., Path]
@@ -73,6 +74,20 @@ def test_zero_shot_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> 
     for score in scores.values():
         assert score.low is not None and score.high is not None
         assert 0 <= score.low <= score.value <= score.high <= 1
+
+
+def test_models_in_memory_are_told_apart_by_their_weights(
+    model: CLIP, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    folder, out = write_dataset(), tmp_path / "results.jsonl"
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.visual.parameters()).add_(1)
+    for one in (model, other, copy.deepcopy(model)):
+        evaluation.evaluate(one, folder, out=out)
+    models = read_result_set([out]).models
+    assert len(models) == 2 and len({one.label for one in models}) == 2
+    assert all(one.label.startswith("in memory (") for one in models)
 
 
 def test_no_acc5_of_five_classes(model: CLIP, write_dataset: WriteDataset) -> None:
