@@ -3,7 +3,7 @@
 Letters in shape comments: N pictures, B bins, R resamples.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -70,8 +70,8 @@ def expected_calibration_error(
 
     (Guo et al. 2017, "On Calibration of Modern Neural Networks", arXiv 1706.04599: 15 bins of equal width. With
     bins of equal mass it is the adaptive one, which does not put a sure model's pictures all in one bin.) Also of a
-    perfect model it is above 0, the more so the fewer pictures a bin has, and resampling adds to that: the interval
-    lies high for small datasets.
+    perfect model it is above 0, the more so the fewer pictures a bin has, and resampling adds to that once more. So
+    the interval is the basic bootstrap's: it lies as far below the value as resamples lie above it.
 
     Args:
         confidence: (N,) in 0 … 1, N ≥ 1; see ``calibration_bins``.
@@ -82,7 +82,9 @@ def expected_calibration_error(
     Returns:
         A value in 0 … 1, lower is better.
     """
-    return estimate(_statistic(confidence, correct, bins, equal_mass=equal_mass), len(confidence))
+    found = estimate(_statistic(confidence, correct, bins, equal_mass=equal_mass), len(confidence))
+    low, high = max(0.0, 2 * found.value - found.high), 2 * found.value - found.low
+    return replace(found, low=low, high=high)
 
 
 def _statistic(confidence: Tensor, correct: Tensor, bins: int, *, equal_mass: bool) -> Statistic:

@@ -191,6 +191,22 @@ def test_confusion_of_thousands_of_classes_is_as_large_as_its_pictures() -> None
         found.matrix(2**20)
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.03, 0.2])
+def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures(shift: float) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(n: int) -> metrics.Estimate:
+        sure = torch.rand(n, generator=random) * 0.8 + 0.2
+        right = torch.rand(n, generator=random) < (sure - shift).clamp(0, 1)
+        return metrics.expected_calibration_error(sure, right)
+
+    truth = drawn(1_000_000).value
+    found = [drawn(300) for _ in range(40)]
+    assert all(0 <= one.low <= one.value <= one.high for one in found)
+    # the percentile interval holds a small error never; this one, which cannot reach below 0, mostly
+    assert sum(one.low <= truth + 0.001 <= one.high + 0.001 for one in found) >= (20 if shift < 0.1 else 32)
+
+
 @given(
     confidence=st.lists(
         st.sampled_from([0.0, 0.05, 0.2, 0.21, 0.5, 0.7, 1.0, math.nan]), min_size=1, max_size=40
