@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.errors import DataError
+from eval.compared_models import find_models
 from eval.dataset import some
 from eval.details import Details, details_folder, read_details
 from eval.metrics import (
@@ -23,17 +24,13 @@ from eval.metrics import (
     compare_statistics,
     roc_auc_statistic,
 )
-from eval.report.model_identity import normal_name
-from eval.report.result_set import Model, ResultSet, Row, read_result_set
+from eval.report.result_set import ResultSet, Row
 
 __all__ = ["LEVEL", "Difference", "ModelComparison", "compare"]
 
 LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean of what each item got
-_LEAST_DIGITS = 6  # of a hash, to name weights by how they begin
 _NO_DETAILS = "there are no details of what each item got"
-_FORM = "`compare MODEL_A MODEL_B --results FILE`"
-_HOW = f"name one as {_FORM}"
 _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
 
 
@@ -87,23 +84,14 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
         results: ``results.jsonl`` files with their details beside them.
         first: a model by its name, its label on the page, or its weights (or how these begin); or a results file
             that holds one model, or a run folder for its ``results.jsonl``. Of several steps of one training the
-            last is meant.
+            last is meant, unless the name is a checkpoint's.
         second: another.
 
     Raises:
         ConfigError: there is no such model or file, several have the name, or both are the same.
         DataError: a file cannot be read, or the models have no dataset and task in common.
     """
-    known = read_result_set(results).models if results else ()
-    paths = [None if any(_goes_by(model, one) for model in known) else _file(one) for one in (first, second)]
-    files = list(dict.fromkeys([*results, *(path for path in paths if path is not None)]))
-    if not files:
-        raise ConfigError(f"{first!r} is no results file and no run folder: for a model's name say {_FORM}")
-    found = read_result_set(files)
-    notes = list(found.unread)
-    one, other = (_model(found, *pair, notes) for pair in zip((first, second), paths, strict=True))
-    if one == other:
-        raise ConfigError(f"{first!r} and {second!r} are the same model: name two")
+    files, found, (one, other), notes = find_models(results, first, second)
     details: dict[tuple[str, ...], Details] = {}
     refused: list[str] = []
     for path in files:
@@ -151,68 +139,6 @@ class _Findings:
         dataset, split, task, _ = kind
         name = dataset if split == "test" else f"{dataset} {split}"
         self.refused.setdefault((task, why), {})[name] = None
-
-
-def _file(name: str) -> Path | None:
-    """The results file that is named, or that lies in the run folder that is named; None where it is neither.
-
-    Raises:
-        ConfigError: it should be there, and is not.
-    """
-    path = Path(name)
-    try:
-        if path.is_dir():
-            path = path / "results.jsonl"
-            if not path.is_file():
-                raise ConfigError(f"no results at {path}: score the model by `python -m eval run`")
-            return path
-        if path.suffix != ".jsonl":
-            return None
-        if not path.is_file():
-            raise ConfigError(f"there is no file {name[:200]}")
-    except OSError as error:
-        raise ConfigError(f"cannot read {name[:200]}: {error.strerror}") from error
-    return path
-
-
-def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> int:
-    """The number of a model; of several steps of one training the last.
-
-    Raises:
-        ConfigError: there is none, or several.
-    """
-    models = found.models
-    if path is not None:
-        matches = [i for i, model in enumerate(models) if path in model.files]
-    else:
-        matches = [i for i, model in enumerate(models) if name in (model.label, model.weights, *model.names)]
-        matches = matches or [i for i, model in enumerate(models) if _goes_by(model, name)]
-    labels = ", ".join(models[i].label for i in matches)
-    if len({models[i].run for i in matches}) == 1:
-        steps = {step for i in matches for step in (models[i].step, *models[i].earlier_steps)}
-        of = sorted(step for step in steps if step is not None)
-        last = [i for i in matches if None not in steps and models[i].step == of[-1]]
-        if len(last) == 1 and len(of) > 1:
-            shown = some([f"{step:,}" for step in of])
-            notes.append(f"{path or name} has scores of steps {shown}: the last is compared")
-        matches = last or matches
-    if len(matches) == 1:
-        return matches[0]
-    if path is not None and not matches:
-        raise DataError(f"there are no scores in {path}")
-    if path is not None:
-        how = _HOW.replace("FILE", str(path))
-        raise ConfigError(f"{path} holds several models ({labels}): {how}")
-    if matches:
-        raise ConfigError(f"{name!r} is several models: name one of {labels}, as {_FORM}")
-    known = nearest(name, [model.label for model in models])
-    raise ConfigError(f"no results of a model {name!r}, and no such file or run folder: {known}")
-
-
-def _goes_by(model: Model, name: str) -> bool:
-    start = name.removeprefix("sha256:")
-    begins = len(start) >= _LEAST_DIGITS and model.weights.removeprefix("sha256:").startswith(start)
-    return name == model.label or normal_name(name) in model.names or begins
 
 
 def _by_kind(found: ResultSet, model: int) -> dict[_Kind, list[Row]]:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-__all__ = ["Named", "Origin", "name_models", "normal_name", "same_models"]
+__all__ = [
+    "Named",
+    "Origin",
+    "is_of_checkpoint",
+    "name_models",
+    "named_checkpoint",
+    "normal_name",
+    "same_models",
+]
 
 _FILE_HASH = "sha256:"
 _STEP = re.compile(r" at step \d+$")
@@ -98,6 +106,19 @@ class Named:
 def normal_name(typed: str) -> str:
     """A name without what does not matter in a path: ``./runs/a/`` is ``runs/a``, as are its checkpoints."""
     return _split(typed)[0]
+
+
+def named_checkpoint(typed: str) -> str:
+    """Which checkpoint of a run is named, such as ``step_00000600``; "" where the run itself is."""
+    return _split(typed)[1]
+
+
+def is_of_checkpoint(checkpoint: str, step: int | None, names: Iterable[str]) -> bool:
+    """Whether weights of some step, or that go by some names, are those of a checkpoint of their run."""
+    number = checkpoint.removeprefix("step_")
+    if step is not None and number.isdecimal():
+        return int(number) == step
+    return checkpoint in map(named_checkpoint, names)
 
 
 def _split(typed: str) -> tuple[str, str]:

@@ -69,6 +69,41 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
     assert "copied.jsonl: one line cut short or broken" in said.err
 
 
+def test_a_checkpoint_that_is_named_is_the_one_that_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not another step of its run, and without a word on those: of the run itself the last is told."""
+    run = tmp_path / "a"
+    run.mkdir()
+    results = run / "results.jsonl"
+    trained = [
+        {**line(0, "digits", "acc1", 0.2), "model": str(run), "step": step, "weights": f"a at step {step}"}
+        for step in (10, 20, 30)
+    ]
+    scored = []
+    for i, step in ((1, 20), (2, 30)):
+        add_details(results, i + 1, ["digits"])
+        (own,) = (one for one in read_details(results)[0] if one.weights.endswith(str(i)))
+        value = own.right["acc1"].tensor().float().mean().item()
+        name = str(run / "checkpoints" / f"step_{step:08d}")
+        whose = {"model": name, "step": step, "architecture": "ViT-B-32"}
+        scored.append({**line(i, "digits", "acc1", value, n=600), **whose})
+    write(results, [*trained, *scored])
+    first, last = (str(one["model"]) for one in scored)
+    for more in ([], ["--results", str(results)]):  # the run of a checkpoint has its scores
+        assert main(["compare", first, last, *more]) == 0
+        said = capsys.readouterr()
+        assert "A: a at step 20 B: a at step 30" in " ".join(said.out.split())
+        assert said.err == ""
+    assert main(["compare", first, str(run)]) == 0
+    assert (
+        capsys.readouterr().err == f"note: {results} has scores of steps 10, 20, 30: the last is compared\n"
+    )
+    other = str(run / "checkpoints" / "step_00000010")  # which only its training has scored
+    with pytest.raises(ConfigError, match=r"no scores of the checkpoint '.*step_00000010': score it by"):
+        main(["compare", other, last])
+
+
 @pytest.mark.parametrize("option", ["--out", "--csv", "--latex", "--markdown"])
 def test_what_is_written_takes_the_place_of_nothing_else(tmp_path: Path, option: str) -> None:
     run = tmp_path / "run"
