@@ -1,7 +1,7 @@
 """What a terminal is shown: scores as tables of 80 columns, and names from data made harmless to it."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.cells import cell_len, chop_cells
@@ -19,7 +19,8 @@ _WIDTH = 80
 _NAME = 20  # letters of a line of a dataset's name, so that the metric beside it breaks between words alone
 _PIECE = re.compile(r"[^-_/. ]*[-_/. ]?")
 _SHOTS = re.compile(r"(\d+)-shot ?(.*)")
-_COLUMNS = 5  # of pictures a class
+_METRIC = 9  # letters beside few-shot scores, so that a metric breaks between words alone
+_GAP = 2  # letters between columns
 _HEADS = ("A", "B", "B − A [95%]", "p", "better")
 
 
@@ -47,12 +48,18 @@ def _plain(scores: Sequence[Score]) -> Table:
     several = len({score.task for score in scores}) > 1
     before: tuple[str, ...] = ()
     for score in scores:
-        group = (score.dataset, score.task, score.setting)
+        group = (score.dataset, score.task, score.setting, score.prompt_set)
         name = score.dataset if group[:2] != before[:2] else ""
         if name and before:
             table.add_section()
         if group != before:
-            parts = (name, score.task if several and name else "", score.setting)
+            prompts = score.prompt_set if score.prompt_set not in ("", "own") else ""
+            parts = (
+                name,
+                score.task if several and name else "",
+                prompts and f"prompts {prompts}",
+                score.setting,
+            )
             name = ("" if name else "  ") + " ".join(filter(None, parts))
         before = group
         table.add_row(
@@ -81,12 +88,29 @@ def _few_shot(scores: Sequence[Score]) -> Iterator[RenderableType]:
             datasets.setdefault(one.dataset, {}).setdefault(name, {})[int(match[1])] = one
     for dataset, rows in datasets.items():
         shots = sorted({k for row in rows.values() for k in row})
-        for first in range(0, len(shots), _COLUMNS):
-            yield _shots_table(dataset, rows, shots[first : first + _COLUMNS], spread)
+        for part in _side_by_side(rows, shots, spread):
+            yield _shots_table(dataset, rows, part, spread)
     if datasets:
         draws = max((one.n for one in spread.values()), default=1)
         mean = f"mean of {draws} draws ± standard deviation; below it its 95% interval"
         yield Text(f"Percent by pictures a class: {mean if draws > 1 else 'of one draw'}.\n")
+
+
+def _side_by_side(
+    rows: Mapping[str, dict[int, Score]], shots: Sequence[int], spread: dict[tuple[str, str, str], Score]
+) -> list[list[int]]:
+    """The numbers of pictures a class in parts whose columns fit beside each other."""
+    parts: list[list[int]] = [[]]
+    room = free = _WIDTH - _METRIC - len("chance") - 2 * _GAP
+    for k in shots:
+        cells = [_mean_and_spread(row[k], spread) for row in rows.values() if k in row]
+        wide = _GAP + max(len(line) for cell in (*cells, f"{k}-shot") for line in cell.split("\n"))
+        if parts[-1] and wide > free:
+            parts.append([])
+            free = room
+        parts[-1].append(k)
+        free -= wide
+    return parts
 
 
 def _shots_table(

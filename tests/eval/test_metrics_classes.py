@@ -191,8 +191,10 @@ def test_confusion_of_thousands_of_classes_is_as_large_as_its_pictures() -> None
         found.matrix(2**20)
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.03, 0.2])
-def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures(shift: float) -> None:
+@pytest.mark.parametrize(("shift", "least"), [(0.0, 10), (0.03, 20), (0.2, 32)])
+def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures(
+    shift: float, least: int
+) -> None:
     random = torch.Generator().manual_seed(0)
 
     def drawn(n: int) -> metrics.Estimate:
@@ -203,8 +205,8 @@ def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures
     truth = drawn(1_000_000).value
     found = [drawn(300) for _ in range(40)]
     assert all(0 <= one.low <= one.value <= one.high for one in found)
-    # the percentile interval holds a small error never; this one, which cannot reach below 0, mostly
-    assert sum(one.low <= truth + 0.001 <= one.high + 0.001 for one in found) >= (20 if shift < 0.1 else 32)
+    # of 40; the percentile interval holds the first never, as samples of what is calibrated all lie above it
+    assert sum(one.low <= truth <= one.high for one in found) >= least
 
 
 @given(

@@ -66,6 +66,30 @@ def test_few_shot_is_a_row_a_metric_and_estimator() -> None:
     assert "±" not in shown(score_table(alone))  # one draw has no deviation
 
 
+def test_few_shot_columns_that_are_wide_stand_in_two_tables() -> None:
+    scores = []
+    for k in (1, 2, 4, 8, 16):
+        own = replace(
+            SCORE, metric="mean_per_class_recall", setting=f"{k}-shot logistic", value=1.0, low=0.0, high=1.0
+        )
+        std = {"metric": f"{own.metric}_std", "value": 0.577, "low": None, "high": None, "chance": None}
+        scores += [own, replace(own, **std, n=3)]  # type: ignore[arg-type]
+    lines = shown(score_table(scores)).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = [word for line in lines for word in line.split()]
+    assert words.count("±57.7") == 5 and words.count("0.0–100.0") == 5
+    assert "metri" not in words and words.count("logistic") == 2 and words.count("metric") == 2
+    assert sum("1-shot" in line and "8-shot" in line for line in lines) == 1
+
+
+def test_a_prompt_set_that_was_chosen_is_named() -> None:
+    scores = [replace(SCORE, task="retrieval", metric="mean_R@1", prompt_set=one) for one in ("", "openai")]
+    lines = [line.split() for line in shown(score_table(scores)).splitlines() if "R@1" in line]
+    assert [line[: line.index("mean")] for line in lines] == [["digits"], ["prompts", "openai"]]
+    own = replace(SCORE, task="zero-shot", prompt_set="own")
+    assert "own" not in shown(score_table([own]))
+
+
 def test_settings_stand_beside_the_dataset_and_ranks_under_no_percent_sign() -> None:
     scores = [
         replace(SCORE, dataset="dsprites_label_x_position", task="fine-tune", metric=one, setting="10 epochs")
