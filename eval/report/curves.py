@@ -1,25 +1,37 @@
 """Which curves the report shows, and how they are prepared for drawing."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from eval.report.charts import Chart, Line, Point, downsample, draw, figure, number, smooth
-from eval.report.run_folder import Result, RunFolder
-from eval.report.scores import in_percent, metric_name
+from eval.report.run_folder import Result, RunFolder, Series
+from eval.report.scores import chief_first, in_percent, metric_name, series_name
 
 __all__ = ["curves"]
 
 _IN_BATCH = {"image_to_text_R@1": "picture → text", "text_to_image_R@1": "text → picture"}
 _CAP = 100.0  # the published bound of exp(t)
 _SETS = 16  # charts of datasets; the table has them all
-_LINES = 2
+_BESIDE = {
+    "acc1": ("acc5",),
+    "mean_R@1": tuple(_IN_BATCH),
+    "image_to_text_R@1": ("text_to_image_R@1",),
+}  # drawn with a metric
 _SMOOTHED = 50  # a smoothed curve keeps about this many independent values
 _MANY = 2 * _SMOOTHED  # fewer points are drawn as they are
 
 
 def curves(run: RunFolder) -> str:
     """The charts of a run; "" if it recorded nothing."""
-    charts = [_loss(run), *_accuracy(run), _in_batch(run), _temperature(run), _learning_rate(run)]
+    own = {result.series for result in run.results if result.own}
+    scored = _scored(run)
+    charts = [
+        _loss(run),
+        *(chart for series, chart in scored if series in own),
+        _in_batch(run),
+        _temperature(run),
+        _learning_rate(run),
+    ]
     speed = run.metrics.get("samples_per_second", ())
     charts.append(_noisy("Speed", speed, summary=_typical(speed, " samples/s"), floor=0))
     whole = dict(run.metrics.get("batch_time", ()))
@@ -39,6 +51,7 @@ def curves(run: RunFolder) -> str:
             "Use of the device (MFU)", useful, summary=_typical(useful, "%"), unit="%", floor=0, ceiling=100
         )
     )
+    charts += [chart for series, chart in scored if series not in own]
     drawn = "".join(draw(chart) for chart in charts)
     return f'<div class="charts">{drawn}</div>' if drawn else ""
 
@@ -99,35 +112,37 @@ def _learning_rate(run: RunFolder) -> Chart:
     )
 
 
-def _accuracy(run: RunFolder) -> list[Chart]:
-    """A chart for each dataset and task: two metrics over the steps, the first with its interval, and chance."""
-    groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
+def _scored(run: RunFolder) -> list[tuple[Series, Chart]]:
+    """A chart for each series of several steps: a few metrics, the first with its interval, and chance."""
+    groups: dict[Series, dict[str, list[Result]]] = {}
     for result in run.results:
-        groups.setdefault((result.dataset, result.task), {}).setdefault(result.metric, []).append(result)
+        groups.setdefault(result.series, {}).setdefault(result.metric, []).append(result)
     charts = []
-    for (dataset, task), metrics in list(groups.items())[:_SETS]:
-        first = next(iter(metrics.values()))
-        percent = all(in_percent(row) for row in first)
-        factor, unit = (100.0, "%") if percent else (1.0, "")
-        like = [rows for rows in metrics.values() if all(in_percent(row) for row in rows) == percent]
-        lines = [_scores(rows, factor, tone) for tone, rows in enumerate(_telling(like), start=1)]
-        chance = first[-1].chance
-        if chance is not None:
-            name = f"chance {figure(factor * chance, unit)}"
-            lines.append(Line(name=name, points=[(first[0].step, factor * chance)], reference=True))
-        title = f"{dataset}, {task}" if task else dataset
-        best = max(y for line in lines for _, y in line.points)
-        ceiling = 100.0 if percent and best > 75 else None
-        charts.append(Chart(title=title, lines=lines, unit=unit, floor=0, ceiling=ceiling))
-    return charts
+    for series, metrics in groups.items():
+        first = metrics[chief_first(list(metrics))[0]]
+        if len(first) > 1:
+            charts.append((series, _score_chart(first, metrics, groups, run.step)))
+    return charts[:_SETS]
 
 
-def _telling(metrics: Sequence[list[Result]]) -> list[list[Result]]:
-    """The first metric, and the one that says most beside it: top-5, or the other direction of retrieval."""
-    first = metrics[0][0].metric
-    other = {"acc1": "acc5", "image_to_text_R@1": "text_to_image_R@1"}.get(first)
-    beside = [rows for rows in metrics[1:] if other is None or rows[0].metric == other]
-    return [metrics[0], *beside[: _LINES - 1]]
+def _score_chart(
+    first: list[Result], metrics: Mapping[str, list[Result]], known: Collection[Series], step: int | None
+) -> Chart:
+    percent = all(in_percent(row) for row in first)
+    factor, unit = (100.0, "%") if percent else (1.0, "")
+    chief, *others = chief_first(list(metrics))
+    beside = [metrics[name] for name in _BESIDE.get(chief, others[:1]) if name in metrics]
+    like = [first, *(rows for rows in beside if all(in_percent(row) for row in rows) == percent)]
+    lines = [_scores(rows, factor, tone) for tone, rows in enumerate(like, start=1)]
+    chance = first[-1].chance
+    if chance is not None:
+        name = f"chance {figure(factor * chance, unit)}"
+        lines.append(Line(name=name, points=[(first[0].step, factor * chance)], reference=True))
+    title = ", ".join(filter(None, (first[0].dataset, series_name(first[0], known))))
+    best = max(y for line in lines for _, y in line.points)
+    ceiling = 100.0 if percent and best > 75 else None
+    note = "" if first[-1].step == step else f"at step {number(first[-1].step)}"
+    return Chart(title=title, note=note, lines=lines, unit=unit, floor=0, ceiling=ceiling)
 
 
 def _scores(rows: Sequence[Result], factor: float, tone: int) -> Line:

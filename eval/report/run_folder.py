@@ -2,7 +2,7 @@
 
 Any file may be missing, and a kill may have cut its last line short: what is there is read, and ``notes`` says
 what is not, but not of scores that the run's config does not ask for, or not yet. A resumed training repeats
-some steps; the last word on a step counts.
+some steps; the last word on a step counts, but the training's own before one on its checkpoint.
 """
 
 import math
@@ -16,7 +16,7 @@ from clipkit.errors import DataError
 from eval.report.json_lines import finite, json_lines, whole
 from eval.snapshot_file import Snapshot, find_snapshots, read_snapshot
 
-__all__ = ["BadSamples", "Result", "RunFolder", "read_run_folder"]
+__all__ = ["BadSamples", "Result", "RunFolder", "Series", "read_run_folder"]
 
 METRICS = (
     "loss",
@@ -37,12 +37,18 @@ METRICS = (
 SNAPSHOTS = 5  # moments shown of each dataset
 _MAX_CONFIG_BYTES = 1 << 20
 _SHOWN_BAD = 5
+_OTHERS = "model_hash"  # what lines of the training itself do not have
 _RESULT_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
+
+Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One score: a line of ``results.jsonl``. ``low`` and ``high`` bound its 95% interval."""
+    """One score: a line of ``results.jsonl``. ``low`` and ``high`` bound its 95% interval.
+
+    ``own`` tells a score that the training itself took from one that was taken of a checkpoint.
+    """
 
     step: int
     dataset: str
@@ -53,7 +59,16 @@ class Result:
     low: float | None
     high: float | None
     chance: float | None
+    split: str
+    prompt_set: str
+    setting: str
+    own: bool
     provenance: Mapping[str, Any]
+
+    @property
+    def series(self) -> Series:
+        """What its scores at other steps have in common with it, so that they can be compared."""
+        return self.dataset, self.split, self.task, self.prompt_set, self.setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +209,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, list[tuple[int, flo
 
 
 def _read_results(path: Path, notes: list[str], *, due: bool) -> list[Result]:
-    found: dict[tuple[int, str, str, str], Result] = {}
+    found: dict[tuple[int, Series, str], Result] = {}
     for line in json_lines(path, notes, "there are no scores to show" if due else ""):
         step, value = whole(line.get("step")), finite(line.get("value"))
         dataset, metric = line.get("dataset"), line.get("metric")
@@ -210,9 +225,15 @@ def _read_results(path: Path, notes: list[str], *, due: bool) -> list[Result]:
             low=finite(line.get("low")),
             high=finite(line.get("high")),
             chance=finite(line.get("chance")),
+            split=str(line.get("split") or "test"),
+            prompt_set=str(line.get("prompt_set") or ""),
+            setting=str(line.get("setting") or ""),
+            own=_OTHERS not in line,
             provenance={key: one for key, one in line.items() if key not in _RESULT_FIELDS},
         )
-        found[result.step, result.dataset, result.task, result.metric] = result
+        key = (result.step, result.series, result.metric)
+        if key not in found or result.own or not found[key].own:
+            found[key] = result
     return sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
 
 

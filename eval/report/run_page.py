@@ -15,7 +15,7 @@ from eval.report.curves import curves
 from eval.report.page_frame import Section, page, scrolling, write_page
 from eval.report.pictures import PictureBook, examples, matrices, queries
 from eval.report.run_folder import BadSamples, Result, RunFolder, read_run_folder
-from eval.report.scores import headline_scores, newest, results_table
+from eval.report.scores import headline_scores, of_training, results_table
 from eval.snapshot_file import Snapshot
 
 __all__ = ["build_report"]
@@ -54,9 +54,10 @@ def _head(run: RunFolder) -> str:
         notes.append(f"{count} samples could not be used and were replaced; the end of the page says why.")
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     aside = f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
+    scores = headline_scores(run.results, run.step) or _unscored(run)
     return (
         f'<header class="top"><p class="kind">clipkit training report</p><h1>{escape(run.name)}</h1>'
-        f'<p class="lead">{_sentence(run)}</p>{headline_scores(run.results) or _unscored(run)}</header>{aside}'
+        f'<p class="lead">{_sentence(run)}</p>{scores}</header>{aside}'
     )
 
 
@@ -146,14 +147,14 @@ def _picture_sections(run: RunFolder, book: PictureBook) -> list[Section]:
 
 
 def _about(run: RunFolder) -> str:
-    parts = [_provenance(newest(run.results)), _bad_samples(run.bad_samples)]
+    parts = [_provenance(of_training(run.results)), _bad_samples(run.bad_samples)]
     if run.config_text:
         parts.append(f"<h3>Configuration</h3><pre>{escape(without_secrets(run.config_text).strip())}</pre>")
     return "".join(parts)
 
 
 def _provenance(results: Sequence[Result]) -> str:
-    """Where the newest scores come from; what differs between datasets is told for each."""
+    """Where the scores at the top come from; what differs between datasets is told for each."""
     values: dict[str, dict[str, str]] = {}
     for result in results:
         for key, value in result.provenance.items():
@@ -167,7 +168,11 @@ def _provenance(results: Sequence[Result]) -> str:
         else:
             told = "<br>".join(f"{escape(name)}: {escape(value)}" for name, value in by_dataset.items())
         rows.append(f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{told}</dd>")
-    return f'<h3>Where the scores come from</h3><dl class="facts">{"".join(rows)}</dl>' if rows else ""
+    return (
+        f'<h3>Where the scores at the top come from</h3><dl class="facts">{"".join(rows)}</dl>'
+        if rows
+        else ""
+    )
 
 
 def _told(value: Any) -> str:

@@ -1,14 +1,18 @@
-"""The scores of the report: the big figures at its head, the table of them all, and what each is called."""
+"""The scores of the report: the big figures at its head, the table of them all, and what each is called.
+
+Scores make one series, such as a curve, where dataset, split, task, prompt set and setting are the same.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 
 from eval.report.charts import figure, number
-from eval.report.run_folder import Result
+from eval.report.run_folder import Result, Series
 
 __all__ = [
     "PLAIN",
+    "chief_first",
     "headline_scores",
     "in_percent",
     "is_rank",
@@ -16,7 +20,9 @@ __all__ = [
     "lower_is_better",
     "metric_name",
     "newest",
+    "of_training",
     "results_table",
+    "series_name",
     "setting_name",
     "tells",
 ]
@@ -24,6 +30,7 @@ __all__ = [
 PLAIN = "ridge"  # the estimator of few-shot whose setting names none
 
 _HEADLINES = 4
+_OF_BOTH = "mean_R@1"  # directions of retrieval
 _WORDS = {
     "acc1": "top-1",
     "acc5": "top-5",
@@ -75,24 +82,67 @@ def in_percent(result: Result) -> bool:
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
-    """The last score of each dataset, task and metric."""
-    last: dict[tuple[str, str, str], Result] = {}
+    """The last score of each series and metric; series that the training itself scored come first."""
+    last: dict[tuple[Series, str], Result] = {}
     for result in results:
-        last[result.dataset, result.task, result.metric] = result
-    return list(last.values())
+        last[result.series, result.metric] = result
+    own = {result.series for result in results if result.own}
+    return sorted(last.values(), key=lambda result: result.series not in own)
 
 
-def headline_scores(results: Sequence[Result]) -> str:
-    """The first metric of each dataset and task in big figures, with its interval and chance."""
-    first: dict[tuple[str, str], Result] = {}
-    for result in newest(results):
-        first.setdefault((result.dataset, result.task), result)
-    shown = "".join(_headline(result) for result in list(first.values())[:_HEADLINES])
+def of_training(results: Sequence[Result]) -> list[Result]:
+    """What the training itself was scored on when it last was; of one that never was, its latest scores.
+
+    It depends on no score that was taken of a checkpoint later.
+    """
+    own = [result for result in results if result.own] or list(results)
+    last = max((result.step for result in own), default=0)
+    return [result for result in own if result.step == last]
+
+
+def chief_first(metrics: Sequence[str]) -> list[str]:
+    """The metric that counts first: the mean of both directions of retrieval, else the first recorded."""
+    return sorted(metrics, key=lambda metric: metric != _OF_BOTH)
+
+
+def series_name(result: Result, known: Collection[Series]) -> str:
+    """What a score's series is called beside its dataset.
+
+    Args:
+        result: any score of it.
+        known: the series of the page; prompts are told where those of the same task and setting differ in them.
+    """
+    mine = (result.dataset, result.task, result.setting)
+    alike = [(split, prompts) for data, split, task, prompts, own in known if (data, task, own) == mine]
+    parts = (
+        result.task,
+        setting_name(result.task, result.setting),
+        (f"prompts {result.prompt_set}" if result.prompt_set else "no prompts")
+        if len({prompts for _, prompts in alike}) > 1
+        else "",
+        f"split {result.split}" if result.split != "test" or len({split for split, _ in alike}) > 1 else "",
+    )
+    return ", ".join(filter(None, parts))
+
+
+def headline_scores(results: Sequence[Result], step: int | None) -> str:
+    """The chief metric of what the training itself was scored on, in big figures, with its interval and chance.
+
+    Args:
+        results: all of the run.
+        step: the last one of the run; scores of another say theirs.
+    """
+    metrics: dict[Series, dict[str, Result]] = {}
+    for result in of_training(results):
+        metrics.setdefault(result.series, {})[result.metric] = result
+    chief = [own[chief_first(list(own))[0]] for own in metrics.values()]
+    known = {result.series for result in results}
+    shown = "".join(_headline(result, known, step) for result in chief[:_HEADLINES])
     return f'<div class="scores">{shown}</div>' if shown else ""
 
 
-def _headline(result: Result) -> str:
-    details = []
+def _headline(result: Result, known: Collection[Series], step: int | None) -> str:
+    details = [] if result.step == step else [f"step {number(result.step)}"]
     if result.low is not None and result.high is not None:
         details.append(f"95% interval {_told(result, result.low)} to {_told(result, result.high)}")
     if result.chance is not None:
@@ -103,7 +153,7 @@ def _headline(result: Result) -> str:
     gauge = _gauge(result) if in_percent(result) else ""
     return (
         f'<div class="score"><p class="what"><b>{escape(result.dataset)}</b> '
-        f"{escape(' '.join(filter(None, (result.task, metric_name(result.metric)))))}</p>"
+        f"{escape(' '.join(filter(None, (series_name(result, known), metric_name(result.metric)))))}</p>"
         f'<p class="figure">{escape(value.removesuffix(unit))}<small>{unit}</small></p>{gauge}'
         f'<p class="details">{"".join(f"<span>{escape(one)}</span>" for one in details)}</p></div>'
     )
@@ -121,7 +171,8 @@ def _gauge(result: Result) -> str:
 
 def results_table(results: Sequence[Result]) -> str:
     """The last score of every metric; "" if there is none."""
-    rows = "".join(_row(result) for result in newest(results))
+    known = {result.series for result in results}
+    rows = "".join(_row(result, known) for result in newest(results))
     if not rows:
         return ""
     heads = "".join(
@@ -134,11 +185,11 @@ def results_table(results: Sequence[Result]) -> str:
     )
 
 
-def _row(result: Result) -> str:
+def _row(result: Result, known: Collection[Series]) -> str:
     interval = ""
     if result.low is not None and result.high is not None:
         interval = f"{_told(result, result.low)} – {_told(result, result.high)}"
-    texts = (result.dataset, result.task, metric_name(result.metric))
+    texts = (result.dataset, series_name(result, known), metric_name(result.metric))
     figures = (
         _told(result, result.value),
         interval,
