@@ -45,12 +45,7 @@ def curves(run: RunFolder) -> str:
             "Time waiting for data", waiting, summary=_typical(waiting, "%"), unit="%", floor=0, ceiling=10
         )
     )
-    useful = _percent(run.metrics.get("mfu", ()))
-    charts.append(
-        _noisy(
-            "Use of the device (MFU)", useful, summary=_typical(useful, "%"), unit="%", floor=0, ceiling=100
-        )
-    )
+    charts.append(_use(run))
     charts += [chart for series, chart in scored if series not in own]
     drawn = "".join(draw(chart) for chart in charts)
     return f'<div class="charts">{drawn}</div>' if drawn else ""
@@ -88,6 +83,27 @@ def _in_batch(run: RunFolder) -> Chart:
     ]
     note = "pictures nearest to their own text of the batch, and texts to their picture"
     return Chart(title="Told apart in the batch", note=note, lines=lines, unit="%", floor=0)
+
+
+def _use(run: RunFolder) -> Chart:
+    """Model FLOPs utilization; where steps beat the peak that was measured, their share of the fastest one.
+
+    No step can do more than the device: such a peak was measured too low, and the fastest step is nearer to it.
+    """
+    points = run.metrics.get("mfu", ())
+    most = max((share for _, share in points), default=0.0)
+    title, note, of = "Use of the device (MFU)", "", ""
+    if most > 1:
+        points = [(step, share / most) for step, share in points]
+        title = "Use of the device"
+        of = " of the fastest step"
+        note = (
+            "steps were faster than the peak that was measured at the start, when the machine was probably busy; "
+            "so the share of its peak (MFU) is not known"
+        )
+    useful = _percent(points)
+    typical = _typical(useful, "%")
+    return _noisy(title, useful, summary=typical and typical + of, note=note, unit="%", floor=0, ceiling=100)
 
 
 def _percent(points: Sequence[Point]) -> list[Point]:

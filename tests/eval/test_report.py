@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
@@ -262,6 +262,27 @@ def test_odd_values_do_not_stop_it(run: Path) -> None:
     assert "Some values of loss, lr are not finite" in page.words
     assert "config.toml does not parse" in page.words
     assert "250" in page.words
+
+
+@settings(max_examples=25)
+@given(st.lists(st.floats(1e-3, 5), min_size=1, max_size=150))
+def test_no_use_of_the_device_above_its_peak_is_shown(
+    tmp_path_factory: pytest.TempPathFactory, shares: list[float]
+) -> None:
+    run = tmp_path_factory.mktemp("busy") / "run"
+    run.mkdir()
+    write_lines(run / "metrics.jsonl", [{"step": i, "mfu": one} for i, one in enumerate(shares, start=1)])
+    page = parse(build_report(run))
+    (plot,) = (a for _, a in page.tags if a.get("class") == "plot")
+    (drawn,) = json.loads(str(plot["data-chart"]))["lines"]
+    beaten = max(shares) > 1
+    assert max(drawn["y"]) <= 100.1
+    if len(shares) < 100:  # not smoothed
+        largest = 100 if beaten else 100 * max(shares)
+        assert max(drawn["y"]) == pytest.approx(largest, rel=1e-3)
+    assert ("faster than the peak that was measured at the start" in page.words) == beaten
+    assert ("Use of the device (MFU) median" in page.words) != beaten
+    assert ("% of the fastest step" in page.words) == beaten
 
 
 def test_a_repeated_step_counts_once(run: Path) -> None:
