@@ -165,7 +165,7 @@ def new_card(title: str, folder: Path) -> Card:
         title=title,
         tasks=tuple(tasks),
         metric=_metric(dataset, several=several),
-        further=tuple(one for one in ("mean_per_class_recall",) if one in fitting),
+        further=tuple(one for one in ("acc5", "mean_per_class_recall") if one in fitting),
         keys=keys,
         classes=len(keys) or None,
         multilabel=several,

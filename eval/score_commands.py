@@ -174,9 +174,9 @@ def _together(named: Sequence[Target], others: Sequence[Target], prompts: str) -
     if prompts and targets and prompts not in given:
         cards = [one.card for one in targets.values() if one.card]
         known = sorted({name for card in cards for name in (*card.prompt_sets, *card.caption_prompts)})
-        raise ConfigError(
-            f"--prompts {prompts}: none of the datasets has it ({nearest(prompts, known or ['own'])})"
-        )
+        how = "a card states prompts as [prompts.NAME], those of captions in [caption_prompts]"
+        hint = nearest(prompts, known) if known else how
+        raise ConfigError(f"--prompts {prompts}: none of the datasets has it ({hint})")
     return list(targets.values())
 
 
@@ -268,11 +268,11 @@ def _load(source: str, name: str, device: str) -> CLIP:
 
 
 def _tell_trouble(trouble: Sequence[ClipkitError]) -> None:
-    """Every dataset, or task on one, without scores, a line each."""
+    """Every dataset, or task on one, without scores, a line each; what several tasks lack is one."""
     if distributed.rank() == 0:
-        for one in trouble:
-            what = "not here" if isinstance(one, Missing) else "not scored"
-            print(f"{what}: {printable(str(one))}", file=sys.stderr)
+        lines = (f"{'not here' if isinstance(one, Missing) else 'not scored'}: {one}" for one in trouble)
+        for line in dict.fromkeys(lines):
+            print(printable(line), file=sys.stderr)
 
 
 def _status(trouble: Sequence[ClipkitError], scored: Scored) -> int:

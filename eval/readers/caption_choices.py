@@ -104,9 +104,7 @@ def _folder(file: Path, name: str, images: Path | str | None) -> Path:
     for inside in _FOLDERS:
         if (folder := file.parent / inside).is_dir():
             return folder.resolve()
-    raise DataError(
-        f"dataset {name}: no folder images or val2017 beside {file}: say where its pictures lie (images)"
-    )
+    raise DataError(f"dataset {name}: no folder images or val2017 beside {file}: put its pictures into one")
 
 
 def _inside(folder: Path, picture: str, name: str, file: Path, number: int) -> Path:

@@ -176,7 +176,7 @@ def test_verify_with_a_stand_in(
     assert main(["new", "Things in colours", "--data", str(probed)]) == 0
     assert main(["run", "--model", str(run), "--data", str(probed), "--out", str(tmp_path / "r.jsonl")]) == 0
     measured = {line["metric"]: line["value"] for line in read_results(tmp_path / "r.jsonl")}
-    assert list(measured)[:2] == ["acc1", "mean_per_class_recall"]
+    assert list(measured)[:3] == ["acc1", "acc5", "mean_per_class_recall"]
 
     def expect(value: float, tolerance: float) -> int:
         card = (probed / "card.toml").read_text().split("\n[[expected]]")[0]

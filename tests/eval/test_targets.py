@@ -88,6 +88,7 @@ def test_a_card_of_ones_own_has_to_fit_the_pictures(
     assert [one.getMessage() for one in caplog.records] == [told]
     caplog.clear()
     assert new_card("Mine", folder).metric == "acc1"
+    assert new_card("Mine", write_dataset("seven")).further == ("acc5", "mean_per_class_recall")
     (folder / "classnames.txt").rename(folder / "aside.txt")
     (folder / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc1"\nkeys = ["0", "1"]\n')
     with pytest.raises(DataError, match="card colours has 2 classes, the pictures of colours are of 3"):
