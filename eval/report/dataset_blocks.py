@@ -17,6 +17,7 @@ __all__ = ["Block", "blocks_html"]
 
 _LABELLED = 20  # classes: of more, the cells of a confusion matrix carry no words
 _WIDE = 12  # more rows with names need more room
+_SHORT = 5  # letters of names that fit above the columns of so many classes
 _SHADES = 6
 _LISTED = 8  # mistakes and classes
 _WAYS = {"image_to_text_mean_rank": "image to text", "text_to_image_mean_rank": "text to image"}
@@ -132,9 +133,10 @@ def _calibration(details: Details) -> str:
     said = f"expected calibration error {figure(100 * error, '%')}"
     return (
         f'<figure class="facet"><figcaption><b>Calibration</b> <span class="note">{said}</span></figcaption>'
+        '<div class="diagram"><p class="axes up"><span>1</span><span>how often it is right</span><span>0</span></p>'
         f'<svg class="reliability" viewBox="0 0 100 100" role="img" aria-label="{said}">{"".join(bars)}'
         '<path class="diagonal" d="M0 100L100 0"/><path class="frame" d="M0 0V100H100"/></svg>'
-        '<p class="axes"><span>0</span><span>how sure the model is</span><span>1</span></p>'
+        '<p class="axes"><span>0</span><span>how sure the model is</span><span>1</span></p></div>'
         '<p class="note">Bars: the share that is right. Lines: how sure the model was.</p></figure>'
     )
 
@@ -165,11 +167,15 @@ def _matrix(title: str, names: Sequence[str], packed: Packed | None, n: int) -> 
 
 def _cells(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> str:
     size = len(names)
-    cells = ["<span></span>", *(f"<span>{i + 1}</span>" for i in range(size))]
+    short = size <= _WIDE and all(0 < len(name) <= _SHORT for name in names)
+    heads = names if short else [str(i + 1) for i in range(size)]  # numbers that the rows tell the names of
+    kind = ' class="head"' if short else ""
+    cells = ["<span></span>", *(f"<span{kind}>{escape(head)}</span>" for head in heads)]
     for i, row in enumerate(matrix):
         total = sum(row) or 1
         who = escape(names[i])
-        cells.append(f'<span class="who" title="{who}"><span>{who or "–"}</span> <i>{i + 1}</i></span>')
+        told = "" if short else f" <i>{i + 1}</i>"
+        cells.append(f'<span class="who" title="{who}"><span>{who or "–"}</span>{told}</span>')
         for j, count in enumerate(row):
             if not count:
                 cells.append("<b></b>")

@@ -52,7 +52,9 @@ def metric_name(metric: str) -> str:
 
 
 def setting_name(task: str, setting: str) -> str:
-    """A setting as a person says it: with the estimator, which few-shot's does not say where it is ridge."""
+    """A setting as a person says it: one epoch in the singular, few-shot with the estimator where that is ridge."""
+    if setting == "1 epochs":
+        return "1 epoch"
     return f"{setting} {PLAIN}" if task == "few-shot" and _SHOTS.fullmatch(setting) else setting
 
 
