@@ -39,17 +39,23 @@ def leaders(table: ScoreTable) -> str:
             for name, value in zip(table.published, average.published, strict=True)
             if value is not None
         ]
-        figures.append(ranked_bars(f"Mean of {average.suite}", bars, note=said_of(average)))
+        figures.append(ranked_bars(_capital(average.title), bars, note=said_of(average)))
     return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
 def said_of(average: Average) -> str:
-    """Over which datasets a mean is taken."""
+    """Over which datasets and tasks a mean is taken."""
+    tasks = f", each by its main task ({average.task})" if len(average.tasks) > 1 else ""
     if average.over == average.of:
-        return f"over all its {average.of} datasets"
+        return f"over all its {average.of} datasets{tasks}"
     missing = average.of - average.over
     are = "is" if missing == 1 else "are"
-    return f"over {average.over} of {average.of} datasets; {missing} {are} not there for all models"
+    whose = "all models that have any" if None in average.cells else "all models"
+    return f"over {average.over} of {average.of} datasets{tasks}; {missing} {are} not there for {whose}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def probe_differences(results: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) -> str:
@@ -92,7 +98,7 @@ def _unfolding(figures: Sequence[str], what: str) -> str:
 def cost(table: ScoreTable) -> str:
     """The first average (or dataset) against the GFLOPs of the image tower; "" unless models differ in it."""
     if table.averages:
-        title, cells = f"Mean of {table.averages[0].suite}", table.averages[0].cells
+        title, cells = _capital(table.averages[0].title), table.averages[0].cells
     else:
         counted = [line for line in table.lines if line.counted]
         if not counted:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from eval.details import Details, read_details
 from eval.image_models import TIMM
@@ -21,6 +22,7 @@ from eval.report.pictures import PictureBook
 from eval.report.result_set import ResultSet
 from eval.report.score_table import (
     AS_TRAINED,
+    SEVERAL_TASKS,
     Published,
     ScoreTable,
     Suites,
@@ -38,7 +40,10 @@ _OPTIONS_OF = ("task", "dataset", "model", "weights")
 _MAX_OPTIONS = 300
 _SHORT = 12  # lines of a table that needs no unfolding
 _TITLES = {
+    SEVERAL_TASKS: "Suites of several tasks",
     "zero-shot": "Zero-shot",
+    "retrieval": "Retrieval",
+    "compositional": "Compositional",
     "linear-probe": "Linear probe",
     "knn": "Nearest neighbours",
     "fine-tune": "Fine-tuned",
@@ -69,9 +74,10 @@ def build_comparison(
     """
     found = read_scores(results)
     details, notes = _details(results)
-    tables = task_tables(found, suites=suites or {}, primary=primary or {}, published=published or {})
+    facts: dict[str, Any] = {"suites": suites or {}, "primary": primary or {}, "published": published or {}}
+    tables = task_tables(found, **facts)
     told = _Told(details=details, notes=[*found.notes, *notes], options=_options(results))
-    return write_page(out, _page(found, tables, told))
+    return write_page(out, _page(found, score_table(found, **facts), tables, told))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,26 +115,27 @@ def _details(results: Sequence[Path]) -> tuple[list[Details], list[str]]:
     return list(found.values()), notes
 
 
-def _page(found: ResultSet, tables: Mapping[str, ScoreTable], told: _Told) -> str:
+def _page(found: ResultSet, whole: ScoreTable, tables: Mapping[str, ScoreTable], told: _Told) -> str:
+    """The page; ``whole`` is of all that is not trained on a dataset, ``tables`` are of each task."""
     book = PictureBook()
-    first = tables.get("zero-shot") or score_table(found, tasks=AS_TRAINED)
+    zero_shot = tables.get("zero-shot") or replace(whole, lines=(), averages=())
     shown = _section_of_blocks(found, told.details, book)
     sections = [
         Section(
             name="scores",
             title="Scores",
-            lead=_lead(next(iter(tables.values()), first)),
-            content=leaders(first) + _tables(tables),
+            lead=_lead([*tables.values()]),
+            content=leaders(whole) + _tables(tables),
         ),
-        _section_of_probes(found, first, tables.get("linear-probe")),
-        Section(name="cost", title="Score against cost", content=cost(first)),
-        Section(name="few-shot", title="Few-shot", content=few_shot(found, first)),
+        _section_of_probes(found, zero_shot, tables.get("linear-probe")),
+        Section(name="cost", title="Score against cost", content=cost(whole)),
+        Section(name="few-shot", title="Few-shot", content=few_shot(found, zero_shot)),
         Section(name="layers", title="Layer by layer", content=layers(found)),
         shown,
         Section(name="all", title="All scores", content=all_scores(found)),
         Section(name="about", title="Where the scores come from", content=model_facts(found, told.options)),
     ]
-    return page(_title(found), _head(found, first, told.notes), sections, book, styles=["comparison.css"])
+    return page(_title(found), _head(found, whole, told.notes), sections, book, styles=["comparison.css"])
 
 
 def _title(found: ResultSet) -> str:
@@ -172,7 +179,7 @@ def _headlines(table: ScoreTable) -> list[str]:
         if known:
             value, i = max(known)
             who = table.models[-i].label if several else ""
-            headlines.append(_headline(average.name, who, value, said_of(average)))
+            headlines.append(_headline(average.title, who, value, said_of(average)))
     if headlines:
         return headlines
     for line in table.lines:
@@ -205,27 +212,37 @@ def _headline(what: str, who: str, value: float, said: str) -> str:
     )
 
 
-def _lead(table: ScoreTable) -> str:
+def _lead(tables: Sequence[ScoreTable]) -> str:
+    averages = [average for table in tables for average in table.averages]
     parts = ["Percent."]
-    if len(table.models) > 1:
+    if any(len(table.models) > 1 for table in tables):
         parts.append("The best model of each line in bold.")
-    if table.averages:
-        parts.append("A mean is taken over the datasets that all models have, so that its columns compare.")
-    if table.published:
+    if averages:
+        mean = "A mean is taken over the datasets that all models have, so that its columns compare"
+        blank = any(None in average.cells for average in averages)
+        parts.append(
+            f"{mean}; models that have none of its datasets are left out of it (–)." if blank else f"{mean}."
+        )
+    if any(len(average.tasks) > 1 for average in averages):
+        parts.append("A mean over several tasks is of the main task of each dataset.")
+    if any(table.published for table in tables):
         parts.append("Published numbers are others' measurements, of their weights and prompts.")
     return " ".join(parts)
 
 
 def _tables(tables: Mapping[str, ScoreTable]) -> str:
+    """The means over several tasks and the first task's table are open, the others unfold."""
     parts: list[str] = []
+    shown = False
     for task, table in tables.items():
         title = _TITLES.get(task, task)
         html = score_table_html(title, table)
-        if not parts:
+        if not shown:
             parts.append((f"<h3>{escape(title)}</h3>" if [*tables] != ["zero-shot"] else "") + html)
         else:
             opened = " open" if len(table.lines) <= _SHORT else ""
             parts.append(f"<details{opened}><summary><b>{escape(title)}</b></summary>{html}</details>")
+        shown = shown or bool(table.lines)
     return "".join(parts)
 
 

@@ -44,7 +44,7 @@ def broken(name: str) -> str:
 
 def score_table_html(title: str, table: ScoreTable) -> str:
     """Averages, then a line a dataset; the best model of each line in bold."""
-    if not table.lines:
+    if not table.lines and not table.averages:
         return ""
     few = len(table.models) <= _FEW
     heads = "".join(
@@ -57,8 +57,10 @@ def score_table_html(title: str, table: ScoreTable) -> str:
     averages = "".join(_average_row(average) for average in table.averages)
     usual = _usual_metric(table)
     lines = "".join(_line_row(line, few, usual) for line in table.lines)
-    body = (f'<tbody class="means">{averages}</tbody>' if averages else "") + f"<tbody>{lines}</tbody>"
-    what = f"Dataset <small>{escape(metric_name(usual))}</small>"
+    body = (
+        f'<tbody class="means">{averages}</tbody>' if averages else ""
+    ) + f"<tbody>{lines}</tbody>" * bool(lines)
+    what = f"Dataset <small>{escape(metric_name(usual))}</small>" if lines else "Suite"
     whole = f'<table><thead><tr><th scope="col">{what}</th>{heads}</tr></thead>{body}</table>'
     kind = "grid few" if few else "grid"
     return scrolling(f"{title}: models and datasets", whole, kind=kind)
@@ -67,7 +69,7 @@ def score_table_html(title: str, table: ScoreTable) -> str:
 def _usual_metric(table: ScoreTable) -> str:
     """The metric of most lines, which only the others name."""
     metrics = [line.metric for line in table.lines]
-    return max(dict.fromkeys(metrics), key=metrics.count)
+    return max(dict.fromkeys(metrics), key=metrics.count, default="")
 
 
 def _average_row(average: Average) -> str:
@@ -75,7 +77,8 @@ def _average_row(average: Average) -> str:
     published = "".join(
         f'<td class="pub">{"" if one is None else f"{100 * one:.1f}"}</td>' for one in average.published
     )
-    name = f"{broken(average.name)} <small>over {average.label}</small>"
+    tasks = f": {average.task}" if len(average.tasks) > 1 else ""
+    name = f"{broken(average.name)} <small>over {average.label}{escape(tasks)}</small>"
     return f'<tr><th scope="row">{name}</th>{cells}{published}</tr>'
 
 
@@ -93,7 +96,8 @@ def _line_row(line: Line, few: bool, usual: str) -> str:
         f'<td class="pub">{"" if one is None else f"{100 * one:.1f}" if share else number(one)}</td>'
         for one in line.published
     )
-    note = ", ".join(filter(None, (metric_name(line.metric) if line.metric != usual else "", line.note)))
+    own = f"{line.note}, ".removeprefix(f"{line.task}, ").removesuffix(", ")  # the heading names the task
+    note = ", ".join(filter(None, (metric_name(line.metric) if line.metric != usual else "", own)))
     small_print = f" <small>{escape(note)}</small>" if note else ""
     return f'<tr><th scope="row">{broken(line.dataset)}{small_print}</th>{cells}{published}</tr>'
 

@@ -1,8 +1,10 @@
 """The table of models × datasets: one score a dataset, averages over suites, published numbers beside them.
 
 A dataset's score is its primary metric, of its main task and the prompt set that most models were scored with. An
-average is taken over the datasets that every model has, so that its columns compare; how many those are is said. A
-suite of which they are less than half has no average. What is trained with several settings has an average of each.
+average is taken over the datasets that every model has, of those that have any, so that its columns compare; how
+many they are is said. A suite's is of the main task of each dataset, whichever that is; a suite of which they are
+less than half has none. What is in no suite has averages of one task and one metric alone. What is trained with
+several settings has an average of each.
 Scores of other data under the same name stand in a line of their own, which no average counts.
 """
 
@@ -15,10 +17,11 @@ from eval.cards import Published as PublishedScores
 from eval.dataset import TEST
 from eval.report.result_set import Model, ResultSet, Row, read_result_set
 from eval.report.same_data import by_data
-from eval.report.scores import is_share, setting_name, tells
+from eval.report.scores import is_share, metric_name, setting_name, tells
 
 __all__ = [
     "AS_TRAINED",
+    "SEVERAL_TASKS",
     "Average",
     "Line",
     "ScoreTable",
@@ -31,7 +34,8 @@ AS_TRAINED = (
     "zero-shot",
     "retrieval",
     "compositional",
-)  # nothing is trained on the dataset; the first counts
+)  # nothing is trained on the dataset; the first is the main task, unless the primary metric is of another
+SEVERAL_TASKS = "several tasks"
 _ALL = "all datasets"
 _MOST_PUBLISHED = 4
 _DIRECTIONS = ("image_to_text_R@1", "text_to_image_R@1")  # of retrieval
@@ -42,6 +46,7 @@ _CURVES = ("-shot", "layer ")  # settings that are points of a curve, not rows
 # line of its task, metric and prompts
 Published = Mapping[str, Mapping[str, float] | Sequence[PublishedScores]]
 Suites = Mapping[str, Sequence[str]]
+_Kind = tuple[str, str, str, str]  # task, split, prompt set, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,32 +55,38 @@ class Line:
 
     Attributes:
         dataset: its name.
+        task: of all cells.
         note: the task, prompt set, split, setting or data, where the dataset has several; or "".
         setting: that averages tell apart, as in the scores; "" where nothing is trained.
         metric: of all cells.
         cells: a score a model; None where it has none.
         published: a number for each of the table's published columns.
-        counted: whether averages count it.
+        counted: whether averages of its task count it.
+        main: whether suites' averages count it: it is of the dataset's main task.
     """
 
     dataset: str
+    task: str
     note: str
     setting: str
     metric: str
     cells: tuple[Row | None, ...]
     published: tuple[float | None, ...]
     counted: bool
+    main: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
     """The mean over the ``over`` datasets of a suite of ``of`` that every model has (of those that have any).
 
-    ``task`` is that of the first scores, ``setting`` that of all; "" where nothing is trained.
+    ``tasks`` are those of the scores; ``metric`` is theirs where their task has other means, else "";
+    ``setting`` is that of all, "" where nothing is trained.
     """
 
     suite: str
-    task: str
+    tasks: tuple[str, ...]
+    metric: str
     setting: str
     over: int
     of: int
@@ -84,8 +95,21 @@ class Average:
 
     @property
     def name(self) -> str:
-        """What it is called."""
-        return f"mean of {', '.join(filter(None, (self.suite, setting_name(self.task, self.setting))))}"
+        """What it is called among those of its tasks."""
+        metric = metric_name(self.metric) if self.metric else ""
+        return (
+            f"mean of {', '.join(filter(None, (self.suite, metric, setting_name(self.task, self.setting))))}"
+        )
+
+    @property
+    def task(self) -> str:
+        """Its tasks, as in the scores."""
+        return ", ".join(self.tasks)
+
+    @property
+    def title(self) -> str:
+        """What it is called alone."""
+        return self.name if self.suite == self.task or len(self.tasks) > 1 else f"{self.name}, {self.task}"
 
     @property
     def label(self) -> str:
@@ -117,24 +141,31 @@ def task_tables(
     published: Published,
     curves: bool = False,
 ) -> dict[str, ScoreTable]:
-    """A table for each kind of task that there are scores of; published numbers stand beside the first alone.
+    """A table for each task that there are scores of, before them the means over several; published numbers stand
+    beside what is not trained on a dataset alone.
 
     With ``curves`` the points of curves, by pictures a class and by layer, have lines too: where no chart has them.
     """
-    others = dict.fromkeys(row.task for row in results.rows if row.task not in AS_TRAINED)
-    kinds: dict[str, tuple[str, ...]] = {"zero-shot": AS_TRAINED, **{task: (task,) for task in others}}
-    tables = {
-        name: score_table(
-            results,
-            tasks=tasks,
-            suites=suites,
-            primary=primary,
-            published=published if tasks == AS_TRAINED else {},
-            curves=curves,
-        )
-        for name, tasks in kinds.items()
-    }
-    return {name: table for name, table in tables.items() if table.lines}
+    whole = score_table(results, suites=suites, primary=primary, published=published, curves=curves)
+    tables = {SEVERAL_TASKS: _part(whole, (), [one for one in whole.averages if len(one.tasks) > 1])}
+    for task in AS_TRAINED:
+        lines = [line for line in whole.lines if line.task == task]
+        tables[task] = _part(whole, lines, [one for one in whole.averages if one.tasks == (task,)])
+    for task in dict.fromkeys(row.task for row in results.rows if row.task not in AS_TRAINED):
+        tables[task] = score_table(results, tasks=(task,), suites=suites, primary=primary, curves=curves)
+    return {name: table for name, table in tables.items() if table.lines or table.averages}
+
+
+def _part(whole: ScoreTable, lines: Sequence[Line], averages: Sequence[Average]) -> ScoreTable:
+    """A part of a table, without published columns of no number."""
+    numbers = [line.published for line in lines] + [one.published for one in averages]
+    kept = [i for i in range(len(whole.published)) if any(own[i] is not None for own in numbers)]
+    return ScoreTable(
+        models=whole.models,
+        published=tuple(whole.published[i] for i in kept),
+        lines=tuple(replace(line, published=tuple(line.published[i] for i in kept)) for line in lines),
+        averages=tuple(replace(one, published=tuple(one.published[i] for i in kept)) for one in averages),
+    )
 
 
 def score_table(
@@ -150,7 +181,7 @@ def score_table(
 
     Args:
         results: of all models.
-        tasks: which; averages count a dataset once, in the first of them that it has.
+        tasks: which; averages of a suite count a dataset once, in its main task.
         suites: by name, their datasets.
         primary: by dataset, its primary metric; by default the first that was recorded.
         published: by dataset, then model or architecture, what others measured, in 0 … 1.
@@ -176,7 +207,7 @@ def score_table(
             primary.get(dataset),
             partial(_beside, published.get(dataset, {}), columns),
         )
-    averages = _averages(lines, tasks[0], suites)
+    averages = _averages(lines, suites)
     return ScoreTable(models=results.models, published=columns, lines=tuple(lines), averages=averages)
 
 
@@ -188,42 +219,50 @@ def _dataset_lines(
     published: Callable[..., tuple[float | None, ...]],
 ) -> list[Line]:
     """The lines of one dataset; each prompt set, split, setting and data has one, the fullest counts."""
-    kinds: dict[tuple[str, str, str, str], list[Row]] = {}
+    kinds: dict[_Kind, list[Row]] = {}
     for row in rows:
         kinds.setdefault((row.task, row.split, row.prompt_set, row.setting), []).append(row)
-    # the first task; of that the split and prompts that most models have
-    chiefs: dict[str, tuple[str, str, str, str]] = {}
+    # of each task the split and prompts that most models have
+    chiefs: dict[tuple[str, str], _Kind] = {}
+    for kind in sorted(kinds, key=lambda kind: -len({row.model for row in kinds[kind]})):
+        chiefs.setdefault((kind[0], _setting(kind)), kind)
+    # the task of the primary metric, else the first
+    mains: dict[str, str] = {}
     for kind in sorted(
-        kinds, key=lambda kind: (tasks.index(kind[0]), -len({row.model for row in kinds[kind]}))
+        kinds, key=lambda kind: (all(row.metric != primary for row in kinds[kind]), tasks.index(kind[0]))
     ):
-        chiefs.setdefault(_setting(kind), kind)
+        mains.setdefault(_setting(kind), kind[0])
     lines = []
     for kind, own in kinds.items():
         metrics = list(dict.fromkeys(row.metric for row in own))
         metric = primary if primary in metrics else metrics[0]
         for one in _shown(metric, metrics):
             for i, group in enumerate(by_data(row for row in own if row.metric == one)):
-                first = kind == chiefs[_setting(kind)] and i == 0
+                first = kind == chiefs[kind[0], _setting(kind)] and i == 0
+                main = mains[_setting(kind)] == kind[0]
                 in_mean = one == metric or {one, metric} <= set(_DIRECTIONS)
                 cells: list[Row | None] = [None] * models
                 for row in group.rows:
                     cells[row.model] = row
-                chief = first and one == metric and primary in (None, one)
+                chief = first and main and one == metric and primary in (None, one)
+                counted = first and in_mean and is_share(one, *(row.value for row in group.rows))
                 lines.append(
                     Line(
                         dataset=rows[0].dataset,
+                        task=kind[0],
                         note=", ".join(filter(None, (_note(kind, list(kinds)), group.note))),
                         setting=_setting(kind),
                         metric=one,
                         cells=tuple(cells),
                         published=published(kind if i == 0 else (), one, chief=chief),
-                        counted=first and in_mean and is_share(one, *(row.value for row in group.rows)),
+                        counted=counted,
+                        main=counted and main,
                     )
                 )
     return lines
 
 
-def _setting(kind: tuple[str, str, str, str]) -> str:
+def _setting(kind: _Kind) -> str:
     """What averages are taken apart by."""
     return "" if kind[0] in AS_TRAINED else kind[3]
 
@@ -234,7 +273,7 @@ def _shown(metric: str, metrics: Sequence[str]) -> list[str]:
     return [metric, *(one for one in others if one != metric and one in metrics)]
 
 
-def _note(kind: tuple[str, str, str, str], kinds: Sequence[tuple[str, str, str, str]]) -> str:
+def _note(kind: _Kind, kinds: Sequence[_Kind]) -> str:
     """In what this line differs from the dataset's others, and any split but the usual one."""
     task, split, prompts, setting = (
         kind[i] if len({other[i] for other in kinds}) > 1 else "" for i in range(len(kind))
@@ -284,33 +323,48 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum()).removesuffix("quickgelu")
 
 
-def _averages(lines: Sequence[Line], task: str, suites: Suites) -> tuple[Average, ...]:
-    """Suite by suite, in each by setting."""
-    by_setting: dict[str, dict[str, list[Line]]] = {}
+def _averages(lines: Sequence[Line], suites: Suites) -> tuple[Average, ...]:
+    """Suite by suite, in each by setting; then of each task and metric that no suite has all of."""
+    found: list[Average] = []
+    for setting in dict.fromkeys(line.setting for line in lines if line.main):
+        main = _by_dataset(line for line in lines if line.main and line.setting == setting)
+        of_suites = (_average(name, setting, list(dict.fromkeys(own)), main) for name, own in suites.items())
+        # of a suite that is mostly missing, a mean says nothing
+        found += [one for one in of_suites if one is not None and one.over > 1 and 2 * one.over >= one.of]
+    every: list[Average] = []
+    for task, setting in dict.fromkeys((line.task, line.setting) for line in lines if line.counted):
+        groups = _by_metric(
+            _by_dataset(
+                line for line in lines if line.counted and (line.task, line.setting) == (task, setting)
+            )
+        )
+        there = [suites[one.suite] for one in found if task in one.tasks and one.setting == setting]
+        for metric, group in groups.items():
+            one = _average(_ALL, setting, list(group), group, metric if len(groups) > 1 else "")
+            if one is not None and one.over > 1 and not any(set(group) <= set(suite) for suite in there):
+                every.append(one)
+    order = [*suites]
+    return (*sorted(found, key=lambda one: order.index(one.suite)), *every)
+
+
+def _by_dataset(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
     for line in lines:
-        if line.counted:
-            by_setting.setdefault(line.setting, {}).setdefault(line.dataset, []).append(line)
-    found = [
-        one
-        for setting, counted in by_setting.items()
-        for one in _of_setting((task, setting), counted, suites)
-    ]
-    order = [*suites, _ALL]
-    return tuple(sorted(found, key=lambda one: order.index(one.suite)))
+        found.setdefault(line.dataset, []).append(line)
+    return found
 
 
-def _of_setting(kind: tuple[str, str], counted: Mapping[str, list[Line]], suites: Suites) -> list[Average]:
-    found = (_average(name, kind, list(dict.fromkeys(own)), counted) for name, own in suites.items())
-    # of a suite that is mostly missing, a mean says nothing
-    averages = [one for one in found if one is not None and one.over > 1 and 2 * one.over >= one.of]
-    if not any(set(counted) <= set(suites[one.suite]) for one in averages):
-        every = _average(_ALL, kind, list(counted), counted)
-        averages += [every] if every is not None and every.over > 1 else []
-    return averages
+def _by_metric(counted: Mapping[str, list[Line]]) -> dict[str, dict[str, list[Line]]]:
+    """Datasets whose scores are of one metric; that of both directions of retrieval is their mean."""
+    found: dict[str, dict[str, list[Line]]] = {}
+    for dataset, lines in counted.items():
+        metric = _RETRIEVAL[-1] if len(lines) > 1 else lines[0].metric
+        found.setdefault(metric, {})[dataset] = lines
+    return found
 
 
 def _average(
-    suite: str, kind: tuple[str, str], datasets: Sequence[str], counted: Mapping[str, list[Line]]
+    suite: str, setting: str, datasets: Sequence[str], counted: Mapping[str, list[Line]], metric: str = ""
 ) -> Average | None:
     own = [counted[name] for name in datasets if name in counted]
     if not own:
@@ -327,8 +381,9 @@ def _average(
     )
     return Average(
         suite=suite,
-        task=kind[0],
-        setting=kind[1],
+        tasks=tuple(dict.fromkeys(line.task for lines in common for line in lines)),
+        metric=metric,
+        setting=setting,
         over=len(common),
         of=len(datasets),
         cells=tuple(cells),

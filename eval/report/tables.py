@@ -1,7 +1,8 @@
 """Scores as text for other programs: CSV, LaTeX and Markdown. The same results give the same bytes.
 
-LaTeX and Markdown are the table of models × datasets, task by task: columns are the models in the order of the
-results, then published numbers; rows are averages, then the primary metric of each dataset and setting, in percent.
+LaTeX and Markdown are the table of models × datasets, means over several tasks first, then task by task: columns
+are the models in the order of the results, then published numbers; rows are averages, then the primary metric of
+each dataset and setting, in percent.
 CSV is for programs that compute: a row a score, every metric with its interval and chance, numbers as
 they are. A name that a program for tables would take for a formula begins with an apostrophe there.
 """
@@ -79,7 +80,8 @@ def as_csv(
     metric, value, n, low, high, chance.
 
     ``kind`` is "score" for what was measured, in the names and numbers of results.jsonl; "mean" for an average over
-    a suite, which ``dataset`` names and whose ``n`` are datasets; and "published" for what others measured.
+    a suite, which ``dataset`` names, whose ``task`` may be several with commas between them, and whose ``n`` are
+    datasets; and "published" for what others measured.
 
     Args:
         results: ``results.jsonl`` files.
@@ -98,24 +100,24 @@ def as_csv(
         numbers = (row.value, row.n, row.low, row.high, row.chance)
         own = ("score", found.models[row.model].label, *row.what)
         writer.writerow([*map(_cell, own), *map(_exact, numbers)])
-    for task, table in tables.items():
-        for names, value, over in _means(task, table):
+    for table in tables.values():
+        for names, value, over in _means(table):
             writer.writerow([*map(_cell, ("mean", *names)), _exact(value), _exact(over), "", "", ""])
-    for task, table in tables.items():
-        for names, value in _others(task, table):
+    for table in tables.values():
+        for names, value in _others(table):
             writer.writerow([*map(_cell, ("published", *names)), _exact(value), "", "", "", ""])
     return file.getvalue()
 
 
-def _means(task: str, table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float, int]]:
+def _means(table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float, int]]:
     for average in table.averages:
         for model, value in zip(table.models, average.cells, strict=True):
             if value is not None:
-                names = (model.label, average.suite, "", task, "", average.setting, "")
+                names = (model.label, average.suite, "", average.task, "", average.setting, average.metric)
                 yield names, value, average.over
 
 
-def _others(task: str, table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float]]:
+def _others(table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float]]:
     for line in table.lines:
         for model, value in zip(table.published, line.published, strict=True):
             cell = next((cell for cell in line.cells if cell), None)
@@ -179,12 +181,12 @@ def _table(
     published: Published | None,
     primary: Mapping[str, str] | None,
 ) -> _Table:
-    """All tasks' tables, one below the other; published numbers stand in the first alone."""
+    """All tasks' tables, one below the other."""
     found, tables = _tables(results, suites, published, primary)
     columns = [model.label for model in found.models]
-    columns += [f"{name} (published)" for table in tables.values() for name in table.published]
-    most = max((len(table.published) for table in tables.values()), default=0)
-    rows = [row for task, table in tables.items() for row in _rows(task, table, most)]
+    published_names = list(dict.fromkeys(name for table in tables.values() for name in table.published))
+    columns += [f"{name} (published)" for name in published_names]
+    rows = [row for table in tables.values() for row in _rows(table, published_names)]
     return _Table(columns=tuple(columns), rows=tuple(rows))
 
 
@@ -201,30 +203,35 @@ def _tables(
     return found, tables
 
 
-def _rows(task: str, table: ScoreTable, published: int) -> list[_Row]:
-    more = (None,) * (published - len(table.published))
+def _rows(table: ScoreTable, published: Sequence[str]) -> list[_Row]:
+    """The rows of one table, with the published numbers of these names."""
+    places = [table.published.index(name) if name in table.published else None for name in published]
+
+    def beside(own: Sequence[float | None]) -> tuple[float | None, ...]:
+        return tuple(None if i is None else own[i] for i in places)
+
     rows = [
         _Row(
-            names=(average.name, task, f"over {average.label}"),
+            names=(average.name, average.task, f"over {average.label}"),
             values=average.cells,
-            published=(*average.published, *more),
+            published=beside(average.published),
             average=True,
         )
         for average in table.averages
     ]
-    for line in table.lines:
-        name = f"{line.dataset} ({line.note})" if line.note else line.dataset
-        own = next((cell.task for cell in line.cells if cell), task)
-        values = tuple(None if cell is None else cell.value for cell in line.cells)
-        published_here = (*line.published, *more)
-        rows.append(
-            _Row(
-                names=(name, own, metric_name(line.metric)),
-                values=values,
-                published=published_here,
-                metric=line.metric,
-            )
+    rows += [
+        _Row(
+            names=(
+                f"{line.dataset} ({line.note})" if line.note else line.dataset,
+                line.task,
+                metric_name(line.metric),
+            ),
+            values=tuple(None if cell is None else cell.value for cell in line.cells),
+            published=beside(line.published),
+            metric=line.metric,
         )
+        for line in table.lines
+    ]
     return rows
 
 
