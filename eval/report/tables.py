@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.report.charts import number
@@ -45,6 +45,7 @@ class _Row:
     published: tuple[float | None, ...]
     average: bool = False
     metric: str = ""
+    opens: bool = False  # whether it is the first of its task
 
     def texts(self) -> list[str]:
         """Percentages, or plain numbers where one is not within 0 and 1; "" for what is not there."""
@@ -137,7 +138,8 @@ def as_latex(
     published: Published | None = None,
     primary: Mapping[str, str] | None = None,
 ) -> str:
-    """A ``tabular`` for the package booktabs, the best model of each row in bold; see ``as_csv``."""
+    """A ``tabular`` for the package booktabs: a rule before each task, a space after its means, the best model of
+    each row in bold; see ``as_csv``."""
     table = _table(results, suites, published, primary)
     lines = [
         "% needs \\usepackage{booktabs}; numbers are percentages",
@@ -147,8 +149,10 @@ def as_latex(
         "\\midrule",
     ]
     for i, row in enumerate(table.rows):
-        if i and table.rows[i - 1].average and not row.average:
+        if i and row.opens:
             lines.append("\\midrule")
+        elif i and table.rows[i - 1].average and not row.average:
+            lines.append("\\addlinespace")
         best = row.best()
         texts = [f"\\textbf{{{text}}}" if j in best else text or "--" for j, text in enumerate(row.texts())]
         lines.append(" & ".join([*map(_latex, row.names), *texts]) + r" \\")
@@ -232,7 +236,7 @@ def _rows(table: ScoreTable, published: Sequence[str]) -> list[_Row]:
         )
         for line in table.lines
     ]
-    return rows
+    return [replace(row, opens=i == 0) for i, row in enumerate(rows)]
 
 
 def _plain(text: str) -> str:

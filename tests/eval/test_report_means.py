@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.report import as_csv, as_markdown, build_comparison
+from eval.report import as_csv, as_latex, as_markdown, build_comparison
 from eval.report.result_set import read_result_set
 from eval.report.score_table import score_table
 from tests.eval.made_up_results import line, write
@@ -88,3 +88,26 @@ def test_what_the_page_says_of_means_is_so_for_a_model_without_the_datasets(tmp_
         one for one in as_markdown([path], suites={"s": ("a", "b", "c")}).splitlines() if "mean of s" in one
     )
     assert row == "| mean of s | zero-shot | over 2 of 3 | 50.0 | 50.0 |  |"
+
+
+def test_latex_has_a_rule_before_each_task_and_none_within_one(tmp_path: Path) -> None:
+    """Whether a task has means or not; these are set apart from its rows by a space."""
+    lines = [
+        line(0, name, "acc1", 0.5, task=task, setting="4-shot" if task == "few-shot" else "")
+        for task in ("zero-shot", "linear-probe", "knn", "few-shot")
+        for name in ("a", "b")
+    ]
+    lines += [line(0, "a", "acc1", 0.7, task="fine-tune"), line(0, "c", "mean_R@1", 0.1, task="retrieval")]
+    path = write(tmp_path / "r.jsonl", lines)
+    blocks = as_latex([path], suites={"s": ("a", "b", "c")}).split("\\midrule\n")[1:]
+    tasks = [{row.split(" & ")[1] for row in block.splitlines() if " & " in row} for block in blocks]
+    assert tasks == [
+        {"zero-shot, retrieval"}, {"zero-shot"}, {"retrieval"}, {"linear-probe"}, {"knn"}, {"few-shot"},
+        {"fine-tune"},
+    ]  # fmt: skip
+    for block in blocks:
+        rows = [row for row in block.splitlines() if not row.startswith(("\\bottom", "\\end"))]
+        means = [row.startswith("mean of") for row in rows]
+        parted = [i for i, row in enumerate(rows) if row == "\\addlinespace"]
+        assert parted == ([sum(means)] if any(means) and not all(means) else [])
+        assert means == sorted(means, reverse=True)
