@@ -84,12 +84,13 @@ def in_percent(result: Result) -> bool:
 
 
 def newest(results: Sequence[Result]) -> list[Result]:
-    """The last score of each series and metric; series that the training itself scored come first."""
+    """The last score of each metric, series by series; those that the training itself scored come first."""
     last: dict[tuple[Series, str], Result] = {}
     for result in results:
         last[result.series, result.metric] = result
     own = {result.series for result in results if result.own}
-    return sorted(last.values(), key=lambda result: result.series not in own)
+    places = {series: i for i, series in enumerate(dict.fromkeys(series for series, _ in last))}
+    return sorted(last.values(), key=lambda result: (result.series not in own, places[result.series]))
 
 
 def of_training(results: Sequence[Result]) -> list[Result]:

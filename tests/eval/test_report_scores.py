@@ -19,7 +19,7 @@ from eval.__main__ import main
 from eval.ranks import ONE_RANK
 from eval.report import build_report
 from eval.report.run_folder import Result, read_run_folder
-from eval.report.scores import headline_scores
+from eval.report.scores import headline_scores, newest
 from eval.scorer import Scorer
 from tests.eval.web_page import Page
 
@@ -140,6 +140,17 @@ def test_the_top_says_its_step_where_it_is_not_the_last(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text(json.dumps({"step": 340, "loss": 1.0}) + "\n")
     assert "step 300" in top(run)
     assert "digits, zero-shot 61.0% at step 300" in page_of(run).words
+
+
+def test_scores_of_a_series_stand_together_and_the_trainings_own_first(tmp_path: Path) -> None:
+    lines = [line(300, 0.5, dataset="glyphs"), later(300, 0.1, "ece"), later(100, 0.2, dataset="icons")]
+    found = newest(read_run_folder(write(tmp_path / "run", [*lines, *TRAINED])).results)
+    assert [(one.dataset, one.metric, one.step) for one in found] == [
+        ("digits", "acc1", 300),
+        ("digits", "ece", 300),
+        ("glyphs", "acc1", 300),
+        ("icons", "acc1", 100),
+    ]
 
 
 def test_a_run_without_scores_of_its_own_shows_the_latest(tmp_path: Path) -> None:
