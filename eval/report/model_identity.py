@@ -1,7 +1,7 @@
 """Whose a score is: which lines of results are of the same weights, and what that model is called.
 
-A model is what its weights are, however it was named when it was scored: by its run, a checkpoint of it, or another
-way to write the path. Lines of a training join those of ``python -m eval run`` on the same weights.
+A model is what its weights are, however it was named when it was scored: by its run, a checkpoint of it, an export,
+or another way to write the path. Lines of a training join those of ``python -m eval run`` on the same weights.
 """
 
 import re
@@ -90,6 +90,7 @@ class Named:
         label: what it is called on a page; no two are the same.
         name: the best that a user has given.
         names: all that it goes by.
+        others: what else it was called, not counting other ways to write its path.
         run: the same for several models of one training.
         weights: the hash of their file where it is known.
         step: of its training, or None.
@@ -98,6 +99,7 @@ class Named:
     label: str
     name: str
     names: tuple[str, ...]
+    others: tuple[str, ...]
     run: str
     weights: str
     step: int | None
@@ -183,7 +185,7 @@ def _join_training(
 
 def name_models(models: Sequence[Sequence[Origin]]) -> list[Named]:
     """Name models that ``same_models`` has told apart, each by what the lines say of it."""
-    heads = [min(own, key=lambda one: (not one.typed, bool(one.checkpoint))) for own in models]
+    heads = [_head(own) for own in models]
     of_run: dict[str, list[int]] = {}
     for i, head in enumerate(heads):
         of_run.setdefault(head.run, []).append(i)
@@ -213,12 +215,20 @@ def name_models(models: Sequence[Sequence[Origin]]) -> list[Named]:
                 label=label,
                 name=head.name,
                 names=tuple(names),
+                others=tuple(dict.fromkeys(one.name for one in own if one.typed and one.short != head.short)),
                 run=head.run,
                 weights=weights[i],
                 step=steps[i],
             )
         )
     return named
+
+
+def _head(origins: Sequence[Origin]) -> Origin:
+    """Whose name a model bears: the first that a user has given, of a run rather than of its checkpoint."""
+    first = min(origins, key=lambda one: not one.typed)
+    of_name = [one for one in origins if one.short == first.short]
+    return min(of_name, key=lambda one: (not one.typed, bool(one.checkpoint)))
 
 
 def _short_names(heads: Mapping[str, Origin]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from clipkit.errors import DataError
 from clipkit.flops import image_flops
 from eval.dataset import some
 from eval.report.json_lines import finite, json_lines, whole
-from eval.report.model_identity import Origin, name_models, same_models
+from eval.report.model_identity import Named, Origin, name_models, same_models
 
 __all__ = ["Model", "ResultSet", "Row", "read_result_set"]
 
@@ -152,7 +152,9 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
     if replaced:
         names = some([f"{name} (revision {revision})" for name, revision in replaced])
         notes.append(f"Scores on other pictures of the same name left out, since later ones count: {names}.")
-    return ResultSet(models=_models(of_model, earlier), rows=rows, notes=tuple(notes), unread=unread)
+    columns = name_models([[line.origin for line in own] for own in of_model.values()])
+    notes += _other_names(columns)
+    return ResultSet(models=_models(columns, of_model, earlier), rows=rows, notes=tuple(notes), unread=unread)
 
 
 def _lines(path: Path, notes: list[str]) -> Iterable[_Line]:
@@ -269,10 +271,19 @@ def _different_data(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
+def _other_names(models: Sequence[Named]) -> list[str]:
+    """Which names have no column of their own."""
+    return [
+        f"{some(list(one.others))} {'has' if len(one.others) == 1 else 'have'} the same weights as {one.label}: "
+        "they are one column."
+        for one in models
+        if one.others
+    ]
+
+
 def _models(
-    lines: Mapping[int, Sequence[_Line]], earlier: Mapping[int, tuple[int, ...]]
+    named: Sequence[Named], lines: Mapping[int, Sequence[_Line]], earlier: Mapping[int, tuple[int, ...]]
 ) -> tuple[Model, ...]:
-    named = name_models([[line.origin for line in own] for own in lines.values()])
     return tuple(
         Model(
             label=one.label,

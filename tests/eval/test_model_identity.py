@@ -65,3 +65,33 @@ def test_runs_of_one_folder_name_are_told_apart_by_their_folders(tmp_path: Path)
     assert [row.value for row in found.rows] == [0.0, 0.1]
     (alone,) = read_result_set(files[:1]).models
     assert alone.label == "run"
+
+
+def test_one_model_under_two_names_is_one_column_and_is_told(tmp_path: Path) -> None:
+    """Tensors and preprocessing make a model: an export lies in another file, and knows no step."""
+
+    def told(model: str, value: float, *, dataset: str, **more: Any) -> dict[str, Any]:
+        own = {"model": model, "model_hash": "ab", "weights": f"sha256:{len(model):016x}"}
+        return {**line(10, dataset, "acc1", value), **own, **more}
+
+    run = [told("runs/X/checkpoints/step_00000020", 0.4, dataset=name, step=20) for name in ("a", "b")]
+    export = [told("hub/pets", 0.4, dataset=name) for name in ("b", "c")]
+    for lines, label, other in ((run + export, "X", "hub/pets"), (export + run, "pets", "runs/X")):
+        found = read_result_set([write(tmp_path / "r.jsonl", lines)])
+        (model,) = found.models
+        assert model.label == label  # the first keeps its name
+        assert [row.dataset for row in found.rows] == [*dict.fromkeys(str(one["dataset"]) for one in lines)]
+        assert found.notes == (f"{other} has the same weights as {label}: they are one column.",)
+    # in files of their own too, and whoever else is there; other ways to write one path are no other names
+    paths = [
+        write(tmp_path / "1.jsonl", run),
+        write(tmp_path / "2.jsonl", [*export, line(0, "a", "acc1", 0.3)]),
+    ]
+    assert [one.label for one in read_result_set(paths).models] == ["X", "ViT-B-32/openai"]
+    same = [
+        told(way, 0.4, dataset="a") for way in ("runs/X", "./runs/X/", "runs/X/checkpoints/step_00000020")
+    ]
+    assert read_result_set([write(tmp_path / "r.jsonl", same)]).notes == ()
+    differ = [told("runs/X", 0.4, dataset="a"), told("hub/pets", 0.4, dataset="a", model_hash="cd")]
+    found = read_result_set([write(tmp_path / "r.jsonl", differ)])
+    assert [one.label for one in found.models] == ["X", "pets"] and found.notes == ()
