@@ -11,7 +11,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -285,9 +285,10 @@ def model_hash(model: CLIP) -> str:
     """32 hexadecimal digits that change with the weights, the architecture and the preprocessing.
 
     It tells models apart that are not made to be mistaken for each other: tensors count by their CRC, which takes
-    a tenth of the time of a cryptographic hash.
+    a tenth of the time of a cryptographic hash. How fresh weights would be drawn makes no other model.
     """
-    digest = hashlib.sha256(f"{model.architecture!r}\n{model.preprocess!r}\n".encode())
+    shape = replace(model.architecture, small_data=False)
+    digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())
