@@ -121,8 +121,9 @@ def test_pairs_that_are_all_the_same_have_nothing_to_tell_apart() -> None:
     loss = clip_loss(image, text, scale, identities=alike, same="ignored")
     assert loss == 0
     assert all((one == 0).all() for one in torch.autograd.grad(loss, (image, text, scale)))
-    equal = F.normalize(torch.ones(9, 8), dim=-1)
-    assert clip_loss(equal, equal, scale, identities=alike).item() == pytest.approx(math.log(9), abs=1e-6)
+    equal = F.normalize(torch.ones(9, 8, dtype=torch.float64), dim=-1)
+    found = clip_loss(equal, equal, scale.double(), identities=alike)
+    assert found.item() == pytest.approx(math.log(9), abs=1e-12)
 
 
 def test_the_same_as_the_same_need_not_be_the_same() -> None:
