@@ -32,7 +32,7 @@ from eval.ranks import ONE_RANK, Ranks
 
 __all__ = ["Encoder", "ImageFeatures", "dtype_name"]
 
-_FORMAT = 2  # of what is kept; another number where the same model and picture give other features
+_FORMAT = 3  # of what is kept; another number where the same model and picture give other features
 _TEXT_PIECE = 8192
 _WAIT = 0.5  # seconds between two looks at what another process does
 _log = logging.getLogger("eval")
@@ -91,6 +91,7 @@ class Encoder:
         self.encoded = {"images": 0, "texts": 0}
         self._tables: dict[str, FeatureTable] = {}
         self._classifiers: dict[bytes, Tensor] = {}
+        self._said_not_kept = False
 
     @property
     def device(self) -> torch.device:
@@ -199,48 +200,61 @@ class Encoder:
 
     def _table(self, name: str, widths: Mapping[str, int]) -> FeatureTable:
         if name not in self._tables:
-            self._tables[name] = FeatureTable(self._folder and self._folder / name, widths)
+            folder = self._folder and self._folder / name
+            self._tables[name] = FeatureTable(folder, widths, not_kept=self._not_kept)
         return self._tables[name]
+
+    def _not_kept(self, error: OSError) -> None:
+        if self.ranks.rank == 0 and not self._said_not_kept:
+            where = f"{self.store}: {error.strerror}; --features names another folder"
+            _log.warning("features are not kept, cannot write %s", where)
+        self._said_not_kept = True
 
     def _rows(
         self, dataset: EvalDataset, table: FeatureTable, *, layers: Sequence[int]
     ) -> npt.NDArray[np.int64]:
-        """Which rows of a table are the pictures of a dataset, encoded first if they are not there."""
+        """The rows of a dataset's images in a table, (N,); those that are missing are encoded first."""
         key = f"{dataset.stamp}-{len(dataset)}"
-        with self._alone_with(dataset, table, key):
-            rows = table.rows_of(key, len(dataset))
-            everywhere = self.ranks.gather(torch.tensor(float(rows is not None)))
-            if rows is not None and int(everywhere) == self.ranks.world:
-                if self.progress is not None:
-                    self.progress(len(dataset))
-                return rows
-            work = PicturePass(
-                self.model,
-                dataset,
-                table,
-                layers=layers,
-                ranks=self.ranks,
-                batch_size=self.batch_size,
-                progress=self.progress,
-            )
-            rows = work.run()
-            self.encoded["images"] += work.encoded
-            table.keep_rows(key, rows)
+        rows = table.rows_of(key, len(dataset))
+        everywhere = self.ranks.gather(torch.tensor(float(rows is not None)))
+        if rows is None or int(everywhere) < self.ranks.world:
+            with self._alone_with(dataset, table, key):
+                rows = table.rows_of(key, len(dataset)) if self.ranks.world == 1 else None
+                if rows is None:  # and no other process has encoded them meanwhile
+                    work = PicturePass(
+                        self.model,
+                        dataset,
+                        table,
+                        layers=layers,
+                        ranks=self.ranks,
+                        batch_size=self.batch_size,
+                        progress=self.progress,
+                    )
+                    rows = work.run()
+                    self.encoded["images"] += work.encoded
+                    table.keep_rows(key, rows)
+                    return rows
+        if self.progress is not None:
+            self.progress(len(dataset))
         return rows
 
     @contextmanager
     def _alone_with(self, dataset: EvalDataset, table: FeatureTable, key: str) -> Iterator[None]:
-        """While another process encodes the same pictures with the same model, waiting is the faster way."""
+        """Wait while another process encodes the same images with the same model, which is faster."""
         if table.folder is None or self.ranks.world > 1:  # ranks wait for each other already
             yield
             return
         lock = NodeLock(table.folder / "rows" / f"{key}.lock")
         waits = False
-        while not lock.try_acquire():
-            if not waits:
-                _log.warning("dataset %s: another process is encoding it, waiting for that", dataset.name)
-                waits = True
-            time.sleep(_WAIT)
+        try:
+            while not lock.try_acquire():
+                if not waits:
+                    _log.warning("dataset %s: another process is encoding it, waiting for that", dataset.name)
+                    waits = True
+                time.sleep(_WAIT)
+        except OSError:  # the folder cannot be written, which the table reports
+            yield
+            return
         try:
             table.refresh()
             yield

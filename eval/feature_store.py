@@ -1,28 +1,33 @@
-"""Features on disk, by what they are features of: nothing is encoded a second time, whoever asks.
+"""Features on disk, found by the content they belong to: nothing is encoded a second time, whichever task asks.
 
-A table belongs to one model (weights, architecture, preprocessing, number format) and one kind of thing (pictures,
-texts). A row is found by a digest of the picture's bytes or of the text, so datasets that share pictures, prompt
-sets that share prompts, and a run that was interrupted all share rows.
+A table belongs to one model (weights, architecture, preprocessing, number format) and one kind of input (images,
+texts). A row is found by a digest of the image's bytes or of the text, so datasets that share images, prompt sets
+that share prompts, and an interrupted run all share rows.
 
-FOLDER/digests.bin    16 bytes a row
-FOLDER/NAME.bin       a file for each column, float32, WIDTH numbers a row
-FOLDER/sums.bin       a CRC-32 of each column's part of a row, the columns in the order of their names
-FOLDER/rows/KEY.npy   which rows a split of a dataset is made of, once all its pictures are there
-FOLDER/writer         the lock of whoever appends
+FOLDER/digests.bin    16 bytes per row
+FOLDER/NAME.bin       one file per column, float32, WIDTH numbers per row
+FOLDER/sums.bin       per row one CRC-32 per column, columns sorted by name, over folder, column, digest and values
+FOLDER/rows/KEY.bin   the rows of a split of a dataset, once all its images are encoded: a digest of KEY and of the
+                      digests of these rows, then the row numbers as int64
+FOLDER/writer         the lock of the process that appends
 
-Columns are written and synced before their digests, so the digests say how many rows there are: what a killed
-process left behind is cut off by the next. Several processes may read and append at the same time. What is read is
-held against its sum, and a table that others cut or removed while it is in use is refused: a score must not come
-from rows of something else.
+Columns are written and synced before their digests, so the digests say how many rows there are, and the next writer
+cuts off what a killed process left behind. Several processes may read and append at the same time.
 
-Letters: N things asked for, R rows of the table, W the width of a column.
+Any file may be deleted, truncated, swapped or overwritten at any time. Row numbers are used only if the digests in
+these rows are those they were stored for, and values only if their CRC-32 holds for the digest they are read for;
+otherwise the images are looked up again, or the table is refused. A score never comes from the rows of another image.
+
+Where a table cannot be written, new rows stay in memory.
+
+Letters: N items asked for, R rows of the table, W the width of a column.
 """
 
 import hashlib
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,7 +51,7 @@ Digests = npt.NDArray[np.uint8]  # (N, 16)
 
 
 def digest_of(content: bytes) -> bytes:
-    """16 bytes that stand for a picture's or a text's content."""
+    """The 16-byte BLAKE2b digest of an image's or a text's bytes."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
@@ -54,169 +59,208 @@ class FeatureTable:
     """Rows of features by digest, in a folder or, without one, in memory.
 
     Args:
-        folder: where the table is or will be; None keeps it in memory.
-        widths: of each column, by its name.
+        folder: where the table is or will be; None keeps it in memory. The names of the folder and of its parent
+            are part of the checksums, so that files of one table do not pass for those of another.
+        widths: of each column, by name.
+        not_kept: called with the error when the folder cannot be written; rows then stay in memory.
 
     Raises:
-        DataError: the folder cannot be made or read.
+        DataError: the folder cannot be read.
     """
 
-    def __init__(self, folder: Path | None, widths: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        widths: Mapping[str, int],
+        *,
+        not_kept: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
         self.folder, self.widths = folder, dict(widths)
-        self._number: dict[bytes, int] = {}
+        self._digests: list[bytes] = []  # by row
+        self._number: dict[bytes, int] = {}  # the row, by digest
+        self._kept = 0  # rows on disk; those after them are in memory
         self._memory: dict[str, list[npt.NDArray[np.float32]]] = {name: [] for name in widths}
         self._rows: dict[str, npt.NDArray[np.int64]] = {}
         self._names = sorted(self.widths)
+        self._writable, self._not_kept = folder is not None, not_kept
         if folder is not None:
-            with _told(folder):
+            with self._writing():
                 (folder / "rows").mkdir(parents=True, exist_ok=True)
             self.refresh()
 
     def __len__(self) -> int:
-        return len(self._number)
+        return len(self._digests)
 
     def refresh(self) -> None:
-        """See what other processes have appended meanwhile."""
-        if self.folder is None:
+        """Read the rows that other processes have appended since.
+
+        Raises:
+            DataError: the table is damaged, was removed since, or cannot be read.
+        """
+        if self.folder is None or self._kept < len(self._digests):
             return
-        known = len(self._number)
-        with _told(self.folder):
+        with self._reading():
             count = self._whole_rows()
-            if count < known:
-                raise DataError(
-                    f"features in {self.folder} were removed while they were in use: run this again"
-                )
-            if count == known:
+            if count < self._kept:
+                raise self._removed()
+            if count == self._kept:
                 return
             with self._file("digests").open("rb") as file:
-                file.seek(known * DIGEST_BYTES)
-                added = file.read((count - known) * DIGEST_BYTES)
-        for number in range(len(added) // DIGEST_BYTES):
-            self._number[added[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]] = known + number
-        if len(self._number) != count:  # a digest stands there twice, as nobody has written it
+                file.seek(self._kept * DIGEST_BYTES)
+                added = file.read((count - self._kept) * DIGEST_BYTES)
+        self._add_digests([added[i : i + DIGEST_BYTES] for i in range(0, len(added), DIGEST_BYTES)])
+        if len(self._number) != count:  # no writer stores a digest twice
             raise self._damaged()
+        self._kept = count
+
+    def _add_digests(self, digests: Sequence[bytes]) -> None:
+        self._number.update({digest: len(self._digests) + i for i, digest in enumerate(digests)})
+        self._digests += digests
 
     def find(self, digest: bytes) -> int | None:
-        """The row of a digest, if it is there."""
+        """The row of a digest, or None."""
         return self._number.get(digest)
 
     def append(self, digests: Sequence[bytes], columns: Mapping[str, Tensor]) -> None:
-        """Add rows, synced to the disk; those that are there already are left out.
+        """Add rows, synced to disk where it can be written; digests that have a row already are skipped.
 
         Args:
             digests: N of them.
             columns: each column's (N, W) float32.
 
         Raises:
-            DataError: they cannot be written, or the table was removed meanwhile. It stays as it was.
+            DataError: the table was removed or damaged since.
         """
         assert set(columns) == set(self.widths)
         arrays = {name: np.ascontiguousarray(one.cpu().numpy(), np.float32) for name, one in columns.items()}
         for name, width in self.widths.items():
             assert arrays[name].shape == (len(digests), width), (name, arrays[name].shape)
-        if self.folder is None:
-            self._add(digests, arrays)
-            return
-        lock = NodeLock(self.folder / "writer")
-        with _told(self.folder):
-            while not lock.try_acquire():
-                time.sleep(_WAIT)
-            try:
-                self.refresh()
-                self._add(digests, arrays)
-            finally:
-                lock.release()
+        if self._writable and self.folder is not None:
+            lock = NodeLock(self.folder / "writer")
+            with self._writing():
+                while not lock.try_acquire():
+                    time.sleep(_WAIT)
+                try:
+                    self.refresh()
+                    self._add(digests, arrays)
+                finally:
+                    lock.release()
+                return
+        self._add(digests, arrays)
 
     def _add(self, digests: Sequence[bytes], arrays: Mapping[str, npt.NDArray[np.float32]]) -> None:
         new = {digest: place for place, digest in enumerate(digests) if digest not in self._number}
         places = sorted(new.values())
         if not places:
             return
-        start = len(self._number)
-        for name, array in arrays.items():
-            if self.folder is None:
-                self._memory[name].append(array[places])
-            else:
-                _write(self._file(name), start * self.widths[name] * _ROW_BYTES, array[places].tobytes())
-        added = [digests[place] for place in places]
-        if self.folder is not None:
-            sums = np.stack([_sums(arrays[name][places]) for name in self._names], axis=1)  # (R, columns)
-            _write(self._file("sums"), start * sums.shape[1] * _SUM_BYTES, sums.tobytes())
+        start, added = len(self._digests), [digests[place] for place in places]
+        arrays = {name: array[places] for name, array in arrays.items()}
+        if self._writable:
+            sums = [self._sums(name, arrays[name], range(len(added)), added) for name in self._names]
+            for name, array in arrays.items():
+                _write(self._file(name), start * self.widths[name] * _ROW_BYTES, array.tobytes())
+            _write(self._file("sums"), start * len(sums) * _SUM_BYTES, np.stack(sums, axis=1).tobytes())
             _write(self._file("digests"), start * DIGEST_BYTES, b"".join(added))
-        self._number.update({digest: start + number for number, digest in enumerate(added)})
+            self._kept += len(added)
+        else:
+            for name, array in arrays.items():
+                self._memory[name].append(array)
+        self._add_digests(added)
 
     def column(self, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
-        """(N, W) float32 of N rows, mapped from the disk where they are there or are many.
+        """(N, W) float32 of N rows, memory-mapped where they follow each other on disk or are many.
 
         Raises:
-            DataError: the table is damaged, or was removed meanwhile.
+            DataError: the table is damaged, or was removed since.
         """
-        if self.folder is not None and len(rows):
-            with _told(self.folder):
-                return self._mapped(self.folder, name, rows)
+        on_disk = rows < self._kept
+        if len(rows) and on_disk.all():
+            return self._mapped(name, rows)
         if len(self._memory[name]) > 1:
             self._memory[name] = [np.concatenate(self._memory[name])]
         whole = self._memory[name][0] if len(rows) else np.empty((0, self.widths[name]), np.float32)
-        return chosen_rows(torch.from_numpy(whole), rows)
+        in_memory = chosen_rows(torch.from_numpy(whole), rows[~on_disk] - self._kept)
+        if not on_disk.any():
+            return in_memory
+        both = torch.empty(len(rows), self.widths[name])
+        both[torch.from_numpy(on_disk)] = self._mapped(name, rows[on_disk])
+        both[torch.from_numpy(~on_disk)] = in_memory
+        return both
 
-    def _mapped(self, folder: Path, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
-        count, place = len(self._number), self._names.index(name)
-        try:
-            if self._whole_rows() < count:
-                raise ValueError
-            with self._file(name).open("rb") as file:
-                whole = map_rows(file, count, self.widths[name])
-        except ValueError:  # mmap's, of a file that became shorter since
-            raise DataError(
-                f"features in {folder} were removed while they were in use: run this again"
-            ) from None
-        sums = np.memmap(self._file("sums"), np.uint32, mode="r", shape=(count, len(self.widths)))
-        step = max(1, PIECE // (self.widths[name] * _ROW_BYTES))
-        for piece in (rows[start : start + step] for start in range(0, len(rows), step)):
-            if not np.array_equal(_sums(whole.numpy(), piece), sums[piece, place]):
-                raise self._damaged()
-            release(whole)
-        return chosen_rows(whole, rows, folder)
+    def _mapped(self, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
+        with self._reading():
+            try:
+                if self._whole_rows() < self._kept:
+                    raise self._removed()
+                with self._file(name).open("rb") as file:
+                    whole = map_rows(file, self._kept, self.widths[name])
+                shape = self._kept, len(self._names)
+                sums = np.memmap(self._file("sums"), np.uint32, mode="r", shape=shape)
+            except ValueError:  # mmap's, of a file that became shorter since
+                raise self._removed() from None
+            values, sums = whole.numpy(), sums[:, self._names.index(name)]
+            step = max(1, PIECE // (self.widths[name] * _ROW_BYTES))
+            for piece in (rows[start : start + step] for start in range(0, len(rows), step)):
+                if not np.array_equal(self._sums(name, values, piece, self.digests(piece)), sums[piece]):
+                    raise self._damaged()
+                release(whole)
+        if self._writable:
+            with self._writing():
+                return chosen_rows(whole, rows, self.folder)
+        return chosen_rows(whole, rows)
 
-    def _damaged(self) -> DataError:
-        return DataError(
-            f"the features kept in {self.folder} are damaged: remove that folder, they are made again"
-        )
+    def _sums(
+        self,
+        name: str,
+        values: npt.NDArray[np.float32],
+        rows: Iterable[int],
+        digests: Iterable[bytes],
+    ) -> npt.NDArray[np.uint32]:
+        """(N,), the CRC-32 of rows of a column's values, each bound to its digest and to this table."""
+        assert self.folder is not None
+        table = zlib.crc32(f"{self.folder.parent.name}/{self.folder.name}/{name}".encode())
+        sums = [
+            zlib.crc32(values[row], zlib.crc32(digest, table))
+            for row, digest in zip(rows, digests, strict=True)
+        ]
+        return np.array(sums, dtype=np.uint32)
 
     def rows_of(self, key: str, count: int) -> npt.NDArray[np.int64] | None:
-        """The (N,) rows kept under a key; None if there are none that this table can have, or not so many."""
-        if self.folder is None:
+        """The rows kept under a key, (N,); None if there are none, or not ``count``, or if the table has changed."""
+        if key in self._rows or self.folder is None:
             return self._rows.get(key)
         try:
-            rows: npt.NDArray[np.int64] = np.load(self._rows_file(key), allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+            content = bytearray(self._rows_file(key).read_bytes())
+            rows = np.frombuffer(content[DIGEST_BYTES:], np.int64)
+        except (OSError, ValueError):
             return None
-        if rows.shape != (count,) or rows.dtype != np.int64:
+        if len(rows) != count or (count and not 0 <= rows.min() <= rows.max() < len(self._digests)):
             return None
-        if count and not 0 <= int(rows.min()) <= int(rows.max()) < len(self._number):
-            return None
-        return rows
+        return rows if self._digest_of_rows(key, rows) == content[:DIGEST_BYTES] else None
 
     def keep_rows(self, key: str, rows: npt.NDArray[np.int64]) -> None:
-        """Keep the rows of a split of a dataset under a key.
+        """Keep the rows of a split of a dataset under a key, on disk where it can be written."""
+        if self._writable:
+            path = self._rows_file(key)
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            with self._writing():
+                try:
+                    with aside.open("wb") as file:
+                        file.write(self._digest_of_rows(key, rows) + rows.astype(np.int64).tobytes())
+                        file.flush()
+                        os.fsync(file.fileno())
+                    aside.replace(path)
+                finally:
+                    aside.unlink(missing_ok=True)
+                return
+        self._rows[key] = rows
 
-        Raises:
-            DataError: they cannot be written.
-        """
-        if self.folder is None:
-            self._rows[key] = rows
-            return
-        path = self._rows_file(key)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        with _told(self.folder):
-            try:
-                with aside.open("wb") as file:
-                    np.save(file, rows.astype(np.int64), allow_pickle=False)
-                    file.flush()
-                    os.fsync(file.fileno())
-                aside.replace(path)
-            finally:
-                aside.unlink(missing_ok=True)
+    def _digest_of_rows(self, key: str, rows: npt.NDArray[np.int64]) -> bytes:
+        return digest_of(key.encode() + b"".join(self.digests(rows)))
+
+    def digests(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
+        """The digest in each of N rows."""
+        return [self._digests[row] for row in rows.tolist()]
 
     def _whole_rows(self) -> int:
         """How many rows are there in full: an index longer than a column would be of a damaged disk."""
@@ -231,11 +275,36 @@ class FeatureTable:
 
     def _rows_file(self, key: str) -> Path:
         assert self.folder is not None
-        return self.folder / "rows" / f"{key}.npy"
+        return self.folder / "rows" / f"{key}.bin"
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"cannot read features in {self.folder}: {error.strerror}; remove that folder, or name another "
+                "place with --features"
+            ) from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Suppress errors of a folder that cannot be written; from then on rows stay in memory."""
+        try:
+            yield
+        except OSError as error:
+            self._writable = False
+            self._not_kept(error)
+
+    def _damaged(self) -> DataError:
+        return DataError(f"the features in {self.folder} are damaged: remove that folder, they are made again")
+
+    def _removed(self) -> DataError:
+        return DataError(f"features in {self.folder} were removed while in use: run this again")
 
 
 def _write(path: Path, start: int, data: bytes) -> None:
-    """Put bytes at a place, whatever lies behind it, and onto the disk."""
+    """Replace all bytes of a file from ``start`` on, and sync it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(descriptor, start)
@@ -248,27 +317,7 @@ def _write(path: Path, start: int, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _sums(
-    values: npt.NDArray[np.float32], rows: npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.uint32]:
-    """(N, W) → (N,), the CRC-32 of each row, or of those that are named."""
-    numbers = range(len(values)) if rows is None else rows.tolist()
-    return np.array([zlib.crc32(values[number]) for number in numbers], dtype=np.uint32)
-
-
 def _size(path: Path) -> int:
     with suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
-
-
-@contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """What goes wrong with the disk as one line."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot keep features in {folder}: {error.strerror}; name another place with --features, or none "
-            "with --features ''"
-        ) from error

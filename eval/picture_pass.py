@@ -123,6 +123,7 @@ class PicturePass:
                 check_finite(values, f"dataset {self.dataset.name}")
             self.table.append(list(fresh), columns)
         rows = [self.table.find(digest) for digest in digests]
+        assert None not in rows
         return [row for row in rows if row is not None]
 
     def _encode(self, loaded: Iterable[_Loaded], fresh: dict[bytes, dict[str, Tensor]]) -> list[bytes]:

@@ -1,17 +1,26 @@
 """Pictures and texts go through a model once, whichever datasets, tasks and processes ask for them."""
 
 import copy
+import hashlib
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import clipkit
 from clipkit import CLIP
-from eval import Encoder, Ranks, Subject, evaluate, open_dataset
+from clipkit.errors import DataError
+from data.shards import Sample
+from eval import Encoder, EvalDataset, Ranks, Score, Subject, evaluate, open_dataset
+from tests.eval.conftest import png
 
 WriteDataset = Callable[..., Path]
 
@@ -142,3 +151,119 @@ def test_ranks_with_stores_of_their_own_share_what_one_of_them_has(
     # a rank without a picture's features encodes it, one with them gives them to the other
     assert 14 <= sum(encoder.encoded["images"] for encoder in encoders) < 23
     assert sum(encoder.encoded["texts"] for encoder in encoders) == 3
+
+
+class Images:
+    """Encoded images in memory."""
+
+    def __init__(self, numbers: range) -> None:
+        self.contents = [png(number) for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def read(self, number: int) -> Sample:
+        return Sample(number, "memory", str(number), self.contents[number], None, None, {}, 0)
+
+    def locate(self, number: int) -> tuple[str, str]:
+        return "memory", str(number)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(b"".join(self.contents)).hexdigest()[:16]
+
+    stamp = fingerprint
+
+
+def damage(files: Sequence[Path], kind: str, chosen: int, other: int, place: int) -> None:
+    """Delete, truncate, swap, reverse or flip a byte of one of the files, wherever it may hurt."""
+    path, second = files[chosen % len(files)], files[other % len(files)]
+    content = bytearray(path.read_bytes())
+    if kind == "delete":
+        path.unlink()
+    elif kind == "truncate":
+        path.write_bytes(content[: place % (len(content) + 1)])
+    elif kind == "swap":
+        path.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+    elif kind == "reverse":  # the numbers of a file of int64
+        path.write_bytes(b"".join(content[i : i + 8] for i in range(len(content), -8, -8) if i >= 0))
+    elif content:
+        content[place % len(content)] ^= 1 << place % 8
+        path.write_bytes(content)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("score"), st.integers(0, 2), st.integers(0, 1), st.booleans()),
+        st.tuples(
+            st.sampled_from(["delete", "truncate", "swap", "reverse", "flip"]),
+            st.integers(0, 40),
+            st.integers(0, 40),
+            st.integers(0, 2**12),
+        ),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_a_damaged_store_gives_the_same_scores_or_an_error(
+    model: CLIP, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Any, ...]]
+) -> None:
+    """Evaluations of three datasets by two models, between which any file of the store is damaged."""
+    store = tmp_path_factory.mktemp("store")
+    models, datasets, expected = scored_models(model)
+    kept = [Encoder(one, store=store, batch_size=4) for one in models]
+    for step in [*steps, *(("score", number, number % 2, True) for number in range(3))]:
+        if step[0] == "score":
+            _, number, which, reopen = step
+            if reopen:
+                kept[which] = Encoder(models[which], store=store, batch_size=4)
+            subject = Subject(kept[which], datasets[number])
+            try:
+                features, scores = subject.images().projected, evaluate(subject)
+            except DataError as error:
+                assert "remove that folder" in str(error) or "run this again" in str(error)
+                assert "\n" not in str(error)
+                shutil.rmtree(store)  # as the message says
+                kept = [Encoder(one, store=store, batch_size=4) for one in models]
+            else:
+                right = expected[which, number]
+                torch.testing.assert_close(features, right[0], atol=1e-6, rtol=0)
+                assert scores == right[1]
+        elif files := sorted(path for path in store.rglob("*") if path.is_file()):
+            damage(files, *step)
+
+
+@cache
+def scored_models(
+    model: CLIP,
+) -> tuple[list[CLIP], list[EvalDataset], dict[tuple[int, int], tuple[Tensor, list[Score]]]]:
+    """Two models, three datasets of which two share images, and their features and scores without a store."""
+    other = copy.deepcopy(model)
+    next(other.parameters()).data += 1e-2
+    datasets = [
+        EvalDataset(
+            name=name,
+            class_names=("red", "green", "blue"),
+            templates=templates,
+            shards=images,
+            labels=torch.arange(len(images)) % 3,
+            captions=None,
+            revision=images.fingerprint(),
+            tasks=("zero-shot",),
+        )
+        for name, images, templates in (
+            ("a", Images(range(6)), ("{c}",)),
+            ("b", Images(range(3, 9)), ("a {c} thing", "{c}")),
+            ("c", Images(range(20, 26)), ("something {c}",)),
+        )
+    ]
+    expected = {}
+    for which, one in enumerate((model, other)):
+        for number, dataset in enumerate(datasets):
+            subject = Subject(Encoder(one, batch_size=4), dataset)
+            expected[which, number] = subject.images().projected, evaluate(subject)
+    return [model, other], datasets, expected

@@ -126,23 +126,29 @@ def test_what_a_crash_left_in_the_files_is_cut_off(tmp_path: Path) -> None:
     check(FeatureTable(tmp_path, WIDTHS), {0, 1, 2})
 
 
-def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
-    table = FeatureTable(tmp_path, WIDTHS)
+def test_rows_that_a_full_disk_does_not_take_stay_in_memory(tmp_path: Path) -> None:
+    errors: list[OSError] = []
+    table = FeatureTable(tmp_path, WIDTHS, not_kept=errors.append)
     append(table, [0, 1, 2])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (90, hard))  # bytes of a file
     try:
-        with pytest.raises(
-            DataError, match=r"cannot keep features in .*: File too large; name another place"
-        ):
-            append(table, list(range(3, 9)))
+        append(table, list(range(3, 9)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    check(table, {0, 1, 2})
-    append(table, [3, 4])
-    check(FeatureTable(tmp_path, WIDTHS), set(range(5)))
+    assert [error.strerror for error in errors] == ["File too large"]
+    check(table, set(range(9)))
+    append(table, [9, 1])
+    table.keep_rows("k", np.array([9, 2]))
+    other = FeatureTable(tmp_path, WIDTHS)
+    check(other, {0, 1, 2})
+    append(other, [11])
+    check(table, set(range(10)))
+    rows = table.rows_of("k", 2)
+    assert rows is not None and rows.tolist() == [9, 2]
+    check(FeatureTable(tmp_path, WIDTHS), {0, 1, 2, 11})
 
 
 def test_rows_under_a_key(tmp_path: Path) -> None:
@@ -153,12 +159,36 @@ def test_rows_under_a_key(tmp_path: Path) -> None:
     rows = FeatureTable(tmp_path, WIDTHS).rows_of("k", 2)
     assert rows is not None and rows.tolist() == [2, 0]
     assert table.rows_of("k", 3) is None  # of a dataset that has grown
-    table.keep_rows("k", np.array([0, -1]))
-    assert table.rows_of("k", 2) is None
-    table.keep_rows("k", np.array([2, 3]))  # of a row that is not there
-    assert table.rows_of("k", 2) is None
-    (tmp_path / "rows" / "k.npy").write_bytes(b"\x93NUMPY\x01")
-    assert table.rows_of("k", 2) is None
+    kept = (tmp_path / "rows" / "k.bin").read_bytes()
+    (tmp_path / "rows" / "other.bin").write_bytes(kept)
+    assert table.rows_of("other", 2) is None
+    for numbers in ([0, 2], [2, 1], [0, -1], [2, 3]):
+        (tmp_path / "rows" / "k.bin").write_bytes(kept[:16] + np.array(numbers).tobytes())
+        assert table.rows_of("k", 2) is None
+    for damaged in (b"", kept[:20], kept[:-1], kept + b"x", b"x" + kept[1:]):
+        (tmp_path / "rows" / "k.bin").write_bytes(damaged)
+        assert table.rows_of("k", 2) is None
+
+
+def test_row_numbers_are_not_used_in_a_table_that_was_made_anew(tmp_path: Path) -> None:
+    table = FeatureTable(tmp_path, WIDTHS)
+    append(table, [0, 1, 2])
+    table.keep_rows("k", np.array([0, 1, 2]))
+    (tmp_path / "projected.bin").unlink()
+    table = FeatureTable(tmp_path, WIDTHS)
+    append(table, [3, 4, 5])
+    assert table.rows_of("k", 3) is None
+    append(table, [0, 1, 2])
+    assert table.rows_of("k", 3) is None
+
+
+def test_the_columns_of_another_table_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        append(FeatureTable(tmp_path / name, WIDTHS), [0, 1, 2])
+    for name in ("projected", "before_projection", "sums"):
+        shutil.copyfile(tmp_path / "a" / f"{name}.bin", tmp_path / "b" / f"{name}.bin")
+    with pytest.raises(DataError, match="are damaged: remove that folder"):
+        FeatureTable(tmp_path / "b", WIDTHS).column("projected", np.arange(3))
 
 
 @pytest.mark.parametrize("file", ["projected", "before_projection", "sums"])
@@ -188,7 +218,7 @@ def test_a_table_that_is_removed_while_in_use_is_refused_and_leaves_nothing_wron
     else:
         (tmp_path / "t" / f"{gone}.bin").unlink()
     for use in (lambda: append(table, [7, 8]), lambda: table.column("projected", np.arange(6))):
-        with pytest.raises(DataError, match="were removed while they were in use: run this again"):
+        with pytest.raises(DataError, match="were removed while in use: run this again"):
             use()
     again = FeatureTable(tmp_path / "t", WIDTHS)
     append(again, [7, 8])
