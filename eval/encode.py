@@ -39,14 +39,15 @@ _log = logging.getLogger("eval")
 
 
 class ImageFeatures:
-    """Of all N pictures of a split, in the dataset's order; on the CPU, perhaps mapped from a disk.
+    """Features of all N images of a split, in the dataset's order; on the CPU, perhaps memory-mapped.
 
     Args:
-        column: gives the tensor of a name below, when it is first asked for.
+        column: returns the tensor of a name below, when it is first asked for.
+        digests: returns the digest of each image's bytes.
     """
 
-    def __init__(self, column: Callable[[str], Tensor]) -> None:
-        self._column = column
+    def __init__(self, column: Callable[[str], Tensor], digests: Callable[[], list[bytes]] = list) -> None:
+        self._column, self.digests = column, digests
 
     @cached_property
     def projected(self) -> Tensor:
@@ -108,7 +109,7 @@ class Encoder:
         widths = {"projected": self.model.architecture.embed_dim, "before_projection": self._width}
         table = self._table("images", widths)
         rows = self._rows(dataset, table, layers=())
-        return ImageFeatures(lambda name: table.column(name, rows))
+        return ImageFeatures(lambda name: table.column(name, rows), lambda: table.digests(rows))
 
     def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:
         """By the number of each block of the image tower, from 1: (N, W) float32, the class token behind it.
@@ -206,8 +207,8 @@ class Encoder:
 
     def _not_kept(self, error: OSError) -> None:
         if self.ranks.rank == 0 and not self._said_not_kept:
-            where = f"{self.store}: {error.strerror}; --features names another folder"
-            _log.warning("features are not kept, cannot write %s", where)
+            why = f"cannot write {self.store}: {error.strerror}"
+            _log.warning("%s; evaluation continues without keeping features (see --features)", why)
         self._said_not_kept = True
 
     def _rows(

@@ -16,7 +16,7 @@ cuts off what a killed process left behind. Several processes may read and appen
 
 Any file may be deleted, truncated, swapped or overwritten at any time. Row numbers are used only if the digests in
 these rows are those they were stored for, and values only if their CRC-32 holds for the digest they are read for;
-otherwise the images are looked up again, or the table is refused. A score never comes from the rows of another image.
+otherwise the images are looked up again, or the table is refused. No score comes from the rows of another image.
 
 Where a table cannot be written, new rows stay in memory.
 
@@ -195,10 +195,10 @@ class FeatureTable:
                 with self._file(name).open("rb") as file:
                     whole = map_rows(file, self._kept, self.widths[name])
                 shape = self._kept, len(self._names)
-                sums = np.memmap(self._file("sums"), np.uint32, mode="r", shape=shape)
+                stored = np.memmap(self._file("sums"), np.uint32, mode="r", shape=shape)
             except ValueError:  # mmap's, of a file that became shorter since
                 raise self._removed() from None
-            values, sums = whole.numpy(), sums[:, self._names.index(name)]
+            values, sums = whole.numpy(), stored[:, self._names.index(name)]
             step = max(1, PIECE // (self.widths[name] * _ROW_BYTES))
             for piece in (rows[start : start + step] for start in range(0, len(rows), step)):
                 if not np.array_equal(self._sums(name, values, piece, self.digests(piece)), sums[piece]):
@@ -226,7 +226,7 @@ class FeatureTable:
         return np.array(sums, dtype=np.uint32)
 
     def rows_of(self, key: str, count: int) -> npt.NDArray[np.int64] | None:
-        """The rows kept under a key, (N,); None if there are none, or not ``count``, or if the table has changed."""
+        """The (N,) rows kept under a key; None if there are none, not ``count``, or the table has changed."""
         if key in self._rows or self.folder is None:
             return self._rows.get(key)
         try:
@@ -297,7 +297,9 @@ class FeatureTable:
             self._not_kept(error)
 
     def _damaged(self) -> DataError:
-        return DataError(f"the features in {self.folder} are damaged: remove that folder, they are made again")
+        return DataError(
+            f"the features in {self.folder} are damaged: remove that folder, they are made again"
+        )
 
     def _removed(self) -> DataError:
         return DataError(f"features in {self.folder} were removed while in use: run this again")

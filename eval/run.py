@@ -179,6 +179,8 @@ def _main_task(target: Target) -> tuple[str, ...]:
 
 def _write(out: Path, work: _Work, outcome: Outcome, *, step: int | None, seconds: float) -> None:
     facts = {**work.facts, "lines": len(outcome.scores), "time": time_now()}
+    if KNOWN_TASKS[work.task].learns:  # scored images that are also in the split that it learned from
+        facts |= {"train_overlap": work.subject.overlap["train"]}
     append_results(out, outcome.scores, step=step, provenance=facts, seconds=round(seconds, 3))
     for details in outcome.details:
         write_details(out, details, weights=str(work.facts["weights"]))

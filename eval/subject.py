@@ -3,6 +3,7 @@
 Letters in shape comments: N pictures or texts, D embedding dimension, W width before the projection, C classes.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -15,6 +16,8 @@ from eval.dataset import EvalDataset, NoSplit, by_class_names
 from eval.encode import Encoder, ImageFeatures
 
 __all__ = ["Subject"]
+
+_log = logging.getLogger("eval")
 
 
 class Subject:
@@ -41,6 +44,7 @@ class Subject:
         self._open_split = open_split
         self._splits: dict[str, EvalDataset | None] = {dataset.split: dataset}
         self._images: dict[str, ImageFeatures] = {}
+        self.overlap: dict[str, int] = {}  # by split: how many scored images are also in it, byte for byte
 
     def _as_read(self, dataset: EvalDataset) -> EvalDataset:
         return by_class_names(dataset) if self._by_names else dataset
@@ -96,6 +100,22 @@ class Subject:
             )
         columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
         return ImageFeatures(columns.__getitem__)
+
+    def count_overlap(self, split: str) -> None:
+        """Count the scored images that are also in another split, byte for byte, and log a warning.
+
+        Raises:
+            DataError: as for ``images``.
+        """
+        if split in self.overlap:
+            return
+        others, own = set(self.images(split).digests()), self.images().digests()
+        self.overlap[split] = sum(digest in others for digest in own)
+        if self.overlap[split]:
+            _log.warning(
+                "dataset %s: %d of %d %s images are also in %s, which raises the scores of all that learns from it",
+                *(self.dataset.name, self.overlap[split], len(own), self.dataset.split, split),
+            )
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """(N, D) float32, unit norm.

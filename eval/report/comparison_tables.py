@@ -30,6 +30,7 @@ _TOLD_APART = (
     "choices",
     "time",
     "options",
+    "train_overlap",
 )
 _FOR_PROGRAMS = ("model_hash", "inputs", "lines")  # by which a program finds what was scored already
 _OPTION = re.compile(r"(\w+)=(\([^()]*\)|[^\s()]+)(?: |$)")

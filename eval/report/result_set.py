@@ -149,6 +149,12 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
         last[number, line.row.what] = line.row
     rows = tuple(replace(row, model=number) for (number, _), row in last.items())
     notes += _different_data(rows)
+    overlaps = {line.row.dataset: whole(line.provenance.get("train_overlap")) for line in lines}
+    notes += [
+        f"{name}: {_count(count, 'scored image')} also in the train split, so tasks that learn score too high."
+        for name, count in overlaps.items()
+        if count
+    ]
     if replaced:
         names = some([f"{name} (revision {revision})" for name, revision in replaced])
         notes.append(f"Scores on other pictures of the same name left out, since later ones count: {names}.")

@@ -263,6 +263,7 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     val = subject.split("val") if dataset.split != "val" else None
     if val is not None:
         check_classes(dataset, val)
+        subject.count_overlap("val")
         tuned_on = "val"
         parts = (
             Rows(features),
@@ -321,6 +322,7 @@ def learned(
     if train.split == dataset.split:
         raise DataError(f"dataset {dataset.name}: {who} learns from {split}, so score it on another split")
     labels = check_classes(dataset, train)
+    subject.count_overlap(split)
     if labels.ndim == 1:
         counts = torch.bincount(labels, minlength=len(dataset.class_names)).tolist()
         empty = [repr(name) for name, count in zip(dataset.class_names, counts, strict=True) if not count]

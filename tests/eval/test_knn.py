@@ -100,6 +100,7 @@ def test_neighbours_of_a_dataset(
     assert scores[0].value == scores[1].value == 1.0  # a picture's nearest is itself
     assert scores[2].low is not None and scores[2].task == "knn" and scores[2].chance == 1 / 7
     assert "k=20 left out, it has 16 pictures to vote" in caplog.text
+    assert "9 of 9 test images are also in train" in caplog.text
     assert knn(subject, ks=(1, 3)) == scores
     with pytest.raises(DataError, match="16 pictures"):
         knn(subject, ks=(20,))

@@ -25,7 +25,9 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.training_state import LoopState
 from eval import read_results
 from eval.__main__ import main
+from eval.report.result_set import read_result_set
 from eval.targets import find_targets
+from tests.eval.conftest import CLASSES, png
 from tests.forked import Forked
 
 WriteDataset = Callable[..., Path]
@@ -397,3 +399,46 @@ def test_a_head_of_classes_is_scored_where_its_classes_are(
     assert "dataset captions cannot be scored by retrieval: 'a' is none of the model's 3 classes" in told
     assert told.count("linear-probe, few-shot and knn need no names") == 2
     assert {line["dataset"] for line in read_results(tmp_path / "head/results.jsonl")} == {"fitting"}
+
+
+def test_images_that_are_in_both_splits_are_reported(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(24):
+        folders = ["train"] if number < 12 else ["test"]
+        for split in folders if number % 6 else ["train", "test"]:
+            path = tmp_path / "photos" / split / CLASSES[number % 2] / f"{split}{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png(number))
+    out = tmp_path / "r.jsonl"
+    given = ["run", "--model", str(run), "--data", str(tmp_path / "photos"), "--out", str(out)]
+    tasks = ["zero-shot", "knn", "linear-probe"]
+    assert main([*given, *(part for task in tasks for part in ("--task", task)), "--neighbours", "3"]) == 0
+    said = "dataset photos: 4 of 14 test images are also in train"
+    assert caplog.text.count(said) == 1
+    found = {line["task"]: line.get("train_overlap") for line in read_results(out)}
+    assert found == {"zero-shot": None, "knn": 4, "linear-probe": 4}
+    assert any("photos: 4 scored images also in" in note for note in read_result_set([out]).notes)
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
+    reason="mounting needs more rights",
+)
+def test_a_cache_that_cannot_be_written_stops_nothing(run: Path, probed: Path, tmp_path: Path) -> None:
+    cache, out = tmp_path / "read-only", tmp_path / "r.jsonl"
+    cache.mkdir()
+    command = [sys.executable, "-m", "eval", "knn", "--neighbours", "3", "--model", str(run)]
+    command += ["--data", str(probed), "--out", str(out)]
+    mounted = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    environment = {**os.environ, "CLIPKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mounted, str(cache), *command],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "Read-only file system" in line]
+    why = "Read-only file system; evaluation continues without keeping features (see --features)"
+    assert said == [f"cannot write {cache}/features: {why}"]
+    main([*command[3:-1], str(tmp_path / "other.jsonl")])
+    assert values(out) == values(tmp_path / "other.jsonl")
