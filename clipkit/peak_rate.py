@@ -3,7 +3,6 @@
 Model FLOPs utilization is the useful operations of a second (``clipkit.flops``) over one of these rates.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -47,18 +46,23 @@ def published_peak(device_name: str) -> float | None:
     return None
 
 
-def measured_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = _SECONDS) -> float:
-    """FLOP/s of a plain product of square matrices, the median of several, in about ``seconds``.
+def measured_peak(
+    device: torch.device, dtype: torch.dtype, *, seconds: float = _SECONDS, together: bool = True
+) -> float:
+    """FLOP/s of a plain product of square matrices, the fastest of several, in about ``seconds``.
 
-    The matrices are as large as the time allows, up to 8,192 rows. All ranks begin together, so that those which
-    share a machine's cores measure their share of them. Call it on all ranks.
+    The fastest one, as whatever else the machine computes only makes products slower. The matrices are as large as
+    the time allows, up to 8,192 rows. With ``together`` all ranks begin together, so that those which share a
+    machine's cores measure their share of them; call it on all ranks then.
 
     Args:
         device: a CPU or a GPU.
         dtype: what the towers compute in, such as ``torch.bfloat16``.
         seconds: how long it may take, after the first product, which loads what it needs.
+        together: wait for the other ranks first.
     """
-    barrier()
+    if together:
+        barrier()
     began = time.monotonic()
     operations, times = 0, [0.0]
     for size in _SIZES:
@@ -71,7 +75,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 
             break
     while time.monotonic() - began < seconds or len(times) < 3:
         times.append(_timed(product, device))
-    return operations / statistics.median(times)
+    return operations / min(times)
 
 
 def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:

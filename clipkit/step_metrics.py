@@ -6,7 +6,7 @@ Names are open_clip's where the thing is the same: ``data_time`` and ``batch_tim
 
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,6 +17,7 @@ __all__ = ["StepMetrics"]
 _STARVED = 0.2  # share of the time waiting for data that a word is said of
 _STARVED_SECONDS = 60.0  # of training that the word is about
 _GIB = 2**30
+_MEASUREMENTS = 3  # of the peak in a run, after the first one
 
 
 class StepMetrics:
@@ -27,10 +28,21 @@ class StepMetrics:
         device: that computes.
         ranks: how many processes train.
         peak: FLOP/s that one rank's device reaches; None where MFU is not wanted.
+        measure: measures the peak again, on this rank alone. It is called where steps were faster than the peak,
+            which was then measured while the device was busy.
     """
 
-    def __init__(self, watch: Stopwatch, *, device: torch.device, ranks: int, peak: float | None) -> None:
+    def __init__(
+        self,
+        watch: Stopwatch,
+        *,
+        device: torch.device,
+        ranks: int,
+        peak: float | None,
+        measure: Callable[[], float] | None = None,
+    ) -> None:
         self._watch, self._device, self._ranks, self._peak = watch, device, ranks, peak
+        self._measure, self._measured = measure, 0
         self._steps, self._samples, self._flops = 0, 0, 0
         self._waited = self._elapsed = 0.0
         self._warned = False
@@ -48,7 +60,10 @@ class StepMetrics:
         self._flops += flops or 0
 
     def read(self) -> dict[str, float]:
-        """Figures of the steps since the last call; counting begins anew."""
+        """Figures of the steps since the last call; counting begins anew.
+
+        MFU is left out where the steps were faster than any measurement of the peak: it cannot be above 1.
+        """
         phases = self._watch.read()
         elapsed = sum(phases.values())
         steps = max(1, self._steps)
@@ -61,7 +76,13 @@ class StepMetrics:
             "memory_gib": self._memory(),
         }
         if self._peak and self._flops and elapsed:
-            figures["mfu"] = self._flops / elapsed / self._peak
+            reached = self._flops / elapsed
+            if reached > self._peak and self._measure is not None and self._measured < _MEASUREMENTS:
+                self._measured += 1
+                self._peak = max(self._peak, self._measure())
+                self._watch.read()  # the measurement is no part of a step
+            if reached <= self._peak:
+                figures["mfu"] = reached / self._peak
         self._count_waiting(phases, elapsed)
         self._steps, self._samples, self._flops = 0, 0, 0
         return figures

@@ -1,7 +1,7 @@
 """What is recorded of steps: rates, parts of the time that make up the whole, use of the device, waiting."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,11 +15,20 @@ CPU = torch.device("cpu")
 class Training:
     """A loop whose phases take the seconds that the test says."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ranks: int, peak: float | None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, ranks: int, peak: float | None, measured: Sequence[float]
+    ) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.watch = Stopwatch(CPU)
-        self.metrics = StepMetrics(self.watch, device=CPU, ranks=ranks, peak=peak)
+        peaks = iter(measured)
+
+        def measure() -> float:
+            self.now += 0.25
+            return next(peaks)
+
+        again = measure if measured else None
+        self.metrics = StepMetrics(self.watch, device=CPU, ranks=ranks, peak=peak, measure=again)
 
     def step(self, *, samples: int = 8, flops: int | None = 10**9, **seconds: float) -> None:
         for phase, spent in seconds.items():
@@ -30,8 +39,8 @@ class Training:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Training]:
-    def training(ranks: int = 1, peak: float | None = 1e9) -> Training:
-        return Training(monkeypatch, ranks=ranks, peak=peak)
+    def training(ranks: int = 1, peak: float | None = 1e9, measured: Sequence[float] = ()) -> Training:
+        return Training(monkeypatch, ranks=ranks, peak=peak, measured=measured)
 
     return training
 
@@ -51,6 +60,32 @@ def test_figures_are_means_of_the_steps_since_the_last(make: Callable[..., Train
 
     training.step(data=1, forward=1)
     assert training.metrics.read()["batch_time"] == 2  # what was read is done with
+
+
+def test_a_peak_that_was_measured_on_a_busy_machine_is_measured_again(make: Callable[..., Training]) -> None:
+    training = make(peak=1e9, measured=[1.5e9, 4e9])
+    training.step(forward=1, flops=10**9)
+    assert training.metrics.read()["mfu"] == 1
+    training.step(forward=1, flops=2 * 10**9)
+    assert "mfu" not in training.metrics.read()  # the machine is still busy: nobody knows
+    training.step(forward=1, flops=2 * 10**9)
+    figures = training.metrics.read()
+    assert figures["mfu"] == 0.5 and figures["batch_time"] == 1
+    training.step(forward=1, flops=10**9)
+    assert training.metrics.read()["mfu"] == 0.25
+
+
+def test_the_peak_is_not_measured_at_every_reading(make: Callable[..., Training]) -> None:
+    training = make(peak=1e9, measured=[1e9] * 3)  # a fourth would fail
+    for _ in range(6):
+        training.step(forward=1, flops=2 * 10**9)
+        assert "mfu" not in training.metrics.read()
+
+
+def test_without_a_way_to_measure_again_no_use_above_1_is_told(make: Callable[..., Training]) -> None:
+    training = make(peak=1e9)
+    training.step(forward=1, flops=2 * 10**9)
+    assert "mfu" not in training.metrics.read()
 
 
 def test_what_is_no_step_is_left_out(make: Callable[..., Training]) -> None:
