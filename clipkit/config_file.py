@@ -34,6 +34,7 @@ RESUMABLE = (
     "data.train",  # data may be moved; the manifest tells whether they are the same
     "data.workers",
     "data.max_bad",
+    "data.truncated",  # the manifest tells whether it makes a difference
     "data.cache_gb",
     "checkpoint",
     "eval",

@@ -75,6 +75,11 @@ class DataConfig:
     nvjpeg: bool = setting(
         False, "Decode plain JPEGs on the GPU, through torchcodec; values differ by rounding."
     )
+    truncated: str = setting(
+        "error",
+        "A shard that is cut short: an error before training, or use the samples of its intact part.",
+        one_of("error", "use"),
+    )
     max_bad: float = setting(
         0.05,
         "Share of all samples drawn, again in each epoch, that may be bad before the run saves and stops; 0: none "

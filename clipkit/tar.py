@@ -27,7 +27,7 @@ from clipkit.tar_header import (
     text_of,
 )
 
-__all__ = ["Content", "FileContent", "sample_name", "tar_files", "tar_files_of"]
+__all__ = ["Content", "FileContent", "TruncatedError", "sample_name", "tar_files", "tar_files_of"]
 
 _PLAIN, _PAX = b"0x"  # kinds of nearly all members
 _MARK = b"ustar"  # of headers, but for the oldest kind
@@ -49,6 +49,10 @@ _RECORD = 20 * BLOCK  # what writers fill the end up to, unless they were told o
 _MAX_RECORD = 1 << 20  # of those told otherwise
 _MAX_NAME = 4096  # characters
 _MAX_ZEROS = 1 << 26  # that are looked through behind an end; a hole may state any size
+
+
+class TruncatedError(DataError):
+    """A tar that ends too early, or in zeros that a download has not filled; what precedes them is intact."""
 
 
 class Content(Protocol):
@@ -80,7 +84,8 @@ def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]
         called: its name in messages, if it is another one.
 
     Raises:
-        DataError: the file is compressed, not a tar, or not whole; what lies before the fault was given.
+        TruncatedError: the file is not whole; all members before the cut were given.
+        DataError: it is compressed or not a tar; what lies before the fault was given.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -110,7 +115,7 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
     found by their marks among all blocks, and what they say must make a chain.
     """
     if len(tar) == 0:
-        raise DataError(f"shard {shard} is empty (0 bytes)")
+        raise TruncatedError(f"shard {shard} is empty (0 bytes)")
     run, steps = _Run(position=0), _FEW
     while not run.ended:
         found = _scan(tar, run) if at_hand else None
@@ -335,7 +340,7 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
         raise DataError(
             f"shard {shard} holds more than one archive, the second begins at byte {block}: give each its own file"
         )
-    raise DataError(
+    raise TruncatedError(
         f"shard {shard} looks half-downloaded: zeros from byte {position} to {other} of {end}; "
         "fetch or write it again"
     )
@@ -352,8 +357,8 @@ def _first_nonzero(shard: str, tar: Content, start: int, end: int) -> int:
     return end
 
 
-def _truncated(shard: str, what: str) -> DataError:
-    return DataError(f"shard {shard} is truncated: {what}; fetch or write it again")
+def _truncated(shard: str, what: str) -> TruncatedError:
+    return TruncatedError(f"shard {shard} is truncated: {what}; fetch or write it again")
 
 
 def _broken(shard: str, header: bytes, position: int) -> DataError:

@@ -42,12 +42,14 @@ class Census:
         digest: of its index, empty if it was not indexed.
         dropped: samples that do not count, by reason.
         extensions: members by extension.
+        truncated: whether these are the samples of the intact part of a truncated shard.
     """
 
     count: int
     digest: str
     dropped: dict[str, int]
     extensions: dict[str, int]
+    truncated: bool = False
 
 
 def take_census(
@@ -123,6 +125,8 @@ def _leave_with_the_parent() -> None:
 
 def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None", stats: bool) -> Census:
     plain = not selection.reads_json and set(selection.need) <= {"image", "caption"}
+    if selection.truncated == "use" and not shard.is_remote:
+        stats = False  # what a truncated shard lacks would count
     if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
         return Census(count=stated, digest="", dropped={}, extensions={})
     return _census_of(OpenShard(shard, selection, cache))
@@ -134,6 +138,7 @@ def _census_of(opened: OpenShard) -> Census:
         digest=opened.index.digest,
         dropped=opened.chosen.dropped,
         extensions=opened.index.extensions,
+        truncated=bool(opened.index.truncated),
     )
 
 

@@ -2,14 +2,15 @@
 
 A scan reads the headers only, so that a sample can later be read by one ``pread``. Members belong to one sample
 while their key (the path up to the first dot of the file name) stays the same, which is the WebDataset rule. An
-index is kept in the cache folder, never beside the data, under the shard's full name, size and version.
+index is kept in the cache folder, never beside the data, under the shard's full name, size and version. That of a
+truncated shard holds the samples of its intact part, where these are wanted, and is kept apart.
 """
 
 import hashlib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.tar import sample_name, tar_files
+from clipkit.tar import TruncatedError, sample_name, tar_files
 from data.array_file import read_arrays, write_arrays
 from data.cache import cache_folder
 from data.shard_file import ShardFile
@@ -62,6 +63,7 @@ class ShardIndex:
         key_bytes: uint8, the WebDataset keys in UTF-8, one after the other.
         extensions: how many members had which extension, of the most frequent ones.
         digest: 16 hexadecimal digits that change with any of these.
+        truncated: why the shard is truncated, so that only its intact part is indexed; empty for a whole shard.
     """
 
     blocks: npt.NDArray[np.uint32]
@@ -70,6 +72,7 @@ class ShardIndex:
     key_bytes: npt.NDArray[np.uint8]
     extensions: dict[str, int]
     digest: str
+    truncated: str = ""
 
     def __len__(self) -> int:
         return len(self.key_ends)
@@ -106,32 +109,45 @@ class ShardIndex:
         return self.key_bytes.data
 
 
-def stored_index(shard: ShardFile) -> ShardIndex | None:
-    """The index of a shard if an earlier scan has left it in the cache folder."""
-    stored = read_arrays(index_place(shard))
-    if stored is None:
-        return None
-    about, arrays = stored
-    with suppress(KeyError, TypeError):
-        return ShardIndex(**arrays, extensions=about["extensions"], digest=about["digest"])
+def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:
+    """The index of a shard if an earlier scan has left it in the cache folder.
+
+    Args:
+        shard: the shard.
+        truncated: "error", or "use" to take the index of a truncated shard's intact part, too.
+    """
+    place = index_place(shard)
+    for one in (place, _truncated_place(place)) if truncated == "use" else (place,):
+        with suppress(KeyError, TypeError):
+            if (stored := read_arrays(one)) is not None:
+                about, arrays = stored
+                return ShardIndex(
+                    **arrays,
+                    extensions=about["extensions"],
+                    digest=about["digest"],
+                    truncated=about.get("truncated", ""),
+                )
     return None
 
 
-def index_shard(shard: ShardFile, path: Path | None = None) -> ShardIndex:
+def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = "error") -> ShardIndex:
     """The index of a shard, from the cache folder where the same file was scanned before.
 
     Args:
         shard: what to index.
         path: where its bytes lie on this machine, if not at its own name.
+        truncated: as for ``index_of_members``.
 
     Raises:
-        DataError: the file is missing, compressed, not a tar, or not whole.
+        TruncatedError: the file is not whole.
+        DataError: it is missing, compressed, or not a tar.
     """
-    index = stored_index(shard)
+    index = stored_index(shard, truncated=truncated)
     if index is not None:
         return index
     try:
-        index = index_of_members(shard.shown, tar_files(path or Path(shard.url), called=shard.shown))
+        members = tar_files(path or Path(shard.url), called=shard.shown)
+        index = index_of_members(shard.shown, members, truncated=truncated)
     except OSError as error:
         raise DataError(f"shard {shard.shown}: {error.strerror}") from error
     keep_index(shard, index)
@@ -140,9 +156,14 @@ def index_shard(shard: ShardFile, path: Path | None = None) -> ShardIndex:
 
 def keep_index(shard: ShardFile, index: ShardIndex) -> None:
     """Store an index for the next time; where that is not possible it will be made again."""
+    if index.truncated and shard.size < 0:
+        return  # a pipe: neither size nor version would tell that it was repaired
+    place, about = index_place(shard), {"extensions": index.extensions, "digest": index.digest}
+    if index.truncated:
+        place, about = _truncated_place(place), {**about, "truncated": index.truncated}
     arrays = {name: getattr(index, name) for name in ("blocks", "sizes", "key_ends", "key_bytes")}
     with suppress(OSError):
-        write_arrays(index_place(shard), {"extensions": index.extensions, "digest": index.digest}, arrays)
+        write_arrays(place, about, arrays)
 
 
 def index_place(shard: ShardFile) -> Path:
@@ -152,10 +173,23 @@ def index_place(shard: ShardFile) -> Path:
     return cache_folder() / "index" / digest[:2] / f"{digest}.index"
 
 
-def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> ShardIndex:
+def _truncated_place(place: Path) -> Path:
+    return place.with_suffix(".truncated")
+
+
+def index_of_members(
+    shard: str, members: Iterable[tuple[str, int, int]], *, truncated: str = "error"
+) -> ShardIndex:
     """The index of a tar's members: name, byte offset of the data, size.
 
+    Args:
+        shard: its name in messages.
+        members: of the tar, as ``tar_files`` yields them.
+        truncated: "error", or "use" to index what precedes the cut of a truncated tar. The last sample there is
+            left out if it lacks a member that the sample before it has.
+
     Raises:
+        TruncatedError: the tar is truncated, and "error" was given.
         DataError: a member lies beyond 2 TiB.
     """
     keys: list[str] = []
@@ -164,7 +198,8 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
     seen: dict[str, int] = {}
     first = 0  # of the four places of the sample at hand
     last = None  # its key
-    for name, offset, size in members:
+    faults: list[str] = []
+    for name, offset, size in members if truncated == "error" else _intact(members, faults):
         key, _, extension = name.partition(".")
         if key != last or extension not in _COLUMN:  # else it is plain what it is
             if (found := sample_name(name)) is None:
@@ -181,7 +216,21 @@ def index_of_members(shard: str, members: Iterable[tuple[str, int, int]]) -> Sha
         if column is not None and not offsets[first + column]:
             offsets[first + column] = offset
             sizes[first + column] = size
-    return _packed(shard, keys, offsets, sizes, _told(seen))
+    if (
+        faults
+        and len(keys) > 1
+        and any(a and not b for a, b in zip(offsets[-8:-4], offsets[-4:], strict=True))
+    ):
+        del keys[-1], offsets[-4:], sizes[-4:]
+    return _packed(shard, keys, offsets, sizes, _told(seen), truncated="".join(faults))
+
+
+def _intact(members: Iterable[tuple[str, int, int]], faults: list[str]) -> Iterator[tuple[str, int, int]]:
+    """The members before the cut of a truncated tar, which ``faults`` then tells."""
+    try:
+        yield from members
+    except TruncatedError as error:
+        faults.append(str(error))
 
 
 def _told(seen: Mapping[str, int]) -> dict[str, int]:
@@ -194,7 +243,13 @@ def _told(seen: Mapping[str, int]) -> dict[str, int]:
 
 
 def _packed(
-    shard: str, keys: list[str], offsets: "array[int]", sizes: "array[int]", extensions: dict[str, int]
+    shard: str,
+    keys: list[str],
+    offsets: "array[int]",
+    sizes: "array[int]",
+    extensions: dict[str, int],
+    *,
+    truncated: str,
 ) -> ShardIndex:
     encoded = [key.encode("utf-8", "replace") for key in keys]
     blocks = np.array(offsets, dtype=np.int64).reshape(len(keys), 4) // _BLOCK
@@ -209,4 +264,4 @@ def _packed(
     digest = hashlib.sha256()
     for content in arrays.values():
         digest.update(content.tobytes())
-    return ShardIndex(**arrays, extensions=extensions, digest=digest.hexdigest()[:16])
+    return ShardIndex(**arrays, extensions=extensions, digest=digest.hexdigest()[:16], truncated=truncated)

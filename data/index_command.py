@@ -7,6 +7,7 @@ import time
 
 from clipkit.count_progress import CountProgress
 from clipkit.errors import DataError
+from clipkit.tar import TruncatedError
 from data.cache import cache_folder, shard_cache
 from data.manifest import Manifest, make_manifest
 from data.selection import Selection
@@ -41,6 +42,12 @@ def add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         default=0.0,
         help="keep so much of remote shards on this disk; 0 reads only their headers (default: 0)",
     )
+    parser.add_argument(
+        "--truncated",
+        choices=("error", "use"),
+        default="error",
+        help="a shard that is cut short: stop, or index its intact part for data.truncated=use (default: error)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(command=_index)
 
@@ -51,7 +58,11 @@ def _index(parsed: argparse.Namespace) -> int:
     sources = [find_shards(source, split=parsed.split) for source in parsed.sources]
     cache = shard_cache(parsed.sources, parsed.cache_gb)
     with CountProgress("indexing shards", total=sum(map(len, sources)), shown=not parsed.quiet) as progress:
-        manifest = make_manifest(sources, Selection(), cache=cache, progress=progress.show, stats=False)
+        selection = Selection(truncated=parsed.truncated)
+        try:
+            manifest = make_manifest(sources, selection, cache=cache, progress=progress.show, stats=False)
+        except TruncatedError as error:
+            raise DataError(f"{error}, or index its intact part with --truncated use") from error
     _print(manifest, time.monotonic() - began)
     return 0
 
@@ -78,6 +89,8 @@ def _print(manifest: Manifest, seconds: float) -> None:
     print(f"  a shard     {int(counts.min()):,} to {int(counts.max()):,} samples")
     for reason, count in manifest.dropped.items():
         print(textwrap.fill(f"left out    {count:,} {reason}", 79, initial_indent="  "))
+    for name, kept in manifest.truncated_shards():
+        print(f"  truncated   {name}: {kept:,} samples kept")
     print(f"  manifest    {manifest.fingerprint}")
     print(f"  kept in     {cache_folder()}")
 

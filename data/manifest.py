@@ -52,6 +52,7 @@ class Manifest:
         sources: how many of the shards belong to each source, in order.
         selection: what counts, by ``Selection.identity``.
         dropped: how many samples do not count, by reason.
+        truncated: numbers of truncated shards, each with how many samples its intact part gives.
     """
 
     urls: Strings
@@ -62,6 +63,7 @@ class Manifest:
     sources: tuple[int, ...]
     selection: str
     dropped: dict[str, int]
+    truncated: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -81,6 +83,10 @@ class Manifest:
         others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]
         told = [f"left out by data.filters: {', '.join(by_filters) or 'none'}"] if selection.filters else []
         return ", ".join([*told, f"left out: {', '.join(others)}"] if others else told)
+
+    def truncated_shards(self) -> list[tuple[str, int]]:
+        """Name of each truncated shard, and how many samples its intact part gives."""
+        return [(self.shard(number).shown, kept) for number, kept in self.truncated]
 
     @property
     def stated(self) -> int:
@@ -114,7 +120,12 @@ class Manifest:
         write_arrays(path, *self._stored())
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        about = {"sources": self.sources, "selection": self.selection, "dropped": self.dropped}
+        about = {
+            "sources": self.sources,
+            "selection": self.selection,
+            "dropped": self.dropped,
+            "truncated": self.truncated,
+        }
         arrays: dict[str, npt.NDArray[Any]] = {"sizes": self.sizes, "counts": self.counts}
         for name in ("urls", "versions", "digests"):
             strings: Strings = getattr(self, name)
@@ -148,6 +159,7 @@ class Manifest:
                 sources=tuple(about["sources"]),
                 selection=about["selection"],
                 dropped=about["dropped"],
+                truncated=tuple((number, kept) for number, kept in about.get("truncated", ())),
             )
         except (KeyError, TypeError):
             return None
@@ -274,6 +286,7 @@ def _assembled(
         sources=sources,
         selection=selection.identity,
         dropped=dict(dropped.most_common()),
+        truncated=tuple((number, one.count) for number, one in enumerate(found) if one.truncated),
     )
 
 
@@ -293,7 +306,8 @@ def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Select
 
 
 def _place(shards: Sequence[ShardFile], sources: Sequence[int], selection: Selection) -> Path:
-    digest = hashlib.sha256(json.dumps([_VERSION, list(sources), selection.identity]).encode())
+    rules = [selection.identity] if selection.truncated == "error" else [selection.identity, "use"]
+    digest = hashlib.sha256(json.dumps([_VERSION, list(sources), *rules]).encode())
     for shard in shards:
         digest.update(repr((shard.url, shard.size, shard.version)).encode())
     return cache_folder() / "manifest" / f"{digest.hexdigest()[:32]}.manifest"

@@ -45,7 +45,8 @@ class OpenShard:
         cache: where a remote shard's copy is kept. Without one its members are read over the network, one by one.
 
     Raises:
-        DataError: it is missing, not a tar, not whole, or cannot be fetched.
+        TruncatedError: it is not whole, and its intact part is not wanted.
+        DataError: it is missing, not a tar, or cannot be fetched.
 
     Attributes:
         shown: its name as messages may show it.
@@ -59,7 +60,8 @@ class OpenShard:
         self._descriptor = -1
         if not file.is_remote or cache is not None:
             self._descriptor = _opened(file, cache)
-        self.index = _index(file, self._descriptor)
+        self._truncated = selection.truncated
+        self.index = _index(file, self._descriptor, self._truncated)
         # size and time with which its bytes are those that were counted, and with which they are others
         self._sound = None if file.is_remote else _state(self._descriptor)
         self._changed: tuple[int, int] | None = None
@@ -130,7 +132,7 @@ class OpenShard:
         if now != self._changed:
             self._changed = now
             with suppress(DataError):
-                if _scanned(self.file, self._descriptor).digest == self.index.digest:
+                if _scanned(self.file, self._descriptor, self._truncated).digest == self.index.digest:
                     self._sound, self._changed = now, None
                     return
         raise DataError(_CHANGED)
@@ -224,32 +226,35 @@ def _state(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _scanned(file: ShardFile, descriptor: int) -> ShardIndex:
+def _scanned(file: ShardFile, descriptor: int, truncated: str) -> ShardIndex:
     """The index of what the file holds now."""
     path = Path(f"/dev/fd/{descriptor}")
     try:
-        return index_of_members(file.shown, tar_files(path, called=file.shown))
+        return index_of_members(file.shown, tar_files(path, called=file.shown), truncated=truncated)
     except OSError as error:
         raise DataError(f"shard {file.shown}: {error.strerror}") from error
 
 
-def _index(file: ShardFile, descriptor: int) -> ShardIndex:
+def _index(file: ShardFile, descriptor: int, truncated: str) -> ShardIndex:
     if descriptor >= 0:
         size, time = (-1, 0) if file.is_remote else _state(descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise DataError(f"shard {file.shown} is not a regular file")
         if file.is_remote or (size, str(time)) == (file.size, file.version):
-            return index_shard(file, Path(f"/dev/fd/{descriptor}"))
-        counted = stored_index(file)  # a copy of the same, or a later time alone, do no harm
-        if counted is None or _scanned(file, descriptor).digest != counted.digest:
+            return index_shard(file, Path(f"/dev/fd/{descriptor}"), truncated=truncated)
+        counted = stored_index(
+            file, truncated=truncated
+        )  # a copy of the same, or a later time alone, do no harm
+        if counted is None or _scanned(file, descriptor, truncated).digest != counted.digest:
             raise DataError(f"shard {file.shown}: {_CHANGED}")
         return counted
     if file.size < 0:
         raise DataError(f"shard {file.shown} can be read only once: it needs data.cache_gb above 0")
-    index = stored_index(file)
+    index = stored_index(file, truncated=truncated)
     if index is None:
         from data.remote import store
 
-        index = index_of_members(file.shown, tar_files_of(file.shown, store.RangedBytes(file)))
+        members = tar_files_of(file.shown, store.RangedBytes(file))
+        index = index_of_members(file.shown, members, truncated=truncated)
         keep_index(file, index)
     return index

@@ -124,11 +124,13 @@ class Selection:
         need: which of "image", "caption" and "label" a sample must have.
         filters: conditions that all must hold.
         captions: where a caption may be, and whether each is a sample of its own.
+        truncated: "error", or "use" for the samples of the intact part of truncated shards.
     """
 
     need: tuple[str, ...] = ("image", "caption")
     filters: tuple[Filter, ...] = ()
     captions: CaptionRule = field(default_factory=CaptionRule)
+    truncated: str = "error"
 
     @property
     def reads_json(self) -> bool:
@@ -137,7 +139,7 @@ class Selection:
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits that change when it can choose other samples."""
+        """16 hexadecimal digits that change when it can choose other samples of a whole shard."""
         said = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 

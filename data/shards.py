@@ -125,7 +125,7 @@ class Shards:
         try:
             return file.shown, self._opened(shard).key(within)
         except DataError:  # the shard is gone; its index may still be there
-            index = stored_index(file)
+            index = stored_index(file, truncated=self.selection.truncated)
             if index is None or self.selection.reads_json:
                 return file.shown, ""
             rows = self.selection.choose(index, lambda row: (None, {})).rows

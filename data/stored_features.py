@@ -109,6 +109,11 @@ class StoredFeatures:
             self._texts.read([one.text for one in found], features[1])
         return TeacherFeatures(*torch.from_numpy(features))
 
+    def zeros(self, count: int) -> TeacherFeatures:
+        """Features of the form that ``read`` returns, all zero."""
+        parts = 2 if self._texts is not None else 1
+        return TeacherFeatures(*torch.zeros(parts, count, self.width, dtype=torch.float16))
+
 
 def _check_rule(rule: CaptionRule) -> None:
     """``clipkit encode --text`` takes the caption file as it is, or else the json's caption."""
@@ -124,7 +129,7 @@ def _check_shards(stored: StoredRows, shards: Shards) -> None:
     example, without = ("", ""), list[ShardFile]()
     for number in range(len(shards.manifest)):
         file = shards.manifest.shard(number)
-        index = _index_of(file)
+        index = _index_of(file, shards.selection.truncated)
         if index is None:
             continue
         rows = _usable(index)
@@ -141,9 +146,10 @@ def _check_shards(stored: StoredRows, shards: Shards) -> None:
         )
 
 
-def _index_of(file: ShardFile) -> ShardIndex | None:
+def _index_of(file: ShardFile, truncated: str) -> ShardIndex | None:
     """A shard's index without fetching the shard."""
-    return stored_index(file) if file.is_remote else index_shard(file)
+    index = stored_index if file.is_remote else index_shard
+    return index(file, truncated=truncated)
 
 
 def _usable(index: ShardIndex) -> npt.NDArray[np.int64]:

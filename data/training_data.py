@@ -5,8 +5,9 @@ from pathlib import Path
 
 from clipkit.config import DataConfig, DistillConfig
 from clipkit.count_progress import CountProgress
-from clipkit.errors import CheckpointError
+from clipkit.errors import CheckpointError, DataError
 from clipkit.run_folder import hint_of_moved_data, manifest_file
+from clipkit.tar import TruncatedError
 from data.augment import Augmentation
 from data.cache import shard_cache
 from data.captions import CaptionRule
@@ -45,6 +46,7 @@ def open_training_data(
             templates=settings.caption_templates,
             prefix=settings.caption_prefix,
         ),
+        truncated=settings.truncated,
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
@@ -61,7 +63,10 @@ def _counted(
     with hint_of_moved_data(run):
         sources = [find_shards(source) for source in settings.sources]
     with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
-        manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
+        try:
+            manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
+        except TruncatedError as error:
+            raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
     earlier = Manifest.load(manifest_file(run))
     if earlier is not None and begun:
         if changes := manifest.changes_since(earlier):

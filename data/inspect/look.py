@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.tar import Content, sample_name, tar_files, tar_files_of
+from clipkit.tar import Content, TruncatedError, sample_name, tar_files, tar_files_of
 from data.index import IMAGE, IMAGE_EXTENSIONS, ShardIndex, index_of_members, keep_index, stored_index
 from data.inspect.shard_findings import Place
 from data.open_shard import OpenShard
@@ -88,6 +88,7 @@ class Look:
         number: in the list of shards.
         file: the shard.
         cause: why it cannot be read; empty if it can.
+        truncated: whether that is because it is truncated.
         rows: (M,) uint32, of its index: samples that count.
         groups: samples, whether they count or not.
         dropped: those that do not count, by reason.
@@ -103,6 +104,7 @@ class Look:
     number: int
     file: ShardFile
     cause: str = ""
+    truncated: bool = False
     rows: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     groups: int = 0
     without_picture: int = 0
@@ -151,7 +153,7 @@ def look_into(
     try:
         index = _index(look, selection, cache, until)
     except DataError as error:
-        look.cause = str(error)
+        look.cause, look.truncated = str(error), isinstance(error, TruncatedError)
         return look
     has = index.has()
     chosen = selection.choose(index, lambda row: (None, {}))
@@ -220,9 +222,8 @@ def _whole_samples(members: Iterable[tuple[str, int, int]]) -> Iterator[tuple[st
                 yield from held
                 held, key = [], found[0]
             held.append(member)
-    except DataError as fault:
-        if "is truncated" not in str(fault):
-            raise
+    except TruncatedError:
+        pass
 
 
 class OpenBeginning:

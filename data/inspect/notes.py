@@ -35,6 +35,11 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
             "training refuses them: fetch them again or leave them out",
             grave=True,
         )
+        if truncated := sum(one.truncated for one in shards.broken):
+            yield Note(
+                text=f"{many(truncated, 'shard')} truncated: data.truncated=use trains on the intact part",
+                grave=True,
+            )
     if shards.suspicious > len(shards.broken):
         yield Note(
             text=f"{many(shards.suspicious, 'shard')} not ending as a tar does: likely cut short",

@@ -21,9 +21,10 @@ def no_pair(looks: Sequence[Look], selection: Selection) -> str:
     for look in looks:
         extensions.update(look.names.extensions)
         hidden += look.names.hidden
-    if not sound and not extensions:
+    if not sound and (looks[0].truncated or not extensions):
         more = f" (and {len(looks) - 1} more cannot be read)" if len(looks) > 1 else ""
-        return f"{looks[0].cause}{more}"
+        hint = "; data.truncated=use trains on the intact part" if looks[0].truncated else ""
+        return f"{looks[0].cause}{more}{hint}"
     first = looks[0].file.shown
     where = f"shard {first} holds" if len(looks) == 1 else f"the first {len(looks)} shards looked into hold"
     nameless = f"; {hidden} files have no extension" if hidden else ""

@@ -15,10 +15,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A shard that cannot be read."""
+    """A shard that cannot be read; ``truncated`` says whether a part of it is intact."""
 
     shard: str
     cause: str
+    truncated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

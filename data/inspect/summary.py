@@ -51,7 +51,9 @@ def shards_of(
         refused=listed.refused,
         broken=tuple(
             Broken(
-                shard=look.file.shown, cause=look.cause.removeprefix(f"shard {look.file.shown}").lstrip(": ")
+                shard=look.file.shown,
+                cause=look.cause.removeprefix(f"shard {look.file.shown}").lstrip(": "),
+                truncated=look.truncated,
             )
             for look in looks
             if look.cause

@@ -101,7 +101,17 @@ def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: 
         assert [Path(one).name for one in found.shards.empty] == ["00008.tar"]
         assert found.names.without_picture == 2
         assert "3 of 7 shards looked into cannot be read" in told(found)
+        assert "2 shards truncated: data.truncated=use trains on the intact part" in told(found)
     assert "3 of 10 shards are missing" in told(found)
+
+
+def test_where_all_shards_are_truncated_the_setting_is_told(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pairs(0, 5))
+    os.truncate(tmp_path / "0.tar", (tmp_path / "0.tar").stat().st_size // 2)
+    with pytest.raises(
+        DataError, match=r"0\.tar is truncated: .*; data\.truncated=use trains on the intact part"
+    ):
+        look([str(tmp_path)])
 
 
 def test_a_count_of_shards_that_does_not_fit_is_told(tmp_path: Path) -> None:
