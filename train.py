@@ -15,6 +15,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+PARENT = os.getppid()  # read before torch loads, which takes seconds: torchrun may die meanwhile
+
 # A thread of torch that waits must not spin: where loader processes share the cores, a step then takes up to five
 # times as long. Read when torch loads, so it is set before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -35,7 +37,7 @@ from clipkit.compile import compile_blocks
 from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
 from clipkit.cost_table import cost_table
-from clipkit.errors import CheckpointError, ClipkitError, ConfigError, nearest, run_command
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, nearest, run_command
 from clipkit.locking import Unfreezing, lock
 from clipkit.machines import Machine, published_memory
 from clipkit.model import CLIP, MAX_LOGIT_SCALE
@@ -43,7 +45,7 @@ from clipkit.not_finite import write_down
 from clipkit.optim import learning_rate, make_optimizer
 from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.peak_rate import PUBLISHED_BF16, measured_peak, published_peak
-from clipkit.process import StopRequest, loss_after
+from clipkit.process import StopRequest, end_with_launcher, launcher_of, loss_after
 from clipkit.profiling import Profile
 from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
 from clipkit.recompute import recompute_blocks
@@ -54,6 +56,7 @@ from clipkit.run_folder import (
     bad_share,
     check_bad_samples,
     drop_bad_samples_after,
+    list_truncated,
     only_trainer_of,
     too_many_bad,
 )
@@ -98,6 +101,7 @@ def main() -> int:
         print(*settings_reference(options.settings), sep="\n")
         return 0
     stop = StopRequest()
+    end_with_launcher(PARENT, leaving=lambda: stop.asked)
     distributed.check_launch()
     device = distributed.start()
     rank, world = distributed.rank(), distributed.world_size()
@@ -122,7 +126,7 @@ def main() -> int:
     bf16 = use_bf16(config, device)
 
     # 3. The run folder: ours alone, and of this configuration.
-    with only_trainer_of(run, config, chief=chief):
+    with only_trainer_of(run, config, chief=chief, launcher=launcher_of(PARENT)):
         # 4. The data, training and evaluation, checked before anything is computed.
         begun = chief and latest_checkpoint(run) is not None
         shards = open_training_data(
@@ -232,11 +236,13 @@ def main() -> int:
         if chief:
             print(without_secrets(to_toml(config, differing_from=Config())), file=sys.stderr)
         progress = ProgressLine(steps=config.steps, done=state.step, shown=chief)
+        truncated = list_truncated(run, shards.manifest.truncated_shards()) if chief else []
         layers = 0 if unfreezing is None else unfreezing.layers
         for line in (
             *describe(model, order, shards, world, device, config, bf16=bf16),
             *beginning(run, state.step, config, planned=planned),
             *notes(config, step=state.step, samples=order.samples, layers=layers),
+            *truncated,
         ):
             progress.say(line)
         if checkpoint is not None and (bad := passed_over(checkpoint)):
@@ -273,12 +279,19 @@ def main() -> int:
             if is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)
             stop.save_first(True, loss_after(writer.saved_step))
-            steps = StepMetrics(watch, device=device, ranks=world, peak=peak)
+            # while a GPU trains there may be no memory for a measurement, and its peak is rarely measured too low
+            measure = partial(measured_peak, device, dtype, together=False) if device.type == "cpu" else None
+            steps = StepMetrics(watch, device=device, ranks=world, peak=peak, measure=measure)
             profiled.start()
             while step < config.steps and not stopped:
                 # 7a. The next batch, already on its way.
                 watch.begin("data")
-                batch = next(batches)
+                fault: DataError | None = None
+                try:
+                    batch = next(batches)
+                except DataError as error:  # of this rank alone: all ranks agree in 7c, and stop together
+                    fault = error
+                    batch = loader.placeholder(step, error).to(device)
                 starvation.count(batch)
                 if unfreezing is not None and unfreezing.lock_for_step(step):
                     trained = replicated(model)
@@ -306,11 +319,21 @@ def main() -> int:
                 broken = not (math.isfinite(loss) and math.isfinite(norm))
                 updates, factor = step - state.skipped, config.optim.skip_above
                 spike = is_spike(norm, state.usual_norm, factor=factor, updates=updates)
-                here = torch.tensor([int(stop.asked), len(bad_here), int(minutes), int(broken), int(spike)])
-                asked_to_stop, newly_bad, time_to_save, broken_ranks, spikes = distributed.sum_over_ranks(
-                    here
-                ).tolist()
+                here = torch.tensor(
+                    [stop.asked, len(bad_here), minutes, broken, spike, fault is not None], dtype=torch.int64
+                )
+                asked_to_stop, newly_bad, time_to_save, broken_ranks, spikes, faults = (
+                    distributed.sum_over_ranks(here).tolist()
+                )
                 spike = spikes > 0
+                if faults:
+                    statistics.put_back()
+                    writer.save_now(model, optimizer, replace(state, seconds=clock() - began), averaged)
+                    causes = distributed.gather_objects("" if fault is None else str(fault))
+                    raise DataError(
+                        f"{next(filter(None, causes))}; step {step} is saved, and the same command goes on from "
+                        "there once that is corrected"
+                    )
                 if broken_ranks:
                     write_down(run, loader.names(batch.ids), step=step, rank=rank)
                     statistics.put_back()
@@ -369,6 +392,7 @@ def main() -> int:
                         "grad_norm": norm,
                         "bad_samples": state.bad_samples,
                         "skipped": state.skipped,
+                        "truncated_shards": len(shards.manifest.truncated),
                         "seconds": state.seconds,
                         **steps.read(),
                         "transfer_time": batches.seconds().transfer,
@@ -402,7 +426,8 @@ def main() -> int:
             log.close()
             writer.close()
         if stopped:
-            distributed.barrier()  # a rank that ends with an error would end the chief while it saves
+            # waits for all ranks: one that ends with an error would end rank 0 while it saves
+            number = int(distributed.greatest_over_ranks(torch.tensor(stop.number)))
             check_bad_samples(state.bad_samples, step * config.batch_size, config.data.max_bad, run)
         if state.bad_samples:
             progress.say(bad_share(state.bad_samples, step * config.batch_size, config.data.max_bad))
@@ -411,7 +436,7 @@ def main() -> int:
         elif chief:
             progress.say(f"done: {build_report(run)}")
     distributed.stop()
-    return 0
+    return 128 + number if stopped else 0
 
 
 def clock() -> float:

@@ -6,6 +6,7 @@ with its traceback.
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,7 +14,8 @@ from difflib import get_close_matches
 from typing import NoReturn, TextIO
 
 __all__ = [
-    "CheckpointError", "ClipkitError", "ConfigError", "DataError", "let_go_if_broken", "nearest", "run_command",
+    "CheckpointError", "ClipkitError", "ConfigError", "DataError", "Stopped", "let_go_if_broken", "nearest",
+    "run_command",
 ]  # fmt: skip
 
 
@@ -31,6 +33,14 @@ class DataError(ClipkitError):
 
 class CheckpointError(ClipkitError):
     """A checkpoint or run folder that is missing, incomplete, or belongs to something else."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has asked the program to stop; ``number`` is the signal's."""
+
+    def __init__(self, number: int, *message: str) -> None:
+        super().__init__(*message)
+        self.number = number
 
 
 _MOST_NAMES = 1200  # characters of known names that a message may list
@@ -52,8 +62,8 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     """Run a program's main function and leave with its status.
 
     A user's mistake, and what the machine refuses (a full disk, a file that may not be read), is one line on
-    stderr and exit status 1. Ctrl-C is one line and exit status 130; an argument of the ``KeyboardInterrupt`` says
-    what it means.
+    stderr and exit status 1. Ctrl-C is one line and exit status 130, ``Stopped`` one line and 128 + its number; an
+    argument of the ``KeyboardInterrupt`` says what it means.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -75,7 +85,7 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             _to_stderr("; ".join(["stopped", *map(str, stop.args)]))
-        status = 130
+        status = 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     for stream in (sys.stdout, sys.stderr):
         let_go_if_broken(stream)
     # Ctrl-C within exec(text), which making a dataclass is, has `python -m` die of SIGINT at its end although it

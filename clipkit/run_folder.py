@@ -1,16 +1,20 @@
 """A run's folder while it is trained: who may write to it, which configuration it belongs to, its bad samples.
 
-RUN/.lock                     held by the process that trains, whose name it holds
+RUN/.lock                     held by the process that trains; contains its ID and host
 RUN/config.toml               the configuration
 RUN/data.manifest             what it is trained on, see data/manifest.py
+RUN/truncated_shards.jsonl    shards of which only the intact part is used, a line each
 RUN/bad_samples.jsonl         samples that were replaced, a line each; of rank 3: bad_samples-3.jsonl
 """
 
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,18 +29,23 @@ from clipkit.setting import shown
 
 __all__ = [
     "append_bad_samples", "bad_share", "check_bad_samples", "drop_bad_samples_after", "hint_of_moved_data",
-    "manifest_file", "only_trainer_of", "too_many_bad",
+    "list_truncated", "manifest_file", "only_trainer_of", "too_many_bad",
 ]  # fmt: skip
 
 _LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
 _FIGURES = "metrics.jsonl"
-_STARTED = (_LOCK, _CONFIG, _MANIFEST, _FIGURES, "tensorboard")  # there before a step
+_TRUNCATED = "truncated_shards.jsonl"
+_SHOWN = 5  # truncated shards that are printed one by one
+_STARTED = (_LOCK, _CONFIG, _MANIFEST, _FIGURES, _TRUNCATED, "tensorboard")  # there before a step
 _FIRST_SAMPLES = 1000  # draws
 _LONGEST_NAME = 200  # characters of a process's name
+_LOCK_SECONDS = 10.0  # to wait for a lock: ranks of a launcher that was killed end within a second
+_POLL_SECONDS = 0.1
+_LOCK_PID = re.compile(r"process ([0-9]+)(?!.*process)")  # the last one: a launcher, if there is one
 
 
 @contextmanager
-def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]:
+def only_trainer_of(run: Path, config: Config, *, chief: bool, launcher: int | None = None) -> Iterator[None]:
     """Make or reopen the run folder, and hold it while training; another training there is refused.
 
     A folder made here that a mistake or Ctrl-C has left without a step, score or checkpoint is removed:
@@ -46,6 +55,7 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]
         run: the folder.
         config: which it is to be of.
         chief: whether this process is the one that writes; the others do nothing here.
+        launcher: process ID of the torchrun that started this process, if one did.
 
     Raises:
         ConfigError: it cannot be made or written, another training holds it, it is of something else, or it has
@@ -66,7 +76,7 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool) -> Iterator[None]
     ended = False
     try:
         with lock:
-            _hold(lock, run)
+            _hold(lock, run, launcher)
             try:
                 _claim(run, config)
             except OSError as error:
@@ -89,21 +99,41 @@ def _take_back(run: Path, made: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _hold(lock: TextIO, run: Path) -> None:
+def _hold(lock: TextIO, run: Path, launcher: int | None) -> None:
+    """Take the lock; wait some seconds for a process that is about to end."""
+    until = time.monotonic() + _LOCK_SECONDS
+    waiting = False
+    while not _try_lock(lock, run):
+        lock.seek(0)
+        name = lock.read(_LONGEST_NAME).strip()
+        who = f" ({name})" if name else ""
+        if time.monotonic() >= until:
+            # a rank that ends alone may be started again by its torchrun
+            pid = _LOCK_PID.search(name)
+            stop = f"`kill -TERM {pid[1]}` saves and stops it; " if pid else ""
+            raise ConfigError(
+                f"another training{who} is writing to {run}: {stop}wait for it, or set another out="
+            )
+        if not waiting:
+            print(f"waiting for another training{who} to leave {run}", file=sys.stderr, flush=True)
+            waiting = True
+        time.sleep(_POLL_SECONDS)
+    with suppress(OSError):  # the name only helps; a full disk is reported where it matters
+        os.ftruncate(lock.fileno(), 0)
+        under = f" under torchrun, process {launcher}" if launcher else ""
+        name = f"process {os.getpid()} on {socket.gethostname()}{under}\n"
+        os.write(lock.fileno(), name.encode())
+
+
+def _try_lock(lock: TextIO, run: Path) -> bool:
     try:
         # of the process, unlike flock's: a loader process that outlives a kill -9 for a moment does not hold it
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        lock.seek(0)
-        who = f" ({name})" if (name := lock.read(_LONGEST_NAME).strip()) else ""
-        raise ConfigError(
-            f"another training{who} is writing to {run}: wait for it, or set another out="
-        ) from error
+    except (BlockingIOError, PermissionError):
+        return False
     except OSError as error:
         raise ConfigError(f"the run folder {run} cannot be locked: {error.strerror}") from error
-    with suppress(OSError):  # the name is a help and no more: a full disk is told where it matters
-        os.ftruncate(lock.fileno(), 0)
-        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return True
 
 
 def _claim(run: Path, config: Config) -> None:
@@ -188,6 +218,26 @@ def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *
             file.write(lines)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def list_truncated(run: Path, shards: Sequence[tuple[str, int]]) -> list[str]:
+    """List truncated shards in the run folder, each with how many samples were kept; returns lines for the user.
+
+    Raises:
+        DataError: the list cannot be written.
+    """
+    path = run / _TRUNCATED
+    try:
+        if not shards:
+            path.unlink(missing_ok=True)
+            return []
+        lines = [json.dumps({"shard": shard, "samples_kept": kept}) + "\n" for shard, kept in shards]
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+    first = [f"note: shard {shard} is truncated: {kept:,} samples kept" for shard, kept in shards[:_SHOWN]]
+    more = len(shards) - len(first)
+    return [*first, f"note: {more:,} more truncated shards are listed in {path}"] if more else first
 
 
 def too_many_bad(bad: int, used: int, share: float) -> bool:

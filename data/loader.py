@@ -26,10 +26,26 @@ from data.stages import Stage, check_stages, stage_at
 from data.stored_features import FoundRow, StoredFeatures
 from data.workers import Workers, leave_signals_to_the_trainer
 
-__all__ = ["Loader"]
+__all__ = ["BatchError", "Loader"]
 
 _SUBSTITUTES = 32  # tries for one bad sample before the data are called broken
 _CROP, _SUBSTITUTE, _CAPTION = range(3)  # what a stream of random numbers is for; part of its seed
+
+
+class BatchError(DataError):
+    """No usable sample was found for a row of a batch.
+
+    Args:
+        message: what is wrong with the last one.
+        bad: all bad samples of the batch up to there.
+    """
+
+    def __init__(self, message: str, bad: tuple[BadSample, ...] = ()) -> None:
+        super().__init__(message, bad)  # both, so that it can be pickled
+        self.bad = bad
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +93,8 @@ class Loader:
         """The batches of steps ``start`` to ``stop - 1``.
 
         Raises:
-            DataError: no usable sample was found in place of a bad one, or a worker was killed.
+            BatchError: no usable sample was found in place of a bad one.
+            DataError: a worker was killed.
         """
         if self.workers:
             preload(self.augmentation)
@@ -127,6 +144,30 @@ class Loader:
             making=time.perf_counter() - began,
         )
 
+    def placeholder(self, step: int, error: DataError) -> Batch:
+        """A batch of zeros for a step whose batch cannot be made.
+
+        A rank computes on it until all ranks have agreed to stop: one that left earlier would let the others wait.
+        The result must not be used.
+
+        Args:
+            step: batches before this one.
+            error: why the batch cannot be made; its bad samples are the batch's.
+        """
+        stage = stage_at(self.stages, step)
+        draw = self.order.batch(step, rank=self.rank, world=self.world)
+        count, ids = len(draw.ids), torch.from_numpy(draw.ids)
+        return Batch(
+            images=empty_batch(count, stage.image_size if stage else self.image_size).zero_(),
+            tokens=torch.zeros(count, 1, dtype=torch.int64),
+            lengths=(1,) * count,
+            ids=ids,
+            identities=torch.stack([ids, ids], dim=1),
+            first_row=draw.first_row,
+            bad=error.bad if isinstance(error, BatchError) else (),
+            teacher=None if self.teacher is None else self.teacher.zeros(count),
+        )
+
     def names(self, ids: Tensor | Sequence[int]) -> list[tuple[str, str]]:
         """The shard and key of samples by their numbers; the key is empty where nothing tells it any more."""
         return [self.shards.locate(int(number)) for number in ids]
@@ -163,8 +204,9 @@ class Loader:
             substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, number)
             chosen = int(substitutes.integers(len(self.shards)))
         last = part.bad[-1]
-        raise DataError(
-            f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}"
+        raise BatchError(
+            f"{_SUBSTITUTES} samples in a row are bad, the last is {last.key} in {last.shard}: {last.cause}",
+            tuple(part.bad),
         )
 
     def _put(self, number: int, epoch: int, row: int, part: "_Part") -> None:

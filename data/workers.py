@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from clipkit.errors import DataError
+from data.child_process import end_with_parent
 
 __all__ = ["Workers", "leave_signals_to_the_trainer"]
 
@@ -37,9 +38,10 @@ _abandoned: list[Iterator[Any]] = []
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
-    """What each worker does first."""
+    """What each worker does first: ignore signals, and end when the trainer does, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
 
 
 class Workers(Generic[T]):
@@ -117,10 +119,7 @@ class Workers(Generic[T]):
                 one.kill()
             status = killed[0].exitcode or 0
             what = f"was killed (signal {-status})" if status < 0 else f"ended (status {status})"
-            raise DataError(
-                f"a loader process {what}{_LIKELY_CAUSE.get(-status, '')}; "
-                "the last checkpoint is kept, and the same command resumes"
-            ) from None
+            raise DataError(f"a loader process {what}{_LIKELY_CAUSE.get(-status, '')}") from None
 
     def _wait_for_the_dying(self) -> None:
         # connections of a worker that is killed break first, and its exit status is known some time later

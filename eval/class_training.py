@@ -159,7 +159,7 @@ class ClassTraining:
         return steps
 
     def _run(self, settings: Sequence[str], log: Path, batch_size: int) -> str:
-        """Its last line where it fails, else nothing."""
+        """Its last line where it fails; nothing where it ends well or was asked to stop."""
         # normalization by batches needs two pictures on each
         gpus = min(torch.cuda.device_count(), batch_size // 2) if self.device.type == "cuda" else 0
         launch = (
@@ -175,7 +175,7 @@ class ClassTraining:
                 process.terminate()  # it saves, and goes on from there the next time
                 process.wait()
                 raise KeyboardInterrupt(_KEPT) from stop
-        if not status:
+        if status == 0 or status > 128:  # 128 + the signal that has asked it to stop
             return ""
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         return next((line for line in lines if line.startswith("error: ")), f"it ended with status {status}")

@@ -122,11 +122,11 @@ def test_kill_and_resume_gives_the_same_weights_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_sigterm_saves_leaves_with_status_0_and_resumes(
+def test_sigterm_saves_leaves_with_status_143_and_resumes(
     pairs: Path, train: Train, uninterrupted: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "terminated"
-    assert _stop(pairs, out, at=7, how=signal.SIGTERM) == 0
+    assert _stop(pairs, out, at=7, how=signal.SIGTERM) == 128 + signal.SIGTERM
     saved = int((out / "checkpoints" / "LATEST").read_text().removeprefix("step_"))
     assert 7 <= saved < STEPS
     train(out)

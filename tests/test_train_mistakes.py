@@ -196,6 +196,9 @@ def test_a_mistake_is_one_line(name: str, place: Place, ended: Callable[[str], E
         lines = (place.runs / name / "bad_samples.jsonl").read_text().splitlines()
         assert message.startswith(f"{len(lines)} of {4 + len(lines)} samples ")
         assert all(json.loads(line)["step"] == 1 and json.loads(line)["key"] in ("1", "5") for line in lines)
+    elif name == "all bad":  # the batch that could not be made
+        assert len((place.runs / name / "bad_samples.jsonl").read_text().splitlines()) == 32
+        assert (place.runs / name / "checkpoints" / "step_00000000" / "state.json").is_file()
     elif name != "missing shards":  # which another case mends
         assert not (place.runs / name).exists()  # it would look like a run
 
@@ -240,7 +243,10 @@ def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
         while not (place.runs / "shared" / "config.toml").is_file() and time.monotonic() < until:
             time.sleep(0.05)
         message = error_of(place.train(*settings, run="shared"))
-        assert f"another training (process {first.pid} on " in message and ") is writing to" in message
+        assert f"another training (process {first.pid} on " in message
+        assert (
+            f") is writing to {place.runs}/shared: `kill -TERM {first.pid}` saves and stops it; " in message
+        )
         figures = place.runs / "shared" / "metrics.jsonl"
         while not (figures.is_file() and figures.stat().st_size) and time.monotonic() < until:
             time.sleep(0.05)
@@ -249,7 +255,7 @@ def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
     finally:
         first.kill()
         first.communicate()
-    assert first.returncode == 0 and "stopped and saved at step" in stderr
+    assert first.returncode == 128 + signal.SIGTERM and "stopped and saved at step" in stderr
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(place: Place) -> None:

@@ -84,6 +84,11 @@ def test_ctrl_c_is_one_line_and_status_130() -> None:
     assert (done.returncode, done.stderr) == (130, "stopped\n")
 
 
+def test_another_signal_is_128_and_its_number() -> None:
+    done = run("raise Stopped(15, 'all is saved')")
+    assert (done.returncode, done.stderr) == (143, "stopped; all is saved\n")
+
+
 def test_ctrl_c_where_text_is_executed_is_status_130_too(tmp_path: Path) -> None:
     body = "exec('raise KeyboardInterrupt')"  # as within dataclass()
     (tmp_path / "program.py").write_text(PROGRAM.format(body), encoding="utf-8")

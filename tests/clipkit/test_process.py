@@ -1,10 +1,15 @@
 """A training is asked to stop by signals, and says what that costs."""
 
+import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from clipkit.errors import Stopped
 from clipkit.process import StopRequest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -22,8 +27,9 @@ def handlers() -> Iterator[None]:
 def test_where_there_is_something_to_save_the_step_is_finished(number: signal.Signals) -> None:
     stop = StopRequest()
     stop.save_first(True, "the last steps are lost")
+    assert not stop.asked
     signal.raise_signal(number)
-    assert stop.asked
+    assert stop.asked and stop.number == number
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt, match="the last steps are lost"):  # a second Ctrl-C does not wait
         signal.raise_signal(signal.SIGINT)
@@ -34,11 +40,77 @@ def test_where_there_is_something_to_save_the_step_is_finished(number: signal.Si
 @pytest.mark.parametrize("number", SIGNALS)
 def test_where_there_is_nothing_to_save_it_leaves_at_once(number: signal.Signals) -> None:
     StopRequest()
-    with pytest.raises(KeyboardInterrupt, match="no step was made"):
+    with pytest.raises(Stopped, match="no step was made") as caught:
         signal.raise_signal(number)
+    assert caught.value.number == number  # the exit status is 128 more
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     StopRequest()
     signal.raise_signal(signal.SIGHUP)
+
+
+# what a rank does: it says that it is there, and leaves by itself if it is told to
+RANK = """
+import os, sys, time
+parent = os.getppid()
+from clipkit.process import end_with_launcher
+end_with_launcher(parent, leaving=lambda: sys.argv[1] == "leaving")
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+LAUNCHER = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+time.sleep(60)
+"""
+UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}
+
+
+def orphan(how: str, **environment: str) -> tuple[int, str]:
+    """Kill a rank's launcher alone; returns the rank, 0 if it has ended, and what it said."""
+    command = [sys.executable, "-c", LAUNCHER, RANK, how]
+    launcher = subprocess.Popen(
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    try:
+        _, said = launcher.communicate(timeout=2)  # ends when the rank closes its end
+    except subprocess.TimeoutExpired:
+        os.kill(rank, signal.SIGKILL)  # it is there
+        launcher.communicate()
+        return rank, ""
+    return 0, said
+
+
+def test_a_rank_ends_with_its_launcher() -> None:
+    rank, said = orphan("working", **UNDER_TORCHRUN)
+    assert rank == 0
+    assert said.startswith("error: torchrun has died, so its ranks end; the last checkpoint is kept")
+
+
+def test_a_process_without_a_launcher_outlives_its_parent() -> None:
+    rank, _ = orphan("working")
+    assert rank
+
+
+def test_a_rank_that_is_saving_outlives_its_launcher() -> None:
+    rank, _ = orphan("leaving", **UNDER_TORCHRUN)
+    assert rank
+
+
+def test_a_rank_ends_whose_launcher_died_before_it_looked() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        port = closed.getsockname()[1]
+        store = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", RANK, "working"], capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, **UNDER_TORCHRUN, **store, "MASTER_PORT": str(port)},
+        )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: torchrun has died")

@@ -214,7 +214,7 @@ def test_a_program_whose_worker_is_killed_says_so_in_one_line_and_ends(moment: f
     assert program.returncode == 1
     assert errors == (
         "error: a loader process was killed (signal 9), often for want of memory: lower data.workers or "
-        "batch_size; the last checkpoint is kept, and the same command resumes\n"
+        "batch_size\n"
     )
     assert not any(map(is_running, workers))
 
