@@ -327,13 +327,13 @@ def main() -> int:
                 )
                 spike = spikes > 0
                 if faults:
-                    statistics.put_back()
-                    writer.save_now(model, optimizer, replace(state, seconds=clock() - began), averaged)
                     causes = distributed.gather_objects("" if fault is None else str(fault))
-                    raise DataError(
-                        f"{next(filter(None, causes))}; step {step} is saved, and the same command goes on from "
-                        "there once that is corrected"
-                    )
+                    kept = "no step was made"
+                    if step:
+                        statistics.put_back()
+                        writer.save_now(model, optimizer, replace(state, seconds=clock() - began), averaged)
+                        kept = f"step {step} is saved, and the same command resumes once that is corrected"
+                    raise DataError(f"{next(filter(None, causes))}; {kept}")
                 if broken_ranks:
                     write_down(run, loader.names(batch.ids), step=step, rank=rank)
                     statistics.put_back()

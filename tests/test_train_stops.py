@@ -167,9 +167,7 @@ def test_where_no_batch_can_be_made_the_run_goes_on_once_the_data_are_repaired(
     said = trainings.run_ranks(world, out, *settings, status=1)
     errors = [line for line in "".join(said).splitlines() if line.startswith("error")]
     assert len(errors) == 1 and errors[0].startswith("error: 32 samples in a row are bad, the last is ")
-    assert errors[0].endswith(
-        "; step 4 is saved, and the same command goes on from there once that is corrected"
-    )
+    assert errors[0].endswith("; step 4 is saved, and the same command resumes once that is corrected")
     assert latest_step(out) == 4
     for rank in range(world):
         name = "bad_samples.jsonl" if rank == 0 else f"bad_samples-{rank}.jsonl"
@@ -183,6 +181,19 @@ def test_where_no_batch_can_be_made_the_run_goes_on_once_the_data_are_repaired(
     assert digests(out, 8) == whole and [line["loss"] for line in metrics(out)] == losses
     assert not any(path.read_text() for path in out.glob("bad_samples*.jsonl"))
     assert metrics(out)[-1]["bad_samples"] == 0
+
+
+def test_a_run_that_made_no_step_may_begin_again_on_other_data(
+    trainings: Trainings, breakable: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    settings = ("data.workers=0", "steps=2")
+    break_all(breakable)
+    said = trainings.run_ranks(1, out, f"data.train={breakable}", *settings, status=1)
+    assert "".join(said).rstrip().endswith("; no step was made")
+    assert len((out / "bad_samples.jsonl").read_text().splitlines()) == 32
+    trainings.run_ranks(1, out, *settings)
+    assert len(metrics(out)) == 2 and not (out / "bad_samples.jsonl").read_text()
 
 
 @pytest.mark.slow
