@@ -3,6 +3,7 @@
 Letters: C classes, T templates, O embedding dimension.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import SupportsIndex
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 from clipkit.architectures import ClassTable
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import CLIP
+from clipkit.text_input import Tokenizer
 
 __all__ = [
-    "DEFAULT_TEMPLATES", "check_batch_size", "encode_prompts", "fill_template", "list_of_strings",
-    "zero_shot_classifier",
+    "DEFAULT_TEMPLATES", "check_batch_size", "encode_prompts", "fill_template", "indistinguishable_classes",
+    "list_of_strings", "token_numbers", "zero_shot_classifier",
 ]  # fmt: skip
 
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
+_SHOWN = 80  # characters of a class name in a message
 
 
 def zero_shot_classifier(
@@ -29,6 +32,7 @@ def zero_shot_classifier(
     templates: Sequence[str] = DEFAULT_TEMPLATES,
     *,
     batch_size: int = 256,
+    allow_indistinguishable: bool = False,
 ) -> Tensor:
     """One weight vector a class: its prompts' unit embeddings are averaged, and the mean is made unit norm.
 
@@ -38,12 +42,15 @@ def zero_shot_classifier(
         templates: T prompts in which ``{c}`` (or ``{}``) stands for the class. A model with a head of classes in
             its text tower's place (``ClassTable``) reads names alone: it gets none.
         batch_size: prompts encoded at a time.
+        allow_indistinguishable: accept class names whose prompts have the same tokens, which the model cannot
+            tell apart, for published lists that contain such names ("missile" is two classes of ImageNet).
 
     Returns:
         (O, C) float32 with unit columns, on the model's device.
 
     Raises:
-        DataError: there are no classes or templates, one is no string, or a template has no place for the class.
+        DataError: there are no classes or templates, one is no string, a template has no place for the class, or
+            two class names have the same tokens in every prompt.
         ConfigError: ``batch_size`` is no positive whole number.
     """
     for what, given in (("class_names", class_names), ("templates", templates)):
@@ -54,10 +61,57 @@ def zero_shot_classifier(
         raise DataError("a zero-shot classifier needs at least one class name and one template")
     if isinstance(model.architecture.text, ClassTable):
         places = ["{c}"]
-    prompts = [fill_template(template, name) for name in names for template in places]
-    features = encode_prompts(model, prompts, batch_size=batch_size)  # (C * T, O)
+    prompts = [[fill_template(template, name) for template in places] for name in names]
+    if not allow_indistinguishable and (same := indistinguishable_classes(model.tokenizer, prompts)):
+        first, second = (repr(names[number][:_SHOWN]) for number in same[0][:2])
+        others = sum(map(len, same)) - 2
+        more = f" (so do {others:,} more names)" if others else ""
+        raise DataError(
+            f"class names {first} and {second} have the same tokens in every prompt{more}, so the model cannot "
+            "tell them apart: remove one, or rename it"
+        )
+    every = [prompt for own in prompts for prompt in own]
+    features = encode_prompts(model, every, batch_size=batch_size)  # (C * T, O)
     per_class = features.view(len(names), len(places), -1).mean(dim=1)  # (C, O)
     return F.normalize(per_class, dim=-1).T.contiguous()
+
+
+def indistinguishable_classes(
+    tokenizer: Tokenizer, prompts: Sequence[Sequence[str]]
+) -> list[tuple[int, ...]]:
+    """Find the classes that a model cannot tell apart, because all their prompts have the same tokens.
+
+    Only classes that agree in their first prompts are compared in the next one, so that the usual cost is that of
+    tokenizing one prompt of each class.
+
+    Args:
+        tokenizer: the model's own, which may or may not ignore case and which cuts long texts.
+        prompts: of C classes, each at least one, in the same order of templates.
+
+    Returns:
+        Groups of two classes or more, by number in increasing order.
+    """
+    keys: list[tuple[int, ...]] = [
+        (len(own),) for own in prompts
+    ]  # equal for classes that are the same so far
+    for template in range(max(map(len, prompts), default=0)):
+        sizes = Counter(keys)
+        left = [i for i, key in enumerate(keys) if sizes[key] > 1 and template < len(prompts[i])]
+        if not left:
+            break
+        tokens = token_numbers(tokenizer, [prompts[i][template] for i in left])
+        for i, own in zip(left, tokens, strict=True):
+            keys[i] = (*keys[i], own)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def token_numbers(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """Number texts by their tokens: texts of one number are the same text to the model."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(row.tobytes(), len(numbers)) for row in tokenizer(texts).numpy()]
 
 
 def list_of_strings(given: Iterable[str], what: str) -> list[str]:

@@ -5,7 +5,7 @@ Letters in shape comments: N pictures or texts, D embedding dimension, W width b
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -134,3 +134,13 @@ class Subject:
         return self.encoder.classifier(
             self.dataset.prompts(), whose=f"the class names of dataset {self.dataset.name}"
         )
+
+    def warn(self, message: str) -> None:
+        """Log a warning about the dataset on rank 0, once per process: a training scores a dataset many times."""
+        if self.encoder.ranks.rank == 0:
+            _warn_once(f"dataset {self.dataset.name}: {message}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning("%s", message)

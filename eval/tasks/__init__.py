@@ -17,6 +17,7 @@ from eval.tasks.classification import labels_of
 from eval.tasks.compositional import choices_of, compositional
 from eval.tasks.few_shot import ESTIMATORS, SHOTS, few_shot
 from eval.tasks.fine_tune import RATES, fine_tune
+from eval.tasks.indistinguishable import report_captions, report_choices, report_classes
 from eval.tasks.knn import KS, knn
 from eval.tasks.linear_probe import linear_probes
 from eval.tasks.retrieval import captions_of, retrieval
@@ -104,6 +105,7 @@ class Task:
 
 
 def _zero_shot(subject: Subject, options: Options) -> Outcome:
+    report_classes(subject)
     if not options.details:
         return Outcome(scores=zero_shot(subject))
     details = zero_shot_details(
@@ -118,6 +120,7 @@ def _zero_shot(subject: Subject, options: Options) -> Outcome:
 
 
 def _retrieval(subject: Subject, options: Options) -> Outcome:
+    report_captions(subject)
     found = retrieval(subject)
     if not options.details:
         return Outcome(scores=found.scores)
@@ -132,6 +135,11 @@ def _retrieval(subject: Subject, options: Options) -> Outcome:
         seed=options.seed,
     )
     return Outcome(scores=found.scores, details=[details])
+
+
+def _compositional(subject: Subject, options: Options) -> Outcome:
+    report_choices(subject)
+    return Outcome(scores=compositional(subject))
 
 
 def _linear_probe(subject: Subject, options: Options) -> Outcome:
@@ -235,7 +243,7 @@ KNOWN_TASKS: Mapping[str, Task] = {
     ),
     "compositional": Task(
         what="tell a right caption from wrong ones (Winoground, SugarCrepe, ARO, WinoGAViL)",
-        run=lambda subject, _: Outcome(scores=compositional(subject)),
+        run=_compositional,
         check=choices_of,
         texts=_choices,
         needs_text=True,

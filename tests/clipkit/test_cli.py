@@ -339,6 +339,10 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
         (["classify", "photos", *labels, "--model", "nowhere"], "nowhere"),
         (["classify", "photos", "--labels", "cat", *model], "is no file"),
         (["classify", "photos", *labels, "--templates", "x", *model], "has no {c}"),
+        (
+            ["classify", "photos", "--labels", "cat,a dog, A  Dog", *model],
+            "'a dog' and 'A Dog' have the same tokens",
+        ),
         (["classify", "photos", *labels, "--top", "0", *model], "top = 0"),
         (["classify", "photos", *labels, "--out", "x.xlsx", *model], "it must end in .csv, .json or .jsonl"),
         (["classify", "photos", *labels, "--out", "photos/is.csv", *model], "photos/is.csv is a folder"),
@@ -346,7 +350,7 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(16))
 def test_mistakes_are_one_line_and_exit_1(
     number: int, checkpoint: Path, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
