@@ -12,11 +12,9 @@ What open_clip describes and clipkit's own towers can do becomes own towers: the
 give the same features, faster.
 """
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,9 @@ from clipkit.architectures import (
     named,
 )
 from clipkit.errors import ConfigError, nearest
+from clipkit.open_clip_package import config_files, without_image_tower
 
-__all__ = [
-    "architecture", "check_names", "from_open_clip", "open_clip_config", "open_clip_files",
-    "to_open_clip",
-]  # fmt: skip
+__all__ = ["architecture", "check_names", "from_open_clip", "open_clip_config", "to_open_clip"]
 
 OPEN_CLIP, TIMM, TRANSFORMERS, CBOW, CLASSES = "open_clip:", "timm:", "transformers:", "cbow", "classes:"
 _LARGEST_NAMES = 64 * 2**20  # bytes of a file of class names
@@ -120,9 +116,15 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
     Raises:
         ConfigError: says what is known.
     """
-    known = open_clip_files()
+    known = config_files()
     if name.startswith(OPEN_CLIP):
-        if _listed(name.removeprefix(OPEN_CLIP)) not in known:
+        theirs = _listed(name.removeprefix(OPEN_CLIP))
+        if without_image_tower(theirs):
+            raise ConfigError(
+                f"{called} = {name!r} is no CLIP architecture: open_clip's configuration of that name lacks "
+                "an image tower or a text tower"
+            )
+        if theirs not in known:
             hint = nearest(name.removeprefix(OPEN_CLIP), known)
             raise ConfigError(f"{called} = {name!r} is no architecture of open_clip: {hint}")
     elif _listed(name) in known and {name, name.removesuffix(QUICKGELU)}.isdisjoint(ARCHITECTURES):
@@ -149,22 +151,14 @@ def _class_names(file: Path) -> tuple[str, ...]:
 def open_clip_config(name: str) -> dict[str, Any]:
     """The configuration that open_clip has for ``open_clip:NAME``, as it is stored in that package."""
     name = name.removeprefix(OPEN_CLIP)
-    config = json.loads(open_clip_files()[_listed(name)].read_text(encoding="utf-8"))
+    config = json.loads(config_files()[_listed(name)].read_text(encoding="utf-8"))
     assert isinstance(config, dict)
     return config if name == _listed(name) else {**config, "quick_gelu": True}
 
 
 def _listed(name: str) -> str:
     """The name under which open_clip has an architecture that may have been asked for with QuickGELU."""
-    return name if name in open_clip_files() else name.removesuffix(QUICKGELU)
-
-
-@cache
-def open_clip_files() -> dict[str, Path]:
-    """The files that open_clip has of its architectures, by name."""
-    package = importlib.util.find_spec("open_clip")  # found without importing it, which would load far more
-    assert package is not None and package.origin is not None
-    return {path.stem: path for path in Path(package.origin).with_name("model_configs").glob("*.json")}
+    return name if name in config_files() else name.removesuffix(QUICKGELU)
 
 
 def _timm_size(name: str) -> int:

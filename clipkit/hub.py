@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import ConfigError
+from clipkit.open_clip_package import download_weights
 
 __all__ = ["HUB", "fetch_published", "fetch_repository", "from_hub"]
 
@@ -44,7 +45,6 @@ def fetch_published(source: str, published: Mapping[str, Any]) -> Path:
         source: how it was asked for, for a message.
         published: what the registry says of it.
     """
-    import open_clip
     from huggingface_hub import constants, snapshot_download
 
     with _fetching(source), _few_words():
@@ -52,7 +52,7 @@ def fetch_published(source: str, published: Mapping[str, Any]) -> Path:
         if repository and not constants.HF_HUB_OFFLINE:
             # one question first, as the downloader would ask many times, for a minute
             snapshot_download(repository, allow_patterns=["open_clip_config.json"])
-        return Path(open_clip.download_pretrained(dict(published)))
+        return download_weights(published)
 
 
 @contextmanager

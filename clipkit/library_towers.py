@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from clipkit.architectures import OpenClipText, OpenClipVision, TimmVision, TransformersText
 from clipkit.errors import ConfigError, nearest
 from clipkit.hub import from_hub
+from clipkit.open_clip_package import build_towers
 
 __all__ = [
     "TransformersTower", "build_text", "build_vision", "describe_encoder",
@@ -39,7 +40,7 @@ def build_vision(tower: OpenClipVision | TimmVision, *, embed_dim: int, quick_ge
     if backbone:
         _check_timm(str(backbone))
     config = {**tower.config, "image_size": tower.image_size}
-    visual: nn.Module = _open_clip(embed_dim, config, _NO_TEXT, quick_gelu=quick_gelu).visual
+    visual, _ = _open_clip(embed_dim, config, _NO_TEXT, quick_gelu=quick_gelu)
     if backbone:
         _fit_size(visual, tower.image_size)
     return visual
@@ -67,19 +68,15 @@ def build_text(tower: OpenClipText | TransformersText, *, embed_dim: int, quick_
     if isinstance(tower, TransformersText):
         return TransformersTower(tower, embed_dim)
     config = {**tower.config, "context_length": tower.context_length}
-    text: nn.Module = _open_clip(embed_dim, _NO_VISION, config, quick_gelu=quick_gelu).text
+    _, text = _open_clip(embed_dim, _NO_VISION, config, quick_gelu=quick_gelu)
     return text
 
 
 def _open_clip(
     embed_dim: int, vision: Mapping[str, Any], text: Mapping[str, Any], *, quick_gelu: bool
-) -> Any:
-    import open_clip
-
+) -> tuple[nn.Module, nn.Module]:
     try:
-        return open_clip.CustomTextCLIP(
-            embed_dim=embed_dim, vision_cfg=dict(vision), text_cfg=dict(text), quick_gelu=quick_gelu
-        )
+        return build_towers(embed_dim, vision, text, quick_gelu=quick_gelu)
     except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError) as error:
         raise ConfigError(f"open_clip refuses the tower's configuration: {error!r}") from error
 

@@ -15,6 +15,7 @@ from typing import Any
 from clipkit.architectures import Architecture
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.family import OPEN_CLIP, check_names, from_open_clip, open_clip_config
+from clipkit.open_clip_package import published_weights
 from clipkit.weights import read_weights
 
 __all__ = ["TrainingRecord", "newest_epoch", "training_record"]
@@ -126,9 +127,4 @@ def _one(size: Any) -> Any:
 
 def _published(name: str, tag: Any) -> Mapping[str, Any]:
     """What open_clip's registry says of the weights that training began from."""
-    if not tag or not isinstance(tag, str):
-        return {}
-    import open_clip
-
-    found: Mapping[str, Any] = open_clip.get_pretrained_cfg(name, tag)
-    return found
+    return published_weights(name, tag) if tag and isinstance(tag, str) else {}

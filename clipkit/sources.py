@@ -39,6 +39,7 @@ from clipkit.folder_tokenizer import folder_tokenizer, has_tokenizer
 from clipkit.hub import HUB, fetch_published, fetch_repository
 from clipkit.huggingface import end_of_text, from_transformers, preprocess_from_transformers
 from clipkit.model import CLIP
+from clipkit.open_clip_package import published_tags, published_weights
 from clipkit.open_clip_run import TrainingRecord, newest_epoch, training_record
 from clipkit.preprocess import Preprocess
 from clipkit.stored_shape import OPENAI_MARKS, check_claims, fitting_names, inferred, own_names
@@ -133,12 +134,10 @@ def _published(source: str, wanted: _Wanted) -> CLIP:
     """Weights of open_clip's registry."""
     name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
     check_names(OPEN_CLIP + name, called="model")
-    import open_clip
-
-    tags = open_clip.list_pretrained_tags_by_model(name)
+    tags = published_tags(name)
     if not tag and len(tags) == 1:
         tag = tags[0]
-    published = open_clip.get_pretrained_cfg(name, tag)
+    published = published_weights(name, tag)
     if not published:
         known = ", ".join(tags) or "none"
         raise CheckpointError(

@@ -15,8 +15,9 @@ from torch import Tensor
 from clipkit.architectures import ARCHITECTURES, Architecture, OpenClipVision, TextTower, VisionTower
 from clipkit.checkpoint import check_weights
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.family import OPEN_CLIP, from_open_clip, open_clip_config, open_clip_files
+from clipkit.family import OPEN_CLIP, from_open_clip, open_clip_config
 from clipkit.model import CLIP
+from clipkit.open_clip_package import config_files
 from clipkit.resample import fit_positions
 
 __all__ = ["OPENAI_MARKS", "check_claims", "fitting_names", "inferred", "mlp_ratio", "own_names"]
@@ -129,7 +130,7 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
     except CheckpointError:
         return []
     known = dict(ARCHITECTURES)
-    for name in sorted(open_clip_files().keys() - known.keys()):
+    for name in sorted(config_files().keys() - known.keys()):
         config = open_clip_config(name)
         if config["embed_dim"] == found.embed_dim and not config["text_cfg"].get("hf_model_name"):
             known[OPEN_CLIP + name] = from_open_clip(config)

@@ -23,6 +23,7 @@ from clipkit.architectures import (
     TransformersText,
 )
 from clipkit.errors import CheckpointError, ConfigError, DataError, nearest
+from clipkit.open_clip_package import make_tokenizer
 from clipkit.tokenizer import VOCABULARY, tokenize
 
 __all__ = [
@@ -143,14 +144,10 @@ class LibraryTokenizer:
     def _library(self) -> Any:
         if self._made is None:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
-            from open_clip.tokenizer import HFTokenizer
-
             from clipkit.hub import from_hub
 
             with from_hub(self.source):
-                self._made = HFTokenizer(
-                    self.source, self.context_length, **self.options, trust_remote_code=False
-                )
+                self._made = make_tokenizer(self.source, self.context_length, **self.options)
         return self._made
 
     def store(self, folder: Path) -> Any:

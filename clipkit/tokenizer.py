@@ -12,13 +12,11 @@ ftfy as a whole. Nothing here locks, warns or starts threads, so that threads an
 
 import gzip
 import html
-import importlib.util
 import re as standard_re
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.open_clip_package import vocabulary_file
 
 if TYPE_CHECKING:
     from tokenizers.models import BPE
@@ -313,10 +312,7 @@ def tokens_in_order() -> list[str]:
 
 def pair_merges() -> list[tuple[str, str]]:
     """The pairs of the byte-pair encoding in their order, from the file that open_clip_torch ships."""
-    package = importlib.util.find_spec("open_clip")  # found without importing it, which would load far more
-    assert package is not None and package.origin is not None
-    path = Path(package.origin).with_name(f"{VOCABULARY}.txt.gz")
-    lines = gzip.decompress(path.read_bytes()).decode("utf-8").split("\n")[1 : _MERGES + 1]
+    lines = gzip.decompress(vocabulary_file().read_bytes()).decode("utf-8").split("\n")[1 : _MERGES + 1]
     return [(left, right) for left, right in (line.split() for line in lines)]
 
 

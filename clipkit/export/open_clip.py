@@ -19,6 +19,7 @@ from clipkit.errors import ConfigError
 from clipkit.export.samples import Samples, difference
 from clipkit.family import to_open_clip
 from clipkit.model import CLIP
+from clipkit.open_clip_package import load_folder
 from clipkit.text_input import LibraryTokenizer, TransformersTokenizer
 
 __all__ = ["check", "obstacle", "store_tokenizer", "write"]
@@ -79,14 +80,11 @@ def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
 @torch.no_grad()
 def check(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder by open_clip, as a user would; the largest difference of unit-norm embeddings."""
-    import open_clip
-
-    source = f"local-dir:{folder}"
     with torch.random.fork_rng(devices=[]):  # it draws weights before it reads them
-        theirs, _, transform = open_clip.create_model_and_transforms(source)
+        theirs, transform, tokenize = load_folder(folder)
     theirs.eval()
     pixels = torch.stack([transform(picture) for picture in samples.pictures])
-    tokens = open_clip.get_tokenizer(source)(list(samples.texts))
+    tokens = tokenize(list(samples.texts))
     images = difference(theirs.encode_image(pixels, normalize=True), samples.image_embeddings)
     texts = difference(theirs.encode_text(tokens, normalize=True), samples.text_embeddings)
     return max(images, texts)

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from clipkit.open_clip_package import prompt_list
 from eval.cards.fields import Fields, read_fields
 from eval.cards.metrics import MetricKind, task_and_metric
 from eval.dataset import SPLITS, TASKS
@@ -339,9 +340,7 @@ def counts_of(fields: Fields, key: str) -> dict[str, int]:
 
 def from_open_clip(name: str) -> tuple[str, ...]:
     """One of open_clip's lists, "open_clip:" before it; its templates are functions of the class name."""
-    import open_clip
-
-    values = getattr(open_clip, name.removeprefix("open_clip:"))
+    values = prompt_list(name.removeprefix("open_clip:"))
     return tuple(value if isinstance(value, str) else value("{c}") for value in values)
 
 

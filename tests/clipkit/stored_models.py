@@ -12,8 +12,8 @@ from torch import Tensor
 
 import clipkit
 from bench.parity import build_theirs
-from clipkit.family import open_clip_files
 from clipkit.model import CLIP
+from clipkit.open_clip_package import config_files
 
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
 VIT = {"image_size": 32, "patch_size": 8, "width": 64, "head_width": 32, "layers": 2}
@@ -135,4 +135,4 @@ def register(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, config: M
     """Make an architecture known to open_clip's registry, as a file of its ``model_configs``."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
-    monkeypatch.setitem(open_clip_files(), name, path)
+    monkeypatch.setitem(config_files(), name, path)

@@ -1,0 +1,110 @@
+"""All use of the package open_clip_torch, public functions and internals: no other file of clipkit imports it.
+
+Tested with open_clip 3.3; ``pyproject.toml`` excludes version 4, which is untested. Functions import open_clip when
+they are called, because that takes seconds; those that only read a file of the package do not import it.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = [
+    "build_towers", "config_files", "download_weights", "load_folder", "make_tokenizer", "prompt_list",
+    "published_tags", "published_weights", "vocabulary_file", "without_image_tower",
+]  # fmt: skip
+
+
+def _folder() -> Path:
+    package = importlib.util.find_spec("open_clip")  # found without importing it, which would load far more
+    assert package is not None and package.origin is not None
+    return Path(package.origin).parent
+
+
+def vocabulary_file() -> Path:
+    """The merges of CLIP's byte-pair encoding, gzipped text."""
+    return _folder() / "bpe_simple_vocab_16e6.txt.gz"
+
+
+@cache
+def config_files() -> dict[str, Path]:
+    """The configuration files of CLIP architectures by name: those with an image tower and a text tower.
+
+    Some configurations describe other models, such as audio encoders; see ``without_image_tower``.
+    """
+    return {name: path for name, (path, complete) in _all_config_files().items() if complete}
+
+
+def without_image_tower(name: str) -> bool:
+    """Whether open_clip has a configuration of that name that is not of a CLIP with an image and a text tower."""
+    return name in _all_config_files() and name not in config_files()
+
+
+@cache
+def _all_config_files() -> dict[str, tuple[Path, bool]]:
+    files = sorted((_folder() / "model_configs").glob("*.json"))
+    needed = {"embed_dim", "vision_cfg", "text_cfg"}
+    return {
+        path.stem: (path, needed <= json.loads(path.read_text(encoding="utf-8")).keys()) for path in files
+    }
+
+
+def build_towers(
+    embed_dim: int, vision: Mapping[str, Any], text: Mapping[str, Any], *, quick_gelu: bool
+) -> "tuple[nn.Module, nn.Module]":
+    """Image tower and text tower of a ``CustomTextCLIP`` with fresh weights; errors are open_clip's own."""
+    import open_clip
+
+    model = open_clip.CustomTextCLIP(
+        embed_dim=embed_dim, vision_cfg=dict(vision), text_cfg=dict(text), quick_gelu=quick_gelu
+    )
+    return model.visual, model.text
+
+
+def make_tokenizer(source: str, context_length: int, **options: Any) -> Any:
+    """An ``HFTokenizer``: a tokenizer of transformers, with open_clip's cleaning of texts before it."""
+    from open_clip.tokenizer import HFTokenizer
+
+    return HFTokenizer(source, context_length, **options, trust_remote_code=False)
+
+
+def published_tags(name: str) -> list[str]:
+    """The tags of the published weights of an architecture."""
+    import open_clip
+
+    return list(open_clip.list_pretrained_tags_by_model(name))
+
+
+def published_weights(name: str, tag: str) -> Mapping[str, Any]:
+    """What the registry records of published weights, preprocessing included; empty where there are none."""
+    import open_clip
+
+    return cast(Mapping[str, Any], open_clip.get_pretrained_cfg(name, tag))
+
+
+def download_weights(published: Mapping[str, Any]) -> Path:
+    """The file of published weights, fetched where it is not stored on this machine."""
+    import open_clip
+
+    return Path(open_clip.download_pretrained(dict(published)))
+
+
+def load_folder(folder: Path) -> "tuple[Any, Callable[[Any], Tensor], Callable[[list[str]], Tensor]]":
+    """Load a folder as a user of open_clip would: model, image transform for evaluation, tokenizer."""
+    import open_clip
+
+    source = f"local-dir:{folder}"
+    model, _, transform = open_clip.create_model_and_transforms(source)
+    return model, transform, open_clip.get_tokenizer(source)
+
+
+def prompt_list(name: str) -> Sequence[str | Callable[[str], str]]:
+    """A list of class names, such as IMAGENET_CLASSNAMES, or of templates, functions of the class name."""
+    import open_clip
+
+    return cast(Sequence[str | Callable[[str], str]], getattr(open_clip, name))
