@@ -1,9 +1,13 @@
 """What ``import clipkit`` gives, and what it does not load."""
 
 import importlib
+import os
 import pkgutil
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +51,73 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert all(name in str(caught.value) for name in ARCHITECTURES)
     with pytest.raises(clipkit.ConfigError, match="did you mean 'ViT-B-32'"):
         clipkit.create("ViT-B/32")
+
+
+class Machine:
+    """A folder with a clone that is called clipkit, and a Python with other packages but without clipkit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.parent = folder / "parent"
+        self.parent.mkdir()
+        self.clone = self.parent / "clipkit"
+        self.clone.symlink_to(Path(clipkit.__file__).parents[1])
+        others = folder / "others"  # without clipkit, whatever way that is installed
+        others.mkdir()
+        for one in Path(sysconfig.get_path("purelib")).iterdir():
+            if "clipkit" not in one.name:
+                (others / one.name).symlink_to(one)
+        self.others = str(others)
+
+    def run(self, *arguments: str, path: tuple[str, ...] = (), folder: Path | None = None) -> str:
+        """What Python prints, started in the folder above the clone; -S leaves the installed packages out."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["PYTHONPATH"] = os.pathsep.join([self.others, *path])
+        program = [getattr(sys, "_base_executable", sys.executable), "-S", *arguments]
+        done = subprocess.run(
+            program, cwd=folder or self.parent, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+
+IMPORT = """
+import clipkit
+from clipkit.errors import ConfigError
+assert clipkit.ConfigError is ConfigError and set(clipkit.__all__) <= set(dir(clipkit))
+import clipkit.config
+print(clipkit.__file__)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_the_folder_above_a_clone_needs_no_installation(machine: Machine, tmp_path: Path) -> None:
+    own = str(machine.clone / "clipkit" / "__init__.py")
+    assert machine.run("-c", f"{IMPORT}assert clipkit.load.__module__ == 'clipkit.api'") == own
+    assert machine.run("-c", IMPORT, path=(str(machine.clone),)) == own
+    assert machine.run("-c", IMPORT, path=(str(machine.parent),), folder=tmp_path) == own
+    assert machine.run("-m", "clipkit", "--help").startswith("usage: clipkit")
+
+
+def test_a_clone_of_that_name_hides_no_installed_package(machine: Machine, tmp_path: Path) -> None:
+    wheel = tmp_path / "wheel"
+    shutil.copytree(
+        Path(clipkit.__file__).parent, wheel / "clipkit", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    assert machine.run("-c", IMPORT, path=(str(wheel),)) == str(wheel / "clipkit" / "__init__.py")
+    site = tmp_path / "site"  # an editable installation is a line of such a file, see pyproject.toml
+    site.mkdir()
+    (site / "clipkit.pth").write_text(f"{wheel}\n")
+    editable = f"import site; site.addsitedir({str(site)!r}); {IMPORT.strip()}"
+    assert machine.run("-c", editable) == str(wheel / "clipkit" / "__init__.py")
+
+
+def test_two_clones_do_not_search_each_other_for_ever(machine: Machine, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "clipkit").symlink_to(machine.clone)
+    own = str(machine.clone / "clipkit" / "__init__.py")
+    assert machine.run("-c", IMPORT, path=(str(other),)) == own
