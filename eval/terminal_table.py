@@ -1,11 +1,16 @@
-"""What a terminal is shown: scores as tables of 80 columns, and names from data made harmless to it."""
+"""What a terminal is shown: scores as tables of 80 columns, and names from data made harmless to it.
+
+On a narrower terminal the less important columns are left out, so that the metric and its value stay readable.
+"""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from rich import box
 from rich.cells import cell_len, chop_cells
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +26,19 @@ _PIECE = re.compile(r"[^-_/. ]*[-_/. ]?")
 _SHOTS = re.compile(r"(\d+)-shot ?(.*)")
 _METRIC = 9  # letters beside few-shot scores, so that a metric breaks between words alone
 _GAP = 2  # letters between columns
+_LEAST_NAME = 7  # letters of a dataset's name on a narrow terminal
 _HEADS = ("A", "B", "B − A [95%]", "p", "better")
+_HEADS_LEFT_OUT = ("p", "A", "B", "better")  # in this order, where the terminal is narrow
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """Content that depends on the width of the terminal."""
+
+    made: Callable[[int], RenderableType]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield self.made(options.max_width)
 
 
 def printable(text: str) -> str:
@@ -34,24 +51,60 @@ def score_table(scores: Sequence[Score]) -> RenderableType:
     told = [score for score in scores if tells(score.metric, score.n)]
     few = [score for score in told if score.task == "few-shot" and _SHOTS.fullmatch(score.setting)]
     others = [score for score in told if score not in few]
-    return Group(*([_plain(others)] if others or not few else []), *_few_shot(few))
+    plain = [_Fitted(partial(_plain, others))] if others or not few else []
+    return Group(*plain, _Fitted(lambda width: Group(*_few_shot(few, min(width, _WIDTH)))))
 
 
-def _plain(scores: Sequence[Score]) -> Table:
-    """One row a score."""
+def _plain(scores: Sequence[Score], width: int) -> Table:
+    """One row a score; what does not fit in the width is left out: chance, n, and then the interval."""
+    value = "% or rank" if any(is_rank(score.metric) for score in scores) else "value %"
+    cells = {
+        value: [shown_value(score, score.value) for score in scores],
+        "95% interval": [_interval(score) for score in scores],
+        "chance %": ["" if score.chance is None else f"{100 * score.chance:.2f}" for score in scores],
+        "n": [f"{score.n:,}" for score in scores],
+    }
+    names, sections = _names(scores)
+    words = [word for score in scores for word in _metric(score.metric).split()]
+    least_metric = max(cell_len("metric"), min(_METRIC, max(map(cell_len, words), default=0)))
+    lines = [line for name in names for line in _broken(name).plain.split("\n")]
+    widest = max(map(cell_len, ["dataset", *lines]))
+
+    def room() -> int:
+        """What is left for the names."""
+        others = [least_metric, *(max(map(cell_len, [head, *own])) for head, own in cells.items())]
+        return width - _GAP - sum(column + _GAP for column in others)
+
+    for head in ("chance %", "n", "95% interval"):
+        if room() < widest:
+            del cells[head]
+    most = max(_LEAST_NAME, min(_NAME, room()))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("dataset", no_wrap=True)
-    table.add_column("metric", overflow="fold")
-    ranks = any(is_rank(score.metric) for score in scores)
-    for heading in ("% or rank" if ranks else "value %", "95% interval", "chance %", "n"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("metric", overflow="fold", min_width=least_metric)
+    for head in cells:
+        table.add_column(head, justify="right", no_wrap=True)
+    for i, score in enumerate(scores):
+        if i in sections:
+            table.add_section()
+        # not a string, which would be read as markup
+        table.add_row(
+            _broken(names[i], most), Text(_metric(score.metric)), *(own[i] for own in cells.values())
+        )
+    return table
+
+
+def _names(scores: Sequence[Score]) -> tuple[list[str], set[int]]:
+    """What stands in the first column of each row, and the rows before which a section begins."""
     several = len({score.task for score in scores}) > 1
     before: tuple[str, ...] = ()
+    names: list[str] = []
+    sections: set[int] = set()
     for score in scores:
         group = (score.dataset, score.task, score.setting, score.prompt_set)
         name = score.dataset if group[:2] != before[:2] else ""
         if name and before:
-            table.add_section()
+            sections.add(len(names))
         if group != before:
             prompts = score.prompt_set if score.prompt_set not in ("", "own") else ""
             parts = (
@@ -62,18 +115,11 @@ def _plain(scores: Sequence[Score]) -> Table:
             )
             name = ("" if name else "  ") + " ".join(filter(None, parts))
         before = group
-        table.add_row(
-            _broken(name),
-            Text(_metric(score.metric)),  # not a string, which would be read as markup
-            shown_value(score, score.value),
-            _interval(score),
-            "" if score.chance is None else f"{100 * score.chance:.2f}",
-            f"{score.n:,}",
-        )
-    return table
+        names.append(name)
+    return names, sections
 
 
-def _few_shot(scores: Sequence[Score]) -> Iterator[RenderableType]:
+def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
     """A table a dataset: a row a metric and estimator, a column for each number of pictures a class."""
     spread = {
         (one.dataset, one.setting, one.metric.removesuffix("_std")): one
@@ -88,8 +134,10 @@ def _few_shot(scores: Sequence[Score]) -> Iterator[RenderableType]:
             datasets.setdefault(one.dataset, {}).setdefault(name, {})[int(match[1])] = one
     for dataset, rows in datasets.items():
         shots = sorted({k for row in rows.values() for k in row})
-        for part in _side_by_side(rows, shots, spread):
-            yield _shots_table(dataset, rows, part, spread)
+        chance = width >= _WIDTH // 2  # on a narrower terminal it is left out
+        room = width - _METRIC - 2 * _GAP - (len("chance") if chance else 0)
+        for part in _side_by_side(rows, shots, spread, room):
+            yield _shots_table(dataset, rows, part, spread, chance=chance)
     if datasets:
         draws = max((one.n for one in spread.values()), default=1)
         mean = f"mean of {draws} draws ± standard deviation; below it its 95% interval"
@@ -97,11 +145,14 @@ def _few_shot(scores: Sequence[Score]) -> Iterator[RenderableType]:
 
 
 def _side_by_side(
-    rows: Mapping[str, dict[int, Score]], shots: Sequence[int], spread: dict[tuple[str, str, str], Score]
+    rows: Mapping[str, dict[int, Score]],
+    shots: Sequence[int],
+    spread: dict[tuple[str, str, str], Score],
+    room: int,
 ) -> list[list[int]]:
     """The numbers of pictures a class in parts whose columns fit beside each other."""
     parts: list[list[int]] = [[]]
-    room = free = _WIDTH - _METRIC - len("chance") - 2 * _GAP
+    free = room
     for k in shots:
         cells = [_mean_and_spread(row[k], spread) for row in rows.values() if k in row]
         wide = _GAP + max(len(line) for cell in (*cells, f"{k}-shot") for line in cell.split("\n"))
@@ -118,6 +169,8 @@ def _shots_table(
     rows: dict[str, dict[int, Score]],
     shots: Sequence[int],
     spread: dict[tuple[str, str, str], Score],
+    *,
+    chance: bool,
 ) -> Table:
     sizes = sorted({score.n for row in rows.values() for score in row.values()})
     size = f"n = {' or '.join(f'{n:,}' for n in sizes)}"
@@ -128,14 +181,17 @@ def _shots_table(
     table.add_column("metric", overflow="fold")
     for k in shots:
         table.add_column(f"{k}-shot", justify="right", no_wrap=True)
-    table.add_column("chance", justify="right", no_wrap=True)
+    if chance:
+        table.add_column("chance", justify="right", no_wrap=True)
     for name, row in rows.items():
         cells = []
         for k in shots:
             score = row.get(k)
             cells.append("–" if score is None else _mean_and_spread(score, spread))
-        chance = next((score.chance for score in row.values()), None)
-        table.add_row(Text(name), *cells, "" if chance is None else f"{100 * chance:.2f}")
+        by_chance = next((score.chance for score in row.values()), None)
+        if chance:
+            cells.append("" if by_chance is None else f"{100 * by_chance:.2f}")
+        table.add_row(Text(name), *cells)
     return table
 
 
@@ -150,13 +206,13 @@ def _metric(metric: str) -> str:
     return printable(metric.replace("_", " ") if metric.endswith(("acc1", "acc5")) else metric_name(metric))
 
 
-def _broken(name: str) -> Text:
-    """A name in lines that end where its parts meet."""
+def _broken(name: str, most: int = _NAME) -> Text:
+    """A name in lines of so many letters that end where its parts meet."""
     lines = [""]
     for piece in _PIECE.findall(printable(name)):
-        if lines[-1].strip() and cell_len(lines[-1] + piece.rstrip()) > _NAME:
+        if lines[-1].strip() and cell_len(lines[-1] + piece.rstrip()) > most:
             lines.append("")
-        first, *more = chop_cells(piece, _NAME) or [""]
+        first, *more = chop_cells(piece, most) or [""]
         lines[-1] += first
         lines += more
     return Text("\n".join(line.rstrip() for line in lines))
@@ -177,25 +233,38 @@ def comparison_table(comparison: ModelComparison) -> RenderableType:
     """The differences, at most 80 columns wide; A is the first model and B the second.
 
     A section holds what p was corrected over, the datasets of one task, setting and metric; of one dataset alone,
-    all its metrics.
+    all its metrics. On a narrow terminal columns are left out, last the difference.
     """
+    return _Fitted(lambda width: _differences(comparison, min(width, _WIDTH)))
+
+
+def _differences(comparison: ModelComparison, width: int) -> Group:
     count = sum(one.beyond_chance for one in comparison.differences)
     kinds: dict[str, list[Difference]] = {}
     for one in comparison.differences:
         parts = one.task, setting_name(one.task, one.setting), one.prompt_set and f"prompts {one.prompt_set}"
         kinds.setdefault(", ".join(filter(None, parts)), []).append(one)
     texts = [_HEADS, *(_texts(one) for one in comparison.differences)]
-    widths = [max(len(row[i]) for row in texts) for i in range(len(_HEADS))]
+    columns = {head: max(len(row[i]) for row in texts) for i, head in enumerate(_HEADS)}
+    for head in _HEADS_LEFT_OUT:
+        if _LEAST_NAME + sum(column + _GAP for column in columns.values()) > width:
+            del columns[head]
+    kept = [i for i, head in enumerate(_HEADS) if head in columns]
+
+    def grid(rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
+        shown_rows = [(name, [row[i] for i in kept], style) for name, row, style in rows]
+        return _grid([*columns.values()], shown_rows, width)
+
     shown: list[RenderableType] = []
     for kind, own in kinds.items():
         for title, rows in _sections(kind, own):
             shown.append(Text(("\n" if shown else "") + printable(title), style="bold"))
             told = [(name, _texts(one), "bold" if one.beyond_chance else "") for name, one in rows]
-            shown.append(_grid(widths, told))
+            shown.append(grid(told))
     return Group(
         Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}\n"),
-        _grid(widths, [(Text(""), _HEADS, "")]),
-        Text("─" * _WIDTH),
+        grid([(Text(""), _HEADS, "")]),
+        Text("─" * width),
         *shown,
         Text(
             f"\n{count} of {len(comparison.differences)} differences are beyond chance (p < {LEVEL:g}, corrected\n"
@@ -219,10 +288,10 @@ def _sections(
         yield f"{kind}: {_metric(metric)}", rows
 
 
-def _grid(widths: Sequence[int], rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
+def _grid(widths: Sequence[int], rows: Sequence[tuple[Text, Sequence[str], str]], room: int) -> Table:
     """Rows whose columns stand below those of other grids."""
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(overflow="fold", width=max(8, _WIDTH - sum(widths) - 2 * len(widths)))
+    table.add_column(overflow="fold", width=max(_LEAST_NAME, room - sum(widths) - _GAP * len(widths)))
     for width in widths:
         table.add_column(justify="right", no_wrap=True, width=width)
     for name, texts, style in rows:

@@ -48,6 +48,56 @@ def test_any_name_is_there_whole_within_80_columns(name: str) -> None:
     assert all(cell_len(line) <= 80 for line in text.splitlines()) and "…" not in text.replace(name, "")
 
 
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 70, 80, 120])
+@pytest.mark.parametrize("dataset", ["digits", "dsprites_label_x_position"])
+def test_metric_and_value_are_whole_at_any_width(width: int, dataset: str) -> None:
+    metrics = ("acc1", "acc5", "mean_per_class_recall", "mean_average_precision", "image_to_text_R@10")
+    scores = [
+        replace(SCORE, dataset=dataset, task="zero-shot", metric=one, value=0.101 + i / 100, n=50_000)
+        for i, one in enumerate(metrics)
+    ]
+    text = shown(score_table(scores), width)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    words = text.split()
+    assert {"dataset", "metric", "value", "%", "mean", "per", "class", "recall", "R@10"} <= set(words)
+    assert [word for word in words if word.startswith("1") and word.endswith(".1")] == [
+        f"1{i}.1" for i in range(5)
+    ]
+    kept = sum(head in words for head in ("interval", "n", "chance"))
+    assert kept == 3 if width >= 80 else kept <= (0 if width == 30 else 3)
+
+
+@pytest.mark.parametrize("width", [30, 40, 60])
+def test_few_shot_metrics_and_values_are_whole_at_any_width(width: int) -> None:
+    scores = []
+    for k in (1, 2, 4, 8, 16):
+        own = replace(SCORE, metric="mean_per_class_recall", setting=f"{k}-shot logistic")
+        std = {"metric": f"{own.metric}_std", "value": 0.067, "low": None, "high": None, "chance": None}
+        scores += [own, replace(own, **std, n=3)]  # type: ignore[arg-type]
+    text = shown(score_table(scores), width)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    words = text.split()
+    assert words.count("±6.7") == words.count("40.0–60.0") == 5
+    assert words.count("recall,") == words.count("logistic") == words.count("metric") >= 1
+    assert all(f"{k}-shot" in words for k in (1, 2, 4, 8, 16))
+
+
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 70])
+def test_differences_are_whole_at_any_width(width: int) -> None:
+    test = Comparison(difference=-0.25, low=-0.389, high=-0.111, p=0.0, n=48)
+    one = Difference(
+        dataset="digits", task="linear-probe", setting="", prompt_set="", metric="mean_per_class_recall",
+        first=1.0, second=0.75, test=test, p=0.0,
+    )  # fmt: skip
+    both = (one, replace(one, dataset="glyphs"))
+    text = shown(
+        comparison_table(ModelComparison(first="a", second="b", differences=both, refused=())), width
+    )
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert text.count("-25.0 [-38.9, -11.1]") == 2 and "B − A [95%]" in text
+    assert {"digits", "glyphs", "mean", "per", "class", "recall"} <= set(text.split())
+
+
 def test_few_shot_is_a_row_a_metric_and_estimator() -> None:
     scores = []
     for metric in ("acc1", "mean_per_class_recall"):
