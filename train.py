@@ -30,6 +30,7 @@ import torch
 from clipkit import distributed, not_finite
 from clipkit.accumulation import check_rows
 from clipkit.architectures import Architecture, ClassTable
+from clipkit.arguments import Parser, number, whole
 from clipkit.averaging import AveragedWeights
 from clipkit.checkpoint import latest_checkpoint, passed_over
 from clipkit.checkpoint_writer import CheckpointWriter
@@ -448,7 +449,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="train.py",
         description="Train a CLIP. The same command again resumes a run that was stopped.",
         epilog="example: torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR optim.lr=1e-3",
@@ -479,29 +480,31 @@ def parse_arguments() -> argparse.Namespace:
         help="compute the next step, change nothing, and tell what is not finite",
     )
     parser.add_argument(
-        "--profile", type=int, default=0, metavar="N", help="record N steps with torch's profiler"
+        "--profile",
+        type=whole(0, 1_000_000),
+        default=0,
+        metavar="N",
+        help="record N steps with torch's profiler",
     )
     costs = parser.add_argument_group("with --dry-run", "default: the processes and the device that are here")
     costs.add_argument("--gpu", metavar="NAME", help="on which GPUs, such as H100 or A100-40GB")
-    costs.add_argument("--gpus", type=int, default=0, metavar="N", help="how many in all")
+    costs.add_argument("--gpus", type=whole(1, 1_000_000), default=0, metavar="N", help="how many in all")
     costs.add_argument(
         "--gpus-per-host",
-        type=int,
+        type=whole(1, 1_000_000),
         default=0,
         metavar="N",
         help="for sharding=hybrid; 8 where nothing is said",
     )
     costs.add_argument(
         "--mfu",
-        type=float,
+        type=number(0, 1, above=True),
         metavar="SHARE",
         help="share of the peak that is reached, 0.1 where nothing is said; 0.4 on a CPU",
     )
     options = parser.parse_intermixed_args()
     if not options.dry_run and (options.gpu or options.gpus or options.gpus_per_host):
         parser.error("--gpu, --gpus and --gpus-per-host go with --dry-run")
-    if options.profile < 0:
-        parser.error(f"--profile {options.profile}: a number of steps is wanted")
     given = [one for one in (options.config, *options.overrides) if one is not None]
     files = [one for one in given if "=" not in one and (one == given[0] or one.endswith(".toml"))]
     if len(files) > 1:

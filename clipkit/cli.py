@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from clipkit.arguments import MOST_BATCH, MOST_WORKERS, Parser, number, whole
 from clipkit.errors import run_command
 from clipkit.process import leaving_at_once
 
@@ -54,7 +55,7 @@ def dispatch(arguments: Sequence[str]) -> int:
     Raises:
         ClipkitError: a mistake that the user can mend.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="clipkit",
         description="Put a CLIP model to use.",
         epilog="clipkit COMMAND --help says more about a command.",
@@ -87,7 +88,7 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows-per-file",
         metavar="N",
-        type=int,
+        type=whole(1, 10_000_000),
         default=10_000,
         help="pictures of a file; what a stop can lose (default: 10000)",
     )
@@ -116,7 +117,9 @@ def _classify_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         help='prompts with {c} for the label, or a file of them (default: "a photo of a {c}.")',
     )
-    parser.add_argument("--top", metavar="K", type=int, default=3, help="labels a picture (default: 3)")
+    parser.add_argument(
+        "--top", metavar="K", type=whole(1, 1_000_000), default=3, help="labels a picture (default: 3)"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file too")
 
 
@@ -162,7 +165,7 @@ def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
         "--alpha",
         metavar="A",
         nargs="+",
-        type=float,
+        type=number(0, 1),
         default=[0.5],
         help="share of SECOND, 0 to 1; of several, each is written to DIR/alpha_A (default: 0.5)",
     )
@@ -190,7 +193,9 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="its architecture, where that is not stored with the weights",
     )
-    parser.add_argument("--batch-size", metavar="N", type=int, help="(default: 32 on a CPU, else 256)")
+    parser.add_argument(
+        "--batch-size", metavar="N", type=whole(1, MOST_BATCH), help="(default: 32 on a CPU, else 256)"
+    )
     parser.add_argument(
         "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)"
     )
@@ -201,7 +206,10 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the towers compute in (default: fp32)",
     )
     parser.add_argument(
-        "--workers", metavar="N", type=int, help="threads that read and decode (default: one a core)"
+        "--workers",
+        metavar="N",
+        type=whole(0, MOST_WORKERS),
+        help="threads that read and decode (default: one a core)",
     )
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipkit.arguments import Parser, number, whole
 from clipkit.errors import DataError, nearest, run_command
 from data.index_command import add_index
 from data.inspect_command import add_inspect
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data",
         description="Make, pack, index and look into data sets of WebDataset shards.",
         epilog="python -m data COMMAND --help says more about a command.",
@@ -95,19 +96,22 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument(
         "--test",
         metavar="SHARE",
-        type=float,
+        type=number(0, 1),
         default=0.0,
         help="hold this share of the pairs out as split test, to score on, e.g. 0.1 (default: 0)",
     )
     pack.add_argument(
         "--samples-per-shard",
         metavar="N",
-        type=int,
+        type=whole(1, 10_000_000),
         default=10_000,
         help="samples of a shard (default: 10000)",
     )
     pack.add_argument(
-        "--max-side", metavar="PIXELS", type=int, help="reduce larger pictures to this side (default: keep)"
+        "--max-side",
+        metavar="PIXELS",
+        type=whole(1, 1_000_000),
+        help="reduce larger pictures to this side (default: keep)",
     )
     pack.add_argument(
         "--keep-orientation",

@@ -5,6 +5,7 @@ import tempfile
 import textwrap
 import time
 
+from clipkit.arguments import Parser, number
 from clipkit.count_progress import CountProgress
 from clipkit.errors import DataError
 from clipkit.tar import TruncatedError
@@ -23,7 +24,7 @@ is not indexed yet; this does it before, by all cores.
 """
 
 
-def add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_index(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Declare the command and its arguments."""
     parser = commands.add_parser(
         "index",
@@ -38,7 +39,7 @@ def add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--cache-gb",
         metavar="GB",
-        type=float,
+        type=number(0, 1e9),
         default=0.0,
         help="keep so much of remote shards on this disk; 0 reads only their headers (default: 0)",
     )

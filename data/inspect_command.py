@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipkit.arguments import Parser, number, whole
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError
 
@@ -28,7 +29,7 @@ some, spread evenly, and says so.
 """
 
 
-def add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_inspect(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Declare the command and its arguments."""
     parser = commands.add_parser(
         "inspect",
@@ -41,22 +42,30 @@ def add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
     )
     parser.add_argument(
-        "--samples", metavar="N", type=int, default=2000, help="how many to decode (default: 2000)"
+        "--samples",
+        metavar="N",
+        type=whole(1, 1_000_000),
+        default=2000,
+        help="how many to decode (default: 2000)",
     )
     parser.add_argument(
         "--shards",
         metavar="N",
-        type=int,
+        type=whole(0, 1_000_000),
         default=0,
         help="how many to look into (default: 64, or 32 remote ones)",
     )
     parser.add_argument(
-        "--image-size", metavar="PIXELS", type=int, default=224, help="of the model (default: 224)"
+        "--image-size",
+        metavar="PIXELS",
+        type=whole(1, 10_000),
+        default=224,
+        help="of the model (default: 224)",
     )
     parser.add_argument(
         "--rate",
         metavar="R",
-        type=float,
+        type=number(1e-3, 1e9),
         default=1000.0,
         help="samples/s that one GPU takes, to tell how many workers it needs (default: 1000)",
     )
@@ -76,14 +85,14 @@ def add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--batch-size",
         metavar="N",
-        type=int,
+        type=whole(1, 1 << 30),
         default=Config.batch_size,
         help=f"pairs of a step, to tell the steps of an epoch (default: {Config.batch_size})",
     )
     parser.add_argument(
         "--cache-gb",
         metavar="GB",
-        type=float,
+        type=number(0, 1e9),
         default=0.0,
         help="keep so much of remote shards on this disk; 0 reads parts of them (default: 0)",
     )

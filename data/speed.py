@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipkit.arguments import MOST_BATCH, MOST_WORKERS, Parser, number, whole
 from clipkit.errors import ConfigError
 from data.remote.patience import shown
 
@@ -22,7 +23,6 @@ __all__ = ["Measured", "add_speed", "measure"]
 
 _STEPS = 1 << 40  # more than anybody waits for
 _MEMORY_EVERY = 0.5  # seconds
-_MOST_WORKERS = 512
 
 TEXT = """\
 Runs the training's own loader, with nothing behind it: shards are read,
@@ -60,7 +60,7 @@ class Measured:
     memory: int
 
 
-def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_speed(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Declare the command and its arguments."""
     parser = commands.add_parser(
         "speed",
@@ -74,7 +74,11 @@ def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
     )
     parser.add_argument(
-        "--image-size", metavar="PIXELS", type=int, default=224, help="of the model (default: 224)"
+        "--image-size",
+        metavar="PIXELS",
+        type=whole(1, 10_000),
+        default=224,
+        help="of the model (default: 224)",
     )
     parser.add_argument(
         "--workers",
@@ -86,18 +90,20 @@ def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument(
         "--seconds",
         metavar="S",
-        type=float,
+        type=number(0, 1e6, above=True),
         default=10.0,
         help="for each, after its first batch (default: 10)",
     )
-    parser.add_argument("--batch-size", metavar="B", type=int, default=256, help="samples (default: 256)")
+    parser.add_argument(
+        "--batch-size", metavar="B", type=whole(1, MOST_BATCH), default=256, help="samples (default: 256)"
+    )
     parser.add_argument(
         "--scaled-decode", action="store_true", help="decode large JPEGs smaller, as data.scaled_decode does"
     )
     parser.add_argument(
         "--cache-gb",
         metavar="GB",
-        type=float,
+        type=number(0, 1e9),
         default=100.0,
         help="how much of remote shards is kept on this disk; 0 reads over the network (default: 100)",
     )
@@ -110,11 +116,6 @@ def _speed(parsed: argparse.Namespace) -> int:
     numbers = _worker_numbers(_own_words(parsed))
     if not parsed.sources:
         raise ConfigError("no SOURCE is given: python -m data speed SOURCE")
-    for name in ("image_size", "batch_size"):
-        if getattr(parsed, name) < 1:
-            raise ConfigError(f"{name} = {getattr(parsed, name)} does not fit: at least 1")
-    if not 0 < parsed.seconds < 1e6:
-        raise ConfigError(f"seconds = {parsed.seconds} does not fit: more than 0")
     loader, bytes_per_sample = _loader(parsed)
     found = []
     for workers in numbers:
@@ -147,8 +148,8 @@ def _own_words(parsed: argparse.Namespace) -> str:
 
 def _worker_numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 5 and int(part) <= _MOST_WORKERS for part in parts):
-        raise ConfigError(f"workers = {text!r} does not fit: numbers from 0 to {_MOST_WORKERS}, with commas")
+    if not all(part.isdecimal() and len(part) < 5 and int(part) <= MOST_WORKERS for part in parts):
+        raise ConfigError(f"workers = {text!r} does not fit: numbers from 0 to {MOST_WORKERS}, with commas")
     return list(dict.fromkeys(map(int, parts)))
 
 

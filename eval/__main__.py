@@ -2,9 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
-from clipkit.errors import ConfigError, run_command
+from clipkit.arguments import Parser
+from clipkit.errors import run_command
 from clipkit.process import leaving_at_once
 
 with leaving_at_once("nothing was scored"):
@@ -25,13 +25,8 @@ _EPILOG = """examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m eval",
         description="Score models on datasets, and build the pages of what came out.",
         epilog=_EPILOG,

@@ -1,12 +1,12 @@
 """What the scoring commands take on the command line."""
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from clipkit.arguments import MOST_BATCH, MOST_SEED, number, whole
 from eval.tasks import Options
 from eval.tasks.few_shot import ESTIMATORS, SHOTS
 from eval.tasks.fine_tune import RATES
@@ -15,8 +15,9 @@ from eval.tasks.knn import KS
 __all__ = ["PRECISIONS", "add_data", "add_model", "add_prompts", "add_task_options", "task_options"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MAX_BATCH = 65_536
-_MAX_NUMBER = 1e6
+_MOST = 1e6
+_positive = whole(1, MOST_BATCH)
+_number = number(0, _MOST, above=True)
 
 
 def add_data(command: argparse.ArgumentParser) -> None:
@@ -81,7 +82,7 @@ def add_model(command: argparse.ArgumentParser, *, several: bool = True) -> None
     add("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
     add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
     add("--precision", default="fp32", choices=[*PRECISIONS], help="what the towers run in (default: fp32)")
-    add("--seed", type=int, default=0, help="of whatever is drawn (default: 0)")
+    add("--seed", type=whole(0, MOST_SEED), default=0, help="of whatever is drawn (default: 0)")
 
 
 def add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
@@ -108,7 +109,7 @@ def add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> 
         add(
             "--seeds",
             nargs="+",
-            type=int,
+            type=whole(0, MOST_SEED),
             default=(0, 1, 2),
             metavar="S",
             help="few-shot: draws (default: 0 1 2)",
@@ -163,22 +164,3 @@ def task_options(options: argparse.Namespace) -> Options:
         fine_tune_batch=getattr(options, "fine_tune_batch", 128),
         runs=getattr(options, "runs", None),
     )
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < _MAX_NUMBER:
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is not a number above 0 and below {_MAX_NUMBER:,.0f}"
-        )
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 10 else 0
-    if not 1 <= value <= _MAX_BATCH:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {_MAX_BATCH}")
-    return value

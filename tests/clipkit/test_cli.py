@@ -334,7 +334,10 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
         (["encode", "photos", "--out", "out", "--device", "meta", *model], "device 'meta' cannot be used"),
         (["encode", "~nobodyhere/x", "--out", "out", *model], "~nobodyhere/x: no such file or folder"),
         (["encode", "/dev/zero", "--out", "out", *model], "/dev/zero is a pipe or a device"),
-        (["encode", "photos", "--out", "out", "--batch-size", "0", *model], "batch_size = 0"),
+        (
+            ["encode", "photos", "--out", "out", "--batch-size", "0", *model],
+            "'0' is not a whole number from 1 to 65,536",
+        ),
         (["encode", "photos", "--out", "photos/a.png/x", *model], "cannot write photos/a.png/x"),
         (["classify", "photos", *labels, "--model", "nowhere"], "nowhere"),
         (["classify", "photos", "--labels", "cat", *model], "is no file"),
@@ -343,7 +346,10 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
             ["classify", "photos", "--labels", "cat,a dog, A  Dog", *model],
             "'a dog' and 'A Dog' have the same tokens",
         ),
-        (["classify", "photos", *labels, "--top", "0", *model], "top = 0"),
+        (
+            ["classify", "photos", *labels, "--top", "0", *model],
+            "argument --top: '0' is not a whole number from 1",
+        ),
         (["classify", "photos", *labels, "--out", "x.xlsx", *model], "it must end in .csv, .json or .jsonl"),
         (["classify", "photos", *labels, "--out", "photos/is.csv", *model], "photos/is.csv is a folder"),
         (["classify", "photos", *labels, "--out", "no/x.csv", *model], "cannot write no/x.csv"),

@@ -125,8 +125,8 @@ def test_mistakes_are_one_line_and_exit_1(
         (["pack", table, tmp_path / "full"], "already exists and is not empty"),
         (["pack", table, tmp_path / "x", "--caption-column", "captoin"], "did you mean 'caption'?"),
         (["pack", table, tmp_path / "red.png/x"], "red.png/x"),
-        (["pack", table, tmp_path / "x", "--max-side", "0"], "max_side = 0"),
-        (["pack", table, tmp_path / "x", "--test", "10"], "test = 10.0: it must be a share from 0 to 1"),
+        (["pack", table, tmp_path / "x", "--max-side", "0"], "--max-side: '0' is not a whole number from 1"),
+        (["pack", table, tmp_path / "x", "--test", "10"], "--test: '10' is not a number from 0 to 1"),
         (["pack", table, tmp_path / "x", "--background", "wite"], "give one as white or #ffffff"),
         (["pack", tmp_path / "bad.csv", tmp_path / "x", "--quiet"], "no row of"),
     ]:

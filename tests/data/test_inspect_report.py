@@ -139,7 +139,7 @@ def test_filters_on_the_command_line_are_those_of_a_config(
         assert json.loads(figures.read_text())["filtered"]["passed"] == 4
     with pytest.raises(ConfigError, match="is no list of texts"):
         main(["inspect", str(path), "--filters", "[width", *options])
-    with pytest.raises(ConfigError, match="batch_size = 0"):
+    with pytest.raises(ConfigError, match="--batch-size: '0' is not a whole number"):
         main(["inspect", str(path), *options, "--batch-size", "0"])
 
 

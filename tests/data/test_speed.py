@@ -92,9 +92,9 @@ def test_mistakes_are_one_line(shards: str, tmp_path: Path, capsys: pytest.Captu
         (["--workers", "0,1", "2", shards], "workers = 0,1 2: with commas: --workers 0,1,2"),
         (["--workers", "0", "no-such-folder"], "no data at 'no-such-folder'"),
         (["--workers", "0"], "no SOURCE is given"),
-        ([shards, "--batch-size", "0"], "batch_size = 0"),
-        ([shards, "--image-size", "-1"], "image_size = -1"),
-        ([shards, "--seconds", "nan"], "seconds = nan"),
+        ([shards, "--batch-size", "0"], "--batch-size: '0' is not a whole number from 1 to 65,536"),
+        ([shards, "--image-size", "-1"], "--image-size: '-1' is not a whole number from 1"),
+        ([shards, "--seconds", "nan"], "--seconds: 'nan' is not a number above 0"),
         ([str(tmp_path)], "no tar of split"),
     ]:
         with pytest.raises(SystemExit) as stop:
