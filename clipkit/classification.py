@@ -2,7 +2,9 @@
 
 Pictures stream through: what is printed or written goes out batch by batch, and nothing is kept.
 
-    .csv      a line a picture: picture, source, label_1, probability_1, label_2, …
+    .csv      a line per image: picture, source, label_1, probability_1, label_2, …; a name or label that a
+              spreadsheet would run as a formula (=, +, -, @ first) has an apostrophe before it, which
+              clipkit takes off where it reads such a file
     .json     an array with a line a picture:
               {"picture": …, "source": …, "labels": [{"label": …, "probability": …}, …]}
     .jsonl    the same objects, a line each, without the array
@@ -13,6 +15,7 @@ Letters: B batch, C classes, O embedding dimension.
 """
 
 import csv
+import io
 import json
 import math
 import os
@@ -33,6 +36,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, FeatureStream, pick_device
 from clipkit.picture_folder import user_path
 from clipkit.pictures import Stream
+from clipkit.table import safe_cell
 from clipkit.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
 __all__ = ["ClassifyOptions", "Guess", "guesses", "labels_of", "run", "templates_of"]
@@ -246,18 +250,20 @@ class _Writer(Protocol):
 
 class _Csv:
     def __init__(self, file: TextIO, top: int) -> None:
-        self._rows = csv.writer(file, lineterminator="\n")
-        self._rows.writerow(
-            [
-                "picture",
-                "source",
-                *(f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability")),
-            ]
-        )
+        self._file = file
+        names = (f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))
+        self._write_row("picture", "source", *names)
 
     def write(self, guess: Guess) -> None:
-        cells = (cell for label, value in guess.labels for cell in (label, f"{value:.6f}"))
-        self._rows.writerow([guess.picture, guess.source, *cells])
+        cells = (cell for label, value in guess.labels for cell in (safe_cell(label), f"{value:.6f}"))
+        self._write_row(safe_cell(guess.picture), safe_cell(guess.source), *cells)
+
+    def _write_row(self, *cells: str) -> None:
+        row = (
+            io.StringIO()
+        )  # with a line terminator of "\n" Python before 3.13 does not quote a carriage return
+        csv.writer(row).writerow(cells)
+        self._file.write(row.getvalue().removesuffix("\r\n") + "\n")
 
     def end(self) -> None:
         """Nothing closes a CSV file."""

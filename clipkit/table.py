@@ -7,6 +7,7 @@ tabs, semicolons or bars, as its header shows. A line that cannot be read is a r
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 
 from clipkit.errors import DataError, nearest
 
-__all__ = ["CAPTION_COLUMNS", "IMAGE_COLUMNS", "SUFFIXES", "Row", "Table"]
+__all__ = ["CAPTION_COLUMNS", "IMAGE_COLUMNS", "SUFFIXES", "Row", "Table", "safe_cell"]
 
 # the usual names, the most telling first; compared in lower case with "_" for blanks and hyphens
 IMAGE_COLUMNS = (
@@ -29,6 +30,22 @@ _DELIMITED, _JSON_LINES, _PARQUET = (".csv", ".tsv", ".tab"), (".jsonl", ".ndjso
 SUFFIXES = (*_DELIMITED, *_JSON_LINES, *_PARQUET)
 LONGEST_LINE = 2**20  # bytes, of JSONL
 HEADER = 2**16  # bytes in which a header must end
+_CLASSIFIED = ["picture", "source", "label_1"]  # the first columns of what ``clipkit classify`` writes
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
+
+
+def safe_cell(text: str) -> str:
+    """A text for a CSV file, with an apostrophe before what a spreadsheet program would run as a formula.
+
+    That is what OWASP recommends against CSV injection. Texts that look like the result get another apostrophe, so
+    that taking one off a cell that begins with apostrophes and such a character gives the text back.
+    """
+    return f"'{text}" if _FORMULA.match(text) else text
+
+
+def _plain_cell(cell: str) -> str:
+    """The inverse of ``safe_cell``."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +187,7 @@ class Table:
             # a line end inside quotes belongs to the caption, so the csv module must see it: newline=""
             text = io.TextIOWrapper(file, encoding=self._encoding(), errors="replace", newline="")
             reader = csv.reader(text, delimiter=self._delimiter)
-            number = -1
+            number, names = -1, list[str]()
             while True:
                 try:
                     fields, cause = next(reader), ""
@@ -185,6 +202,7 @@ class Table:
                     continue
                 number += 1
                 if number == 0:
+                    names = fields
                     continue
                 progress = min(1.0, file.tell() / size)
                 if not cause:
@@ -192,8 +210,9 @@ class Table:
                 if cause:
                     yield Row(number=number, cause=cause, progress=progress)
                 else:
-                    path = None if self._image is None else fields[self._image].strip()
-                    caption = None if self._caption is None else fields[self._caption]
+                    read = _plain_cell if names[: len(_CLASSIFIED)] == _CLASSIFIED else str
+                    path = None if self._image is None else read(fields[self._image]).strip()
+                    caption = None if self._caption is None else read(fields[self._caption])
                     yield Row(number=number, path=path, caption=caption, progress=progress)
 
     def _fault(self, fields: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from clipkit.table import safe_cell
 from eval.report.charts import number
 from eval.report.result_set import ResultSet
 from eval.report.score_table import Published, ScoreTable, Suites, read_scores, task_tables
@@ -28,7 +29,6 @@ _LATEX = {
 }  # fmt: skip
 _MARKDOWN = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#"})
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may obey them
-_FORMULA = ("=", "+", "-", "@")
 _NAMES = ("Dataset", "Task", "Metric")
 _COLUMNS = (
     "kind", "model", "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high",
@@ -245,9 +245,8 @@ def _plain(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """A name of a CSV file, which programs for tables would take for a formula if it begins like one."""
-    plain = _plain(text)
-    return f"'{plain}" if plain.startswith(_FORMULA) else plain
+    """A name in a CSV file."""
+    return safe_cell(_plain(text))
 
 
 def _latex(text: str) -> str:

@@ -27,6 +27,7 @@ from clipkit.feature_stream import FeatureStream
 from clipkit.model import CLIP
 from clipkit.optim import adamw
 from clipkit.pictures import Item, Stream
+from clipkit.table import Table
 from clipkit.training_state import LoopState
 
 NEEDED = {
@@ -199,6 +200,38 @@ def test_classify_prints_a_table_of_80_columns(
     assert said.err.splitlines() == [
         "failed: photos/x.png: not a picture in a known format",
         "1 of 4 pictures failed",
+    ]
+
+
+def test_csv_holds_no_formula_and_is_read_back(checkpoint: Path, photos: Path) -> None:
+    Path("photos/a.png").rename("=1+1.png")
+    Path("photos/b.png").rename("photos/b\r=2.png")
+    labels = ["=cmd|' /C calc'!A0", "@SUM(1)", "-2+3", "+4", "\uff1d5", "'=quoted", "plain"]
+    command = [
+        "classify",
+        "photos/b\r=2.png",
+        "=1+1.png",
+        "--labels",
+        "labels.txt",
+        "--model",
+        str(checkpoint),
+    ]
+    Path("labels.txt").write_text("\n".join(labels), encoding="utf-8")
+    for out in ("out.csv", "out.json"):
+        assert dispatch([*command, "--top", "7", "--out", out]) == 0
+    with open("out.csv", newline="", encoding="utf-8") as file:  # noqa: PTH123
+        rows = list(csv.reader(file))[1:]
+    exact = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert [one["picture"] for one in exact] == ["photos/b\r=2.png", "=1+1.png"]
+    assert [row[0] for row in rows] == ["photos/b\r=2.png", "'=1+1.png"]
+    for row, one in zip(rows, exact, strict=True):
+        assert not any(cell.startswith(("=", "+", "-", "@", "\uff1d")) for cell in row)
+        wanted = [found["label"] for found in one["labels"]]
+        assert sorted(wanted) == sorted(labels)
+        assert row[2::2] == [label if label == "plain" else f"'{label}" for label in wanted]
+    table = Table(Path("out.csv"), image_column=None, caption_column="label_1")
+    assert [(row.path, row.caption) for row in table] == [
+        (one["picture"], one["labels"][0]["label"]) for one in exact
     ]
 
 

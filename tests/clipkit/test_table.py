@@ -5,13 +5,14 @@ import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
-from clipkit.table import SUFFIXES, Table
+from clipkit.table import SUFFIXES, Table, safe_cell
 
 KINDS = [".csv", ".tsv", ".jsonl", ".parquet"]
 
@@ -89,3 +90,25 @@ def test_captions_survive_a_csv(tmp_path: Path, captions: list[str]) -> None:
     assert [
         caption for _, caption in read(write_table(tmp_path / "t.csv", ["path", "caption"], rows))
     ] == captions
+
+
+@given(st.text(alphabet="'=+-@\t\r\n＝ab ,\"", max_size=6))
+def test_a_classified_cell_is_no_formula_and_is_read_back_exactly(text: str) -> None:
+    cell = safe_cell(text)
+    assert not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝"))
+    assert cell == text or cell == f"'{text}"
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "labels.csv")
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["picture", "source", "label_1", "probability_1"])
+            writer.writerow(["a.png", "folder", cell, "1.0"])
+        (row,) = Table(path, image_column=None, caption_column="label_1")
+        assert row.caption == text or row.cause  # an empty label cannot be used
+
+
+def test_cells_of_other_tables_are_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("path,caption\n'=a.png,'@home\n")
+    (row,) = Table(path, image_column=None, caption_column=None)
+    assert (row.path, row.caption) == ("'=a.png", "'@home")
