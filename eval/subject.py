@@ -112,9 +112,9 @@ class Subject:
         others, own = set(self.images(split).digests()), self.images().digests()
         self.overlap[split] = sum(digest in others for digest in own)
         if self.overlap[split]:
-            _log.warning(
-                "dataset %s: %d of %d %s images are also in %s, which raises the scores of all that learns from it",
-                *(self.dataset.name, self.overlap[split], len(own), self.dataset.split, split),
+            self.warn(
+                f"{self.overlap[split]:,} of {len(own):,} {self.dataset.split} images are also in {split}, which "
+                "raises the scores of all that learns from it"
             )
 
     def texts(self, texts: Sequence[str]) -> Tensor:
