@@ -12,6 +12,7 @@ from PIL import Image
 from clipkit import CLIP
 from clipkit.architectures import Architecture, TextTower, VisionTower
 from data.writer import DatasetWriter, Record
+from eval import subject
 
 WriteDataset = Callable[..., Path]
 CLASSES = ("red", "green", "blue", "yellow", "black", "white", "grey")
@@ -28,8 +29,9 @@ def png(seed: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Indexes of these short-lived shards stay out of the user's cache; warnings are given once per test."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    subject._warn_once.cache_clear()
 
 
 @pytest.fixture
