@@ -5,25 +5,28 @@
                                          (for texts: caption, key, source)
     OUT/failures.jsonl                   what could not be encoded: source, key, cause; missing if there is nothing
     OUT/manifest.json                    what all of it was made from, and how
-    OUT/.parts/0.jsonl                   that file 0 is complete: a digest of its items, its counts, its failures
+    OUT/.parts/0.jsonl                   that file 0 is complete: digests of its items, its counts, its failures
     OUT/.lock-0                          held by the process with that number while it writes
 
 Items are cut into parts of equal length; a part is a file, and has a row less for each of its failures. Numbers are
 padded with zeros to the digits of how many files there are, as clip-retrieval does, because its readers sort names.
 A part is written aside, synced, renamed, and only then does its record in ``.parts`` appear.
 
-Sources may have changed when a folder is gone on with: parts whose digest is no longer that of their items are
-taken away first, and made again. What lies in the folder is at any time what the manifest says, or a part of it.
+Sources may have changed since a folder was begun: parts whose items have changed are removed first, and made again.
+A part is unchanged if its items have the same names and their files the same sizes, times and inodes. Where only
+the latter differ, as after a copy to another disk, the content decides: it is read, not encoded. What lies in the
+folder is at any time what the manifest says, or a part of it.
 """
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,13 +38,43 @@ import numpy.typing as npt
 from clipkit.embedding_manifest import Manifest, difference
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, Features
+from clipkit.pictures import Item
 
-__all__ = ["EmbeddingFolder", "Part", "Totals", "only_writer"]
+__all__ = ["ContentDigest", "EmbeddingFolder", "Part", "PartDigest", "Totals", "only_writer"]
 
 _CONTENT = ("sources", "items", "digest", "captions")  # what may change
 _NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
 _LONGEST_NAME = 200  # characters of a process's name
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartDigest:
+    """What identifies the items of a part without reading them.
+
+    Attributes:
+        names: digest of their sources, keys and texts.
+        files: digest of the sizes, times and inodes of the files that hold them.
+    """
+
+    names: str
+    files: str
+
+
+class ContentDigest:
+    """A digest of the items of a part with the bytes that were read for them, in any order."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def add(self, item: Item, content: bytes) -> None:
+        """Add an item with the digest of its content."""
+        name = f"{item.source}\0{item.key}\0".encode("utf-8", "surrogatepass")
+        self._sum += int.from_bytes(hashlib.sha256(name + content).digest()[:16])
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits."""
+        return f"{self._sum % 2**128:032x}"
 
 
 class Part:
@@ -52,6 +85,7 @@ class Part:
         self.rows: list[npt.NDArray[np.float16]] = []
         self.metadata: list[tuple[str, str | None, str]] = []  # key, caption, source
         self.failures: list[Failure] = []
+        self.content = ContentDigest()
 
     def __len__(self) -> int:
         return len(self.metadata) + len(self.failures)
@@ -60,10 +94,13 @@ class Part:
         """Take in some of the part's items."""
         if isinstance(outcome, Failure):
             self.failures.append(outcome)
+            self.content.add(outcome.item, outcome.content)
             return
         self.rows.append(outcome.rows.astype(np.float16))
         for item, caption in zip(outcome.items, outcome.captions, strict=True):
             self.metadata.append((item.key, caption, item.source))
+        for item, content in zip(outcome.items, outcome.contents, strict=True):
+            self.content.add(item, content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +157,8 @@ class EmbeddingFolder:
         process: this one's number among those that write; every so many-th part is its own.
         processes: how many there are.
         retry_failed: whether parts with failures are to be made again.
+        contents: reads the items of some parts as they are now and gives a ``ContentDigest`` of each. It is called
+            for parts whose files have other times or inodes than when they were encoded.
 
     Raises:
         ConfigError: the folder holds embeddings of other sources, or made by another model or setting.
@@ -127,17 +166,20 @@ class EmbeddingFolder:
 
     Attributes:
         stale: how many of this process's parts were there, and have to be made again.
+        unknown: how many of these were made by an earlier version, which did not record the content.
+        compared: how many were kept because their content is the same.
     """
 
     def __init__(
         self,
         out: Path,
         manifest: Manifest,
-        digests: Sequence[str],
+        digests: Sequence[PartDigest],
         *,
         process: int = 0,
         processes: int = 1,
         retry_failed: bool = False,
+        contents: Callable[[Sequence[int]], Mapping[int, str]] = lambda _: {},
     ) -> None:
         assert len(digests) == manifest.files
         self.out, self.manifest, self._digests = out, manifest, digests
@@ -148,7 +190,8 @@ class EmbeddingFolder:
         self._settle_manifest()
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
-        self.stale = self._take_away_stale(retry_failed)
+        self.stale = self.unknown = self.compared = 0
+        self._remove_stale(retry_failed, contents)
 
     def is_done(self, part: int) -> bool:
         """Whether a part is complete on the disk, and made from the items that it has now."""
@@ -163,7 +206,9 @@ class EmbeddingFolder:
         writers: list[Callable[[BinaryIO], None]] = [
             lambda file: _write_array(file, array),
             lambda file: _write_parquet(file, self._columns(part)),
-            lambda file: _write_record(file, self._digests[part.number], len(array), part.failures),
+            lambda file: _write_record(
+                file, self._digests[part.number], part.content.hexdigest(), len(array), part.failures
+            ),
         ]
         finals = [*self._files(part.number), self._record(part.number)]
         asides = [_aside(final) for final in finals]
@@ -232,22 +277,25 @@ class EmbeddingFolder:
     def _is_current(self, part: int, record: Path) -> bool:
         try:
             with record.open("rb") as file:
-                return part < len(self._digests) and _first_line(file)["digest"] == self._digests[part]
+                stored = _first_line(file)
+                return part < len(self._digests) and stored["digest"] == asdict(self._digests[part])
         except (FileNotFoundError, ValueError, KeyError):
             return False
 
-    def _take_away_stale(self, retry_failed: bool) -> int:
-        """Remove those of this process's parts that are not what they should be; how many are to be made again.
+    def _remove_stale(
+        self, retry_failed: bool, contents: Callable[[Sequence[int]], Mapping[int, str]]
+    ) -> None:
+        """Remove those of this process's parts that are not what they should be, and count them.
 
         Names get the zeros that they now need. The record goes first and comes last: what has one is complete.
         """
-        current, stale = set[int](), list[int]()
-        for part, path in self._own(self._records):
-            if self._is_current(part, path) and not (retry_failed and _has_failures(path)):
-                current.add(part)
-            else:
-                path.unlink()
-                stale.append(part)
+        records = dict(self._own(self._records))
+        current = {part for part, path in records.items() if self._is_current(part, path)}
+        current |= self._with_same_content({p: r for p, r in records.items() if p not in current}, contents)
+        if retry_failed:
+            current = {part for part in current if not _has_failures(records[part])}
+        for part in records.keys() - current:
+            records[part].unlink()
         for folder in self._folders[:2]:
             for part, path in self._own(folder):
                 wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
@@ -255,9 +303,35 @@ class EmbeddingFolder:
                     path.unlink()
                 elif path != wanted:
                     path.replace(wanted)
-        if stale:
+        if records.keys() - current:
             (self.out / "failures.jsonl").unlink(missing_ok=True)
-        return sum(part < self.manifest.files for part in stale)
+        self.stale = sum(part < self.manifest.files for part in records.keys() - current)
+
+    def _with_same_content(
+        self, records: Mapping[int, Path], contents: Callable[[Sequence[int]], Mapping[int, str]]
+    ) -> set[int]:
+        """The parts whose files have other times or inodes but the same content; their records are renewed."""
+        then: dict[int, str] = {}  # content
+        for part, path in records.items():
+            with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
+                stored = _first_line(file)
+                if isinstance(stored["digest"], str):
+                    self.unknown += part < self.manifest.files
+                elif part < self.manifest.files and stored["digest"]["names"] == self._digests[part].names:
+                    then[part] = stored["content"]
+        now = contents(sorted(then)) if then else {}
+        same = {part for part, content in then.items() if now.get(part) == content}
+        for part in same:
+            aside = _aside(records[part])
+            with records[part].open("rb") as old, aside.open("wb") as file:
+                counts = _first_line(old) | {"digest": asdict(self._digests[part])}
+                file.write(json.dumps(counts).encode() + b"\n")
+                file.writelines(old)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(records[part])
+        self.compared = len(same)
+        return same
 
     def _own(self, folder: Path) -> list[tuple[int, Path]]:
         """The files of this process's parts in a folder, with the parts' numbers."""
@@ -327,8 +401,11 @@ def _write_array(file: BinaryIO, array: npt.NDArray[np.float16]) -> None:
     file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def _write_record(file: BinaryIO, digest: str, rows: int, failures: Sequence[Failure]) -> None:
-    file.write(json.dumps({"digest": digest, "rows": rows, "failures": len(failures)}).encode() + b"\n")
+def _write_record(
+    file: BinaryIO, digest: PartDigest, content: str, rows: int, failures: Sequence[Failure]
+) -> None:
+    counts = {"digest": asdict(digest), "content": content, "rows": rows, "failures": len(failures)}
+    file.write(json.dumps(counts).encode() + b"\n")
     for one in failures:
         line = {"source": one.item.source, "key": one.item.key, "cause": one.cause}
         file.write(json.dumps(line).encode() + b"\n")

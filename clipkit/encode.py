@@ -2,8 +2,9 @@
 
 The items of all sources are numbered. Part p holds items p·n to (p + 1)·n - 1 and is encoded by process p mod the
 number of processes, batch by batch from its beginning: which process does it, and after how many stops, changes
-no bit of its file. A part's digest is of its items' names, and of the sizes and times of the files that hold them:
-where one has changed since, the part is encoded again.
+no bit of its file. A part is encoded again if the names of its items have changed, or the content of one.
+Content is read again only where the size, a time or the inode of a file has changed:
+see ``clipkit.embedding_folder``.
 """
 
 import errno
@@ -12,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch
 from clipkit.api import load
 from clipkit.count_progress import CountProgress, counted
 from clipkit.distributed import rank_and_world
-from clipkit.embedding_folder import EmbeddingFolder, Part, Totals, only_writer
+from clipkit.embedding_folder import ContentDigest, EmbeddingFolder, Part, PartDigest, Totals, only_writer
 from clipkit.embedding_manifest import Manifest
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, FeatureStream, pick_device
@@ -61,6 +63,8 @@ class Encoded:
         written: how many of them this process wrote.
         found: how many of them were there before.
         stale: how many of its own were there too, but made of what has changed since.
+        unknown: how many of these were made by an earlier version, which did not record the content.
+        compared: how many of its own were kept because their content is the same, though times or inodes differ.
         empty_lines: lines of a list of texts that are empty, which are encoded like any other.
         done: items that this process took in.
         failed: those of them that could not be encoded.
@@ -73,6 +77,8 @@ class Encoded:
     written: int
     found: int
     stale: int
+    unknown: int
+    compared: int
     empty_lines: int
     done: int
     failed: int
@@ -85,7 +91,7 @@ class _Survey:
     """What a look through the sources has shown."""
 
     items: int
-    digests: list[str]  # of each part
+    digests: list[PartDigest]
     captions: bool
     empty_lines: int
 
@@ -134,7 +140,7 @@ def encode(
         weights=model_hash(features.model),
         sources=list(sources),
         items=survey.items,
-        digest=hashlib.sha256("".join(survey.digests).encode()).hexdigest()[:32],
+        digest=hashlib.sha256(repr(survey.digests).encode()).hexdigest()[:32],
         captions=survey.captions,
         rows_per_file=rows_per_file,
         batch_size=features.batch_size,
@@ -143,7 +149,15 @@ def encode(
     )
     with only_writer(out, process):
         folder = EmbeddingFolder(
-            out, manifest, survey.digests, process=process, processes=processes, retry_failed=retry_failed
+            out,
+            manifest,
+            survey.digests,
+            process=process,
+            processes=processes,
+            retry_failed=retry_failed,
+            contents=partial(
+                _contents, stream=stream, manifest=manifest, features=features, progress=progress
+            ),
         )
         own = _Own(folder, process, processes)
         return _encode_parts(stream, folder, features, own, survey.empty_lines, progress)
@@ -195,6 +209,8 @@ def _encode_parts(
         written=written,
         found=found,
         stale=folder.stale,
+        unknown=folder.unknown,
+        compared=folder.compared,
         empty_lines=empty_lines,
         done=done,
         failed=failed,
@@ -220,47 +236,66 @@ class _Own:
 
     def items(self, stream: Stream) -> Iterator[tuple[int, Item]]:
         """Each of their items with its part's number."""
-        parts, length = self._parts(), self._folder.manifest.rows_per_file
-        wanted = next(parts, None)
-        for number, item in enumerate(stream):
-            part = number // length
-            while wanted is not None and part > wanted:
-                wanted = next(parts, None)
-            if wanted is None:
-                return
-            if part == wanted:
-                yield part, item
+        return _items_of(stream, self._parts(), self._folder.manifest.rows_per_file)
+
+
+def _items_of(stream: Stream, parts: Iterator[int], length: int) -> Iterator[tuple[int, Item]]:
+    """The items of some parts of ``length`` items each, in rising order, with the part's number."""
+    wanted = next(parts, None)
+    for number, item in enumerate(stream):
+        part = number // length
+        while wanted is not None and part > wanted:
+            wanted = next(parts, None)
+        if wanted is None:
+            return
+        if part == wanted:
+            yield part, item
+
+
+def _contents(
+    parts: Sequence[int], *, stream: Stream, manifest: Manifest, features: FeatureStream, progress: bool
+) -> dict[int, str]:
+    """Read the items of some parts (rising); the digest of each part's content."""
+    found = {part: ContentDigest() for part in parts}
+    items = _items_of(stream, iter(parts), manifest.rows_per_file)
+    with CountProgress("comparing", total=sum(map(manifest.items_of, parts)), shown=progress) as bar:
+        read = features.contents(items, kind=stream.kind, captions=manifest.captions)
+        for done, (part, item, content) in enumerate(read, 1):
+            found[part].add(item, content)
+            bar.show(done)
+    return {part: digest.hexdigest() for part, digest in found.items()}
 
 
 def _look_through(stream: Stream, length: int, show: Callable[[int], None]) -> _Survey:
     """Count the items, and take a digest of every ``length`` of them, by which a change will be known."""
-    digests: list[str] = []
-    digest, count, captions, empty = hashlib.sha256(), 0, False, 0
+    digests: list[tuple[str, str]] = []
+    names, files, count, captions, empty = hashlib.sha256(), hashlib.sha256(), 0, False, 0
     stamps = _Stamps(stream)
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
-        for part in (item.source, item.key, text, stamps.of(item)):
-            digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+        for part in (item.source, item.key, text):
+            names.update(part.encode("utf-8", "surrogatepass") + b"\0")
+        files.update(stamps.of(item).encode() + b"\0")
         captions = captions or item.caption is not None
         empty += isinstance(item.caption, str) and not text.strip()
         if count % length == 0:
-            digests.append(digest.hexdigest())
-            digest = hashlib.sha256()
+            digests.append((names.hexdigest(), files.hexdigest()))
+            names, files = hashlib.sha256(), hashlib.sha256()
         if count % 1000 == 0:
             show(count)
     if count % length:
-        digests.append(digest.hexdigest())
+        digests.append((names.hexdigest(), files.hexdigest()))
     # whether there are captions says which columns all files have
     return _Survey(
         items=count,
-        digests=[f"{one[:31]}{captions:d}" for one in digests],
+        digests=[PartDigest(names=f"{name[:31]}{captions:d}", files=file[:32]) for name, file in digests],
         captions=captions,
         empty_lines=empty if stream.kind == "caption" else 0,
     )
 
 
 class _Stamps:
-    """Sizes and times of the files that hold the items of a stream."""
+    """Sizes, times and inodes of the files that hold the items of a stream."""
 
     def __init__(self, stream: Stream) -> None:
         self._kind = stream.kind
@@ -274,8 +309,10 @@ class _Stamps:
             return ""
         if path != self._last[0]:  # a shard holds many
             try:
-                status = path.stat()
-                self._last = path, f"{status.st_size} {status.st_mtime_ns}"
+                found = path.stat()
+                # renaming and unpacking keep sizes and modification times, or set them to what they like
+                stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+                self._last = path, " ".join(map(str, stamp))
             except (OSError, ValueError):
                 self._last = path, ""
         return self._last[1]
@@ -340,22 +377,31 @@ def run(options: EncodeOptions) -> int:
 def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     """What was done; the last line says what the whole folder holds, once it is complete."""
     totals, listing = encoded.totals, options.out / "failures.jsonl"
+    compared = ""
+    if encoded.compared:
+        compared = (
+            f"; {encoded.compared:,} compared by content, because times or inodes of their files changed"
+        )
     if not encoded.written:
         there = ""
         if totals is not None:
             failed = f", {totals.failures:,} failed before ({listing})" if totals.failures else ""
             are = "is" if totals.rows == 1 else "are"
             there = f": {counted(totals.rows, 'embedding')} {are} there{failed}"
-        print(f"{who}nothing to do{there}")
+        print(f"{who}nothing to do{there}{compared}")
         return
     what = counted(encoded.done, "text" if options.text else "picture")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
     found = f"; {encoded.found:,} were there" if encoded.found else ""
-    again = "" if options.retry_failed else ", because what they are made of has changed"
-    stale = f"; {encoded.stale:,} of them again{again}" if encoded.stale else ""
+    why = "" if options.retry_failed else ", because what they are made of has changed"
+    if encoded.unknown:
+        why = (
+            ", because they were made by an earlier version, which did not record the content of their files"
+        )
+    stale = f"; {encoded.stale:,} of them again{why}" if encoded.stale else ""
     print(
         f"{who}{what} in {encoded.seconds:,.1f} s ({rate}), "
-        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}"
+        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}{compared}"
     )
     if totals is None:
         return

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -43,11 +44,13 @@ def png(number: int, side: int = 20) -> bytes:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Twelve pictures, of which 04.png is broken; in files of three they are the parts 0 to 3."""
+    """Twelve images of one size and time, of which 04.png is broken; in files of three: parts 0 to 3."""
     folder = tmp_path / "photos"
     folder.mkdir()
     for number in range(12):
-        (folder / f"{number:02d}.png").write_bytes(b"broken" if number == 4 else png(number))
+        file = folder / f"{number:02d}.png"
+        file.write_bytes(b"broken" if number == 4 else png(number))
+        os.utime(file, ns=(10**18, 10**18))
     return folder
 
 
@@ -95,8 +98,28 @@ def remove_one(photos: Path) -> None:
 
 
 def touch(photos: Path) -> None:
-    """Another time alone: the content may be another one of the same length."""
-    os.utime(photos / "02.png", ns=(1, 1))
+    """Another time, and nothing else: the content decides."""
+    for number in (2, 4):  # 04.png is broken, and stays so
+        os.utime(photos / f"{number:02d}.png", ns=(1, 1))
+
+
+def copy(photos: Path) -> None:
+    """As on another disk: other inodes and times, the same content."""
+    photos.rename(photos.with_name("old"))
+    shutil.copytree(photos.with_name("old"), photos)
+
+
+def break_one(photos: Path) -> None:
+    """Of the same size and modification time, and no image any more."""
+    file = photos / "07.png"
+    found = file.stat()
+    file.write_bytes(b"x" * found.st_size)
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def swap(photos: Path) -> None:
+    """Two files of equal size and time exchange their names."""
+    exchange(photos / "01.png", photos / "10.png")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +131,10 @@ def touch(photos: Path) -> None:
         (mend_broken, {0, 2, 3}, 1),
         (remove_last_part, {0, 1, 2}, 0),
         (remove_one, {0, 1}, 2),
-        (touch, {1, 2, 3}, 1),
+        (touch, {0, 1, 2, 3}, 0),
+        (copy, {0, 1, 2, 3}, 0),
+        (break_one, {0, 1, 3}, 1),
+        (swap, {1, 2}, 2),
     ],
 )
 @pytest.mark.parametrize("processes", [1, 3])
@@ -162,7 +188,8 @@ def test_sources_may_be_added(photos: Path, model: CLIP, tmp_path: Path) -> None
     assert run([photos, shard], tmp_path / "out", model).written == 1
     assert run([photos, shard], tmp_path / "out", model).written == 0
     os.utime(shard, ns=(1, 1))
-    assert run([photos, shard], tmp_path / "out", model).stale == 1
+    done = run([photos, shard], tmp_path / "out", model)
+    assert (done.stale, done.compared, done.written) == (0, 1, 0)
     assert run([shard, photos / "."], tmp_path / "out", model).stale == 5  # in another order
     before = tree(tmp_path / "out")
     with pytest.raises(
@@ -170,6 +197,75 @@ def test_sources_may_be_added(photos: Path, model: CLIP, tmp_path: Path) -> None
     ):
         run(photos, tmp_path / "out", model)
     assert tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("kind", ["shards", "table", "folders", "captions"])
+def test_files_of_equal_size_and_time_that_exchange_names_are_encoded_again(
+    kind: str, model: CLIP, tmp_path: Path
+) -> None:
+    """Shards, the files of a table, renamed folders, captions in shards: 12 of 60 rows are of other content."""
+    root = tmp_path / "data"
+    folders = [root / name for name in "abcde"]
+    for place, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for number in range(12):
+            file = folder / f"{number:02d}.bmp"
+            noise = np.random.default_rng(12 * place + number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(file)
+            file.with_suffix(".txt").write_text(f"noise {place} {number:02d}")
+        with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
+            for file in sorted(folder.iterdir()):
+                tar.add(file, f"{file.name}")
+    files = [file for file in sorted(root.rglob("*")) if file.is_file()]
+    for file in files:
+        os.utime(file, ns=(10**18, 10**18))
+    table = tmp_path / "table.csv"
+    table.write_text("path\n" + "".join(f"{file}\n" for file in files if file.suffix == ".bmp"))
+    source = {"shards": str(root / "*.tar"), "captions": str(root / "*.tar"), "table": str(table)}.get(
+        kind, str(root / "{a,b,c,d,e}")
+    )
+
+    def encoded(out: Path) -> tuple[Encoded, np.ndarray[Any, Any]]:
+        stream = Stream([source], kind="caption" if kind == "captions" else "image")
+        features = FeatureStream(model, batch_size=4, workers=2)
+        done = encode(stream, out, features, sources=[source], rows_per_file=10, progress=False)
+        return done, np.concatenate([np.load(path) for path in sorted(out.glob("*_emb/*.npy"))])
+
+    encoded(tmp_path / "out")
+    assert encoded(tmp_path / "out")[0].written == 0
+    if kind == "table":  # twelve files, in pairs
+        for number in range(6):
+            exchange(folders[0] / f"{number:02d}.bmp", folders[2] / f"{number:02d}.bmp")
+    else:  # of twelve images each
+        exchange(folders[1], folders[3])
+        exchange(folders[1].with_suffix(".tar"), folders[3].with_suffix(".tar"))
+    done, rows = encoded(tmp_path / "out")
+    _, wanted = encoded(tmp_path / "straight")
+    assert len(rows) == 60
+    assert int((rows != wanted).any(axis=1).sum()) == 0
+    assert 0 < done.stale < 6
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Two files or folders get each other's name."""
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def test_a_folder_of_an_earlier_version_is_not_trusted(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    """Its records have one digest, of names, sizes and modification times."""
+    run(photos, tmp_path / "out", model)
+    for path in (tmp_path / "out/.parts").iterdir():
+        first, *failures = path.read_text().splitlines(keepends=True)
+        stored = json.loads(first)
+        del stored["content"]
+        path.write_text(json.dumps(stored | {"digest": "0" * 32}) + "\n" + "".join(failures))
+    done = run(photos, tmp_path / "out", model)
+    assert (done.stale, done.unknown, done.written, done.compared) == (4, 4, 4, 0)
+    run(photos, tmp_path / "straight", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
 
 
 def test_captions_that_come_to_a_table_come_to_all_files(photos: Path, model: CLIP, tmp_path: Path) -> None:
