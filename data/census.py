@@ -40,6 +40,7 @@ class Census:
     Attributes:
         count: samples that count.
         digest: of its index, empty if it was not indexed.
+        content: digest of its content, see ``ShardIndex``; empty if that was not read.
         dropped: samples that do not count, by reason.
         extensions: members by extension.
         truncated: whether these are the samples of the intact part of a truncated shard.
@@ -47,6 +48,7 @@ class Census:
 
     count: int
     digest: str
+    content: str
     dropped: dict[str, int]
     extensions: dict[str, int]
     truncated: bool = False
@@ -128,7 +130,7 @@ def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None"
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # what a truncated shard lacks would count
     if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
-        return Census(count=stated, digest="", dropped={}, extensions={})
+        return Census(count=stated, digest="", content="", dropped={}, extensions={})
     return _census_of(OpenShard(shard, selection, cache))
 
 
@@ -136,6 +138,7 @@ def _census_of(opened: OpenShard) -> Census:
     return Census(
         count=len(opened),
         digest=opened.index.digest,
+        content=opened.index.content,
         dropped=opened.chosen.dropped,
         extensions=opened.index.extensions,
         truncated=bool(opened.index.truncated),

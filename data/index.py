@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "index_shard",
     "keep_index",
     "stored_index",
+    "with_content",
 ]
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif")
@@ -48,7 +49,9 @@ _BLOCK = 512  # bytes; all data of a tar begin at a multiple of it
 _MOST = 2**32 - 1
 _MOST_EXTENSIONS = 1000  # that are told; where file names have dots, there may be as many as members
 _LONGEST = 40  # characters of one that are told
-_VERSION = 4  # of the stored form; raise it when the scan or the arrays change
+# bytes at the end of a picture, caption, label and json that count for the digest of the content
+_MOST_CONTENT = np.array((1 << 10, 64 << 10, 64 << 10, 64 << 10), dtype=np.int64)
+_VERSION = 5  # of the stored form; raise it when the scan or the arrays change
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +67,8 @@ class ShardIndex:
         extensions: how many members had which extension, of the most frequent ones.
         digest: 16 hexadecimal digits that change with any of these.
         truncated: why the shard is truncated, so that only its intact part is indexed; empty for a whole shard.
+        content: 16 hexadecimal digits that change with the captions, labels and json (their last 64 KiB) and the
+            images (their last KiB, where compressed data lie); empty where the shard was not read.
     """
 
     blocks: npt.NDArray[np.uint32]
@@ -72,6 +77,7 @@ class ShardIndex:
     key_bytes: npt.NDArray[np.uint8]
     extensions: dict[str, int]
     digest: str
+    content: str = ""
     truncated: str = ""
 
     def __len__(self) -> int:
@@ -81,6 +87,11 @@ class ShardIndex:
         """The key of a sample."""
         start = self._key_ends[row - 1] if row else 0
         return str(self._key_bytes[start : self._key_ends[row]], "utf-8", "replace")
+
+    def is_same(self, other: "ShardIndex") -> bool:
+        """Whether both are of the same samples, as far as is known of their content."""
+        known = bool(self.content and other.content)
+        return self.digest == other.digest and (not known or self.content == other.content)
 
     def has(self) -> npt.NDArray[np.bool_]:
         """(N, 4) which of the members each sample has."""
@@ -118,15 +129,10 @@ def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | 
     """
     place = index_place(shard)
     for one in (place, _truncated_place(place)) if truncated == "use" else (place,):
-        with suppress(KeyError, TypeError):
+        with suppress(TypeError):
             if (stored := read_arrays(one)) is not None:
                 about, arrays = stored
-                return ShardIndex(
-                    **arrays,
-                    extensions=about["extensions"],
-                    digest=about["digest"],
-                    truncated=about.get("truncated", ""),
-                )
+                return ShardIndex(**arrays, **about)
     return None
 
 
@@ -146,8 +152,9 @@ def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = 
     if index is not None:
         return index
     try:
-        members = tar_files(path or Path(shard.url), called=shard.shown)
-        index = index_of_members(shard.shown, members, truncated=truncated)
+        place = path or Path(shard.url)
+        members = tar_files(place, called=shard.shown)
+        index = with_content(index_of_members(shard.shown, members, truncated=truncated), place)
     except OSError as error:
         raise DataError(f"shard {shard.shown}: {error.strerror}") from error
     keep_index(shard, index)
@@ -158,12 +165,11 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
     """Store an index for the next time; where that is not possible it will be made again."""
     if index.truncated and shard.size < 0:
         return  # a pipe: neither size nor version would tell that it was repaired
-    place, about = index_place(shard), {"extensions": index.extensions, "digest": index.digest}
-    if index.truncated:
-        place, about = _truncated_place(place), {**about, "truncated": index.truncated}
+    place = index_place(shard)
+    about = {name: getattr(index, name) for name in ("extensions", "digest", "content", "truncated")}
     arrays = {name: getattr(index, name) for name in ("blocks", "sizes", "key_ends", "key_bytes")}
     with suppress(OSError):
-        write_arrays(place, about, arrays)
+        write_arrays(_truncated_place(place) if index.truncated else place, about, arrays)
 
 
 def index_place(shard: ShardFile) -> Path:
@@ -231,6 +237,26 @@ def _intact(members: Iterable[tuple[str, int, int]], faults: list[str]) -> Itera
         yield from members
     except TruncatedError as error:
         faults.append(str(error))
+
+
+def with_content(index: ShardIndex, path: Path) -> ShardIndex:
+    """An index with the digest of the shard's content.
+
+    The bytes that count lie on the pages that a scan of the headers has just read. Times of members do not count: a
+    shard that was packed again from the same files is the same.
+
+    Raises:
+        OSError: the shard cannot be read.
+    """
+    there = index.blocks > 0
+    lengths = np.minimum(index.sizes, _MOST_CONTENT)[there]  # (M,) of the members, in their order
+    ends = (index.blocks.astype(np.int64) * _BLOCK + index.sizes)[there]
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        for start, length in zip((ends - lengths).tolist(), lengths.tolist(), strict=True):
+            digest.update(os.pread(descriptor, length, start))
+    return replace(index, content=digest.hexdigest()[:16])
 
 
 def _told(seen: Mapping[str, int]) -> dict[str, int]:

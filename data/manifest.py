@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Manifest", "make_manifest"]
 
-_VERSION = 1
+_VERSION = 2
 _FIRST = 8  # shards among which a pair must be found
 _SHOWN = 3  # differences that are told one by one
 
+_STRINGS = ("urls", "versions", "digests", "contents")
+
 Progress = Callable[[int], None]
+_Line = tuple[str, int, int, str, str]  # name, bytes, samples, digest of the index, digest of the content
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +52,7 @@ class Manifest:
         sizes: (S,) int64 bytes, -1 where unknown.
         counts: (S,) int64 samples that count.
         digests: (S,) of each shard's index; empty where the count is only what ``_stats.json`` states.
+        contents: (S,) digest of each shard's content, see ``ShardIndex``; empty where it was not read.
         sources: how many of the shards belong to each source, in order.
         selection: what counts, by ``Selection.identity``.
         dropped: how many samples do not count, by reason.
@@ -60,6 +64,7 @@ class Manifest:
     sizes: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     digests: Strings
+    contents: Strings
     sources: tuple[int, ...]
     selection: str
     dropped: dict[str, int]
@@ -98,7 +103,7 @@ class Manifest:
         """16 hexadecimal digits that change when the samples or their order do.
 
         Names, sizes, counts and indexes of the shards count; the folder that holds them does not, so data may be
-        moved.
+        moved. Their content counts in ``changes_since`` only: not every shard is read.
         """
         digest = hashlib.sha256(json.dumps([self.selection, len(self)]).encode())
         digest.update(os.fsencode("\0".join(map(_name, self.urls))))
@@ -106,10 +111,10 @@ class Manifest:
             digest.update(array.tobytes())
         return digest.hexdigest()[:16]
 
-    def _lines(self) -> Iterator[tuple[str, int, int, str]]:
-        columns = self.urls, self.sizes.tolist(), self.counts.tolist(), self.digests
-        for url, size, count, digest in zip(*columns, strict=True):
-            yield _name(url), size, count, digest
+    def _lines(self) -> Iterator[_Line]:
+        columns = self.urls, self.sizes.tolist(), self.counts.tolist(), self.digests, self.contents
+        for url, *rest in zip(*columns, strict=True):
+            yield _name(url), *rest
 
     def to_bytes(self) -> bytes:
         """As ``from_bytes`` reads it."""
@@ -127,7 +132,7 @@ class Manifest:
             "truncated": self.truncated,
         }
         arrays: dict[str, npt.NDArray[Any]] = {"sizes": self.sizes, "counts": self.counts}
-        for name in ("urls", "versions", "digests"):
+        for name in _STRINGS:
             strings: Strings = getattr(self, name)
             arrays |= {f"{name}.content": strings.content, f"{name}.ends": strings.ends}
         return about, arrays
@@ -148,9 +153,12 @@ class Manifest:
             return None
         about, arrays = stored
         try:
+            if "contents.ends" not in arrays:  # of a run that an earlier version began
+                nothing = Strings.of([""] * len(arrays["counts"]))
+                arrays = arrays | {"contents.content": nothing.content, "contents.ends": nothing.ends}
             strings = {
                 name: Strings(content=arrays[f"{name}.content"], ends=arrays[f"{name}.ends"])
-                for name in ("urls", "versions", "digests")
+                for name in _STRINGS
             }
             return cls(
                 **strings,
@@ -165,9 +173,7 @@ class Manifest:
             return None
 
     def changes_since(self, earlier: "Manifest") -> list[str]:
-        """What makes the order of samples another one than it was, most important first; empty if nothing does."""
-        if self.fingerprint == earlier.fingerprint and self.sources == earlier.sources:
-            return []
+        """What is known to have changed in the samples or their order, most important first."""
         changes = []
         if self.selection != earlier.selection:
             changes.append("captions or filters are chosen by other rules")
@@ -188,7 +194,20 @@ class Manifest:
 
     def with_counts_of(self, earlier: "Manifest") -> "Manifest":
         """This, with the counts of an earlier one: they say how a run that has begun numbers its samples."""
-        return replace(self, counts=earlier.counts, digests=earlier.digests)
+        contents = [then or now for then, now in zip(earlier.contents, self.contents, strict=True)]
+        return replace(self, counts=earlier.counts, digests=earlier.digests, contents=Strings.of(contents))
+
+    def not_compared(self, earlier: "Manifest") -> int:
+        """How many shards may hold other captions or images of the same sizes than in an earlier manifest of them.
+
+        Their versions differ or are not known, and neither is a digest of their content then or now.
+        """
+        versions = zip(earlier.versions, self.versions, strict=True)
+        contents = zip(earlier.contents, self.contents, strict=True)
+        return sum(
+            not now or (then != now and not all(both))
+            for (then, now), both in zip(versions, contents, strict=True)
+        )
 
 
 def _name(url: str) -> str:
@@ -198,15 +217,18 @@ def _name(url: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _difference(old: tuple[str, int, int, str], new: tuple[str, int, int, str]) -> str:
-    name, size, count, digest = old
+def _difference(old: _Line, new: _Line) -> str:
+    name, size, count, digest, content = old
     if size != new[1]:
         return f"{name} has {new[1]} bytes, it had {size}"
     if not (digest and new[3]):  # one was counted by its _stats.json
         return ""
     if count != new[2]:
         return f"{name} gives {new[2]} samples, it gave {count}"
-    return f"{name} holds other samples" if digest != new[3] else ""
+    if digest != new[3]:
+        return f"{name} holds other samples"
+    same = not (content and new[4]) or content == new[4]
+    return "" if same else f"{name} holds other captions or images of the same names and sizes"
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
@@ -283,6 +305,7 @@ def _assembled(
         sizes=np.array([shard.size for shard in shards], dtype=np.int64),
         counts=np.array([census.count for census in found], dtype=np.int64),
         digests=Strings.of([census.digest for census in found]),
+        contents=Strings.of([census.content for census in found]),
         sources=sources,
         selection=selection.identity,
         dropped=dict(dropped.most_common()),

@@ -19,6 +19,7 @@ from data.index import (
     index_shard,
     keep_index,
     stored_index,
+    with_content,
 )
 from data.selection import Chosen, Selection
 from data.shard_file import ShardFile
@@ -132,7 +133,7 @@ class OpenShard:
         if now != self._changed:
             self._changed = now
             with suppress(DataError):
-                if _scanned(self.file, self._descriptor, self._truncated).digest == self.index.digest:
+                if _scanned(self.file, self._descriptor, self._truncated).is_same(self.index):
                     self._sound, self._changed = now, None
                     return
         raise DataError(_CHANGED)
@@ -230,22 +231,22 @@ def _scanned(file: ShardFile, descriptor: int, truncated: str) -> ShardIndex:
     """The index of what the file holds now."""
     path = Path(f"/dev/fd/{descriptor}")
     try:
-        return index_of_members(file.shown, tar_files(path, called=file.shown), truncated=truncated)
+        members = tar_files(path, called=file.shown)
+        return with_content(index_of_members(file.shown, members, truncated=truncated), path)
     except OSError as error:
         raise DataError(f"shard {file.shown}: {error.strerror}") from error
 
 
 def _index(file: ShardFile, descriptor: int, truncated: str) -> ShardIndex:
     if descriptor >= 0:
-        size, time = (-1, 0) if file.is_remote else _state(descriptor)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise DataError(f"shard {file.shown} is not a regular file")
-        if file.is_remote or (size, str(time)) == (file.size, file.version):
-            return index_shard(file, Path(f"/dev/fd/{descriptor}"), truncated=truncated)
-        counted = stored_index(
-            file, truncated=truncated
-        )  # a copy of the same, or a later time alone, do no harm
-        if counted is None or _scanned(file, descriptor, truncated).digest != counted.digest:
+        here = file if file.is_remote else ShardFile.of_status(file.url, status)
+        if here.may_be_copy_of(file):  # another host may have a copy of its own
+            return index_shard(here, Path(f"/dev/fd/{descriptor}"), truncated=truncated)
+        counted = stored_index(file, truncated=truncated)  # a copy of the same, or a later time alone, do no harm
+        if counted is None or not _scanned(file, descriptor, truncated).is_same(counted):
             raise DataError(f"shard {file.shown}: {_CHANGED}")
         return counted
     if file.size < 0:

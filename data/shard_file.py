@@ -1,5 +1,6 @@
 """What identifies a shard, wherever it lies."""
 
+import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ class ShardFile:
     Attributes:
         url: an absolute path, or a full URL.
         size: in bytes, -1 where nobody can tell.
-        version: what changes when the content does: the store's etag, or the time of the last change in
-            nanoseconds; empty where nobody can tell.
+        version: what changes when the content does: the store's etag; for a file of this machine its modification
+            time, its change time (both in nanoseconds) and its inode; empty where nobody can tell.
     """
 
     url: str
@@ -58,4 +59,16 @@ class ShardFile:
             raise DataError(f"shard {path}: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
             raise DataError(f"shard {path} is not a regular file")
-        return cls(url=str(path.absolute()), size=status.st_size, version=str(status.st_mtime_ns))
+        return cls.of_status(str(path.absolute()), status)
+
+    @classmethod
+    def of_status(cls, url: str, status: os.stat_result) -> "ShardFile":
+        """A file of this machine, of which the status is known."""
+        # copying and unpacking set the modification time to what they like
+        version = f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+        return cls(url=url, size=status.st_size, version=version)
+
+    def may_be_copy_of(self, other: "ShardFile") -> bool:
+        """Whether both have the size and modification time that a copy of a file keeps."""
+        times = (one.version.partition(" ")[0] for one in (self, other))
+        return self.size == other.size and next(times) == next(times)

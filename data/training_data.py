@@ -1,5 +1,6 @@
 """What a training reads: counted once, the same on all ranks, and as it was when the run began."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,13 @@ def _counted(
     if earlier is not None and begun:
         if changes := manifest.changes_since(earlier):
             raise other_data(run, "; ".join(changes))
+        if unknown := manifest.not_compared(earlier):
+            print(
+                f"note: {unknown:,} of {len(manifest):,} shards have another time, inode or etag than before, or "
+                "none, and no digest of their content was recorded: only keys and sizes of their samples were "
+                "compared with those that the run began with",
+                file=sys.stderr,
+            )
         manifest = manifest.with_counts_of(earlier)
     manifest.save(manifest_file(run))
     return manifest

@@ -7,6 +7,7 @@ Every case is a real ``train.py``.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import simplejpeg
 
 from clipkit.config_file import load_config
 from clipkit.optim import learning_rate
+from data.array_file import read_arrays, write_arrays
 from data.writer import DatasetWriter, Record
 from tests.forked import Forked
 
@@ -118,6 +120,40 @@ def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> N
     again = train(out, "steps=7", status=1).splitlines()[-1]
     assert again == f"error: steps = 7, but {out} has made 8: set steps=8 or more, or out=… for a new run"
     assert load_config(out / "config.toml").steps == 8
+
+
+@pytest.mark.slow
+def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path: Path) -> None:
+    """Captions of the same lengths, with the modification time that the shard had, are other data all the same."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(pairs, data)
+    more = (f"data.train={data}", "data.max_bad=1")
+    train(out, *more, "steps=2")
+    shard = data / "train" / "1.tar"
+    whole, before = shard.read_bytes(), shard.stat()
+    assert whole.count(b"noise 2") == 10
+    shard.write_bytes(whole.replace(b"noise 2", b"other 2"))
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    weights_before = weights(out, 2)
+    said = train(out, *more, "steps=4", status=1)
+    assert (
+        f"error: {out} was trained on other data: 1.tar holds other captions or images of the same names and "
+        "sizes; bring the data back, or set out=… for a new run"
+    ) in said
+    assert weights(out, 2) == weights_before and not (out / "checkpoints" / "step_00000004").exists()
+    shard.write_bytes(whole)  # at another time
+    data.rename(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere", data, copy_function=shutil.copyfile)
+    said = train(out, *more, "steps=4")
+    assert f"resuming {out} at step 2" in said and "note: " not in said
+    stored = read_arrays(out / "data.manifest")
+    assert stored is not None
+    about, arrays = stored
+    contents = {"contents.content", "contents.ends"}  # which a run of an earlier version lacks
+    arrays = {name: one for name, one in arrays.items() if name not in contents}
+    write_arrays(out / "data.manifest", about, arrays)
+    os.utime(shard)
+    assert "note: 1 of 3 shards have another time, inode or etag than before" in train(out, *more, "steps=4")
 
 
 def train_by_two(pairs: Path | str, out: Path, *more: str) -> tuple[list[str], str]:

@@ -13,7 +13,15 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.tar import Content, TruncatedError, sample_name, tar_files, tar_files_of
-from data.index import IMAGE, IMAGE_EXTENSIONS, ShardIndex, index_of_members, keep_index, stored_index
+from data.index import (
+    IMAGE,
+    IMAGE_EXTENSIONS,
+    ShardIndex,
+    index_of_members,
+    keep_index,
+    stored_index,
+    with_content,
+)
 from data.inspect.shard_findings import Place
 from data.open_shard import OpenShard
 from data.selection import Selection
@@ -182,6 +190,7 @@ def _index(look: Look, selection: Selection, cache: "ShardCache | None", until: 
     try:
         members = tar_files(Path(file.url))
         index = index_of_members(file.shown, look.names.noted(file.shown, members, until))
+        index = with_content(index, Path(file.url))
     except OSError as error:
         raise DataError(f"shard {file.shown}: {error.strerror}") from error
     keep_index(file, index)

@@ -49,7 +49,11 @@ def test_each_shard_is_counted_once_and_the_first_one_first(shards: list[ShardFi
     for number, one in found:
         extensions = {"jpg": number, "txt": number + 1} if number else {"txt": 1}
         expected = Census(
-            count=number, digest=one.digest, dropped={"without image": 1}, extensions=extensions
+            count=number,
+            digest=one.digest,
+            content=one.content,
+            dropped={"without image": 1},
+            extensions=extensions,
         )
         assert one == expected and len(one.digest) == 16
     assert active_children() == []

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from data import census
-from data.array_file import Strings, pack_arrays
+from data.array_file import Strings, pack_arrays, write_arrays
 from data.captions import CaptionRule
+from data.index import ShardIndex, index_shard
 from data.manifest import Manifest, make_manifest
 from data.open_shard import OpenShard
 from data.selection import Filter, Selection
@@ -57,7 +58,7 @@ def state_stats(shard: ShardFile, successes: Any) -> None:
 def values(one: Manifest) -> dict[str, Any]:
     """All that a manifest says, to compare."""
     numbers = {"sizes": one.sizes.tolist(), "counts": one.counts.tolist()}
-    texts = {name: list(getattr(one, name)) for name in ("urls", "versions", "digests")}
+    texts = {name: list(getattr(one, name)) for name in ("urls", "versions", "digests", "contents")}
     return {**numbers, **texts, "sources": one.sources, "selection": one.selection, "dropped": one.dropped}
 
 
@@ -74,12 +75,19 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def made_of(lines: Sequence[tuple[str, int, int, str]], **more: Any) -> Manifest:
+def made_of(
+    lines: Sequence[tuple[str, int, int, str]],
+    *,
+    versions: Sequence[str] = (),
+    contents: Sequence[str] = (),
+    **more: Any,
+) -> Manifest:
     """A manifest of names, sizes, counts and digests."""
     rest: dict[str, Any] = {"sources": (len(lines),), "selection": "s", "dropped": {}, **more}
     return Manifest(
         urls=Strings.of([line[0] for line in lines]),
-        versions=Strings.of(["v"] * len(lines)),
+        versions=Strings.of(versions or ["v"] * len(lines)),
+        contents=Strings.of(contents or ["c"] * len(lines)),
         sizes=np.array([line[1] for line in lines], dtype=np.int64),
         counts=np.array([line[2] for line in lines], dtype=np.int64),
         digests=Strings.of([line[3] for line in lines]),
@@ -241,6 +249,77 @@ def test_real_changes_of_files_are_said(tmp_path: Path) -> None:
     os.utime(tmp_path / "a" / "2.tar", ns=(1, 1))  # touched, and still the same
     third = make_manifest([[ShardFile.at(Path(shard.url)) for shard in shards]], Selection())
     assert third.changes_since(second) == [] and third.fingerprint == second.fingerprint
+
+
+def test_other_captions_of_the_same_sizes_are_said(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "a", 3, 4)
+    first = make_manifest([shards], Selection())
+    changed = tmp_path / "a" / "1.tar"
+    before, whole = changed.stat(), changed.read_bytes()
+    for content in (b"next", b"last"):  # rewritten in place, also with the modification time that it had
+        changed.write_bytes(whole.replace(b"text", content))
+        if content == b"last":
+            os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
+        now = make_manifest([[shards[0], ShardFile.at(changed)]], Selection())
+        assert now.fingerprint == first.fingerprint  # earlier versions wrote the same into checkpoints
+        said = ["1.tar holds other captions or images of the same names and sizes"]
+        assert now.changes_since(first) == said and now.not_compared(first) == 0
+    assert Shards(now, Selection()).read(3).caption == "last"
+
+
+def test_data_that_were_packed_again_are_the_same(tmp_path: Path) -> None:
+    """The times of members do not count."""
+    manifests = []
+    for time_of_members in (1.0, 2.0):
+        with webdataset.TarWriter(str(tmp_path / "0.tar"), encoder=False, mtime=time_of_members) as tar:
+            tar.write({"__key__": "a", "jpg": b"picture", "txt": b"text", "json": b"{}", "cls": b"1"})
+        manifests.append(make_manifest([[ShardFile.at(tmp_path / "0.tar")]], Selection()))
+    assert list(manifests[0].versions) != list(manifests[1].versions)
+    assert manifests[1].changes_since(manifests[0]) == []
+    assert manifests[1].not_compared(manifests[0]) == 0
+
+
+@pytest.mark.parametrize("member", ["jpg", "txt", "json", "cls"])
+def test_the_content_of_each_member_counts(member: str, tmp_path: Path) -> None:
+    members = {"jpg": b"p" * 5000, "txt": b"t" * 5000, "json": b"j" * 5000, "cls": b"1" * 5000}
+    found: list[ShardIndex] = []
+    for last in (b"", b"x"):
+        shard = ShardFile(url=str(tmp_path / "0.tar"), size=0, version=str(len(found)))
+        with webdataset.TarWriter(shard.url, encoder=False, mtime=1.0) as tar:
+            changed = {member: members[member][: -len(last) or None] + last}
+            tar.write({"__key__": "a", **members, **changed})
+        found.append(index_shard(shard))
+    assert found[0].digest == found[1].digest and found[0].content != found[1].content
+    assert not found[0].is_same(found[1])
+    assert found[0].is_same(replace(found[1], content=""))  # of which it is not known
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "contents", "unknown"),
+    [
+        (("1", "2"), ("1", "2"), (["", ""], ["", ""]), 0),  # the same files
+        (("1", "2"), ("1", "9"), (["", "c"], ["", "c"]), 0),  # a copy of the same content
+        (("1", "2"), ("1", "9"), (["", ""], ["", "c"]), 1),  # a run of an earlier version
+        (("1", "2"), ("8", "9"), (["c", "c"], ["", "c"]), 1),  # a remote shard without a copy on disk
+        (("", "2"), ("", "2"), (["c", "c"], ["c", "c"]), 1),  # a pipe: the index is of what it once gave
+    ],
+)
+def test_what_could_not_be_compared_is_counted(
+    then: tuple[str, str], now: tuple[str, str], contents: tuple[list[str], list[str]], unknown: int
+) -> None:
+    earlier = made_of(BEFORE[:2], versions=then, contents=contents[0])
+    later = made_of(BEFORE[:2], versions=now, contents=contents[1])
+    assert later.changes_since(earlier) == [] and later.not_compared(earlier) == unknown
+
+
+def test_the_manifest_of_an_earlier_version_has_no_contents(tmp_path: Path) -> None:
+    one = made_of(BEFORE)
+    about, arrays = one._stored()
+    write_arrays(tmp_path / "one", about, {k: v for k, v in arrays.items() if not k.startswith("contents")})
+    other = Manifest.load(tmp_path / "one")
+    assert other is not None and other.fingerprint == one.fingerprint
+    assert list(other.contents) == [""] * 3 and one.changes_since(other) == []
+    assert list(one.with_counts_of(other).contents) == ["c"] * 3
 
 
 def test_the_fingerprint_does_not_tell_the_folder(tmp_path: Path) -> None:

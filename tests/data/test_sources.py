@@ -308,7 +308,8 @@ def test_what_is_known_of_a_file_of_this_machine(folder: Path, monkeypatch: pyte
     path = folder / "train" / "3.tar"
     shard = ShardFile.at(path)
     status = path.stat()
-    assert (shard.url, shard.size, shard.version) == (str(path), status.st_size, str(status.st_mtime_ns))
+    version = f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+    assert (shard.url, shard.size, shard.version) == (str(path), status.st_size, version)
     assert shard.name == "3.tar" and not shard.is_remote
     monkeypatch.chdir(folder)
     assert ShardFile.at(Path("train/3.tar")) == shard == find_shards("train/3.tar")[0]
