@@ -185,7 +185,10 @@ def read_caption(item: Item) -> str:
         raise DataError(item.cause)
     caption = item.caption
     if isinstance(caption, Member):
-        text = caption.read(MAX_BYTES).decode("utf-8", "replace")
+        try:
+            text = caption.read(MAX_BYTES).decode()
+        except UnicodeDecodeError as error:
+            raise DataError("caption is not UTF-8") from error
         caption = _json_caption(text) if caption.extension == "json" else text
         if caption is not None and not caption.strip():
             raise DataError(_EMPTY)

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from clipkit.errors import DataError
 from data.json_fields import value_at
 
-__all__ = ["CHOICES", "TEXT", "CaptionRule"]
+__all__ = ["CHOICES", "NOT_UTF8", "TEXT", "CaptionRule", "is_utf8"]
 
 CHOICES = ("first", "random", "weighted", "all")
+NOT_UTF8 = "caption is not UTF-8"
 TEXT = "txt"  # the caption file; where a sample has none, the "caption" of its json
 
 
@@ -69,6 +71,9 @@ class CaptionRule:
             meta: the sample's json.
             number: of "all", which one.
             random: needed where ``draws``.
+
+        Raises:
+            DataError: it is not UTF-8.
         """
         captions = self._chosen(self.by_field(text, meta), number, random)
         if captions is None:
@@ -76,6 +81,8 @@ class CaptionRule:
         if self.templates:
             drawn = int(random.integers(len(self.templates))) if random and len(self.templates) > 1 else 0
             captions = self.templates[drawn].replace("{}", captions)
+        if not is_utf8(captions):
+            raise DataError(NOT_UTF8)
         return self.prefix + captions
 
     def _chosen(
@@ -100,6 +107,17 @@ class CaptionRule:
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         return asdict(self)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text is all of UTF-8: without the lone surrogates that stand for other bytes, or JSON may spell."""
+    if text.isascii():  # known without looking at the characters
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _texts(value: Any) -> list[str]:

@@ -173,12 +173,12 @@ class OpenShard:
 
 
 def text_of(data: bytes | None) -> str | None:
-    """A caption file's text; bytes that are not UTF-8 become question marks of a kind."""
-    return None if data is None else data.decode("utf-8", "replace")
+    """A caption file's text; bytes that are not UTF-8 become lone surrogates, see ``data.captions.is_utf8``."""
+    return None if data is None else data.decode("utf-8", "surrogateescape")
 
 
 def meta_of(data: bytes | None) -> dict[str, Any]:
-    """A sample's json; empty where it has none, or it is no object.
+    """A sample's json, its texts as of ``text_of``; empty where it has none, or it is no object.
 
     Raises:
         DataError: it does not parse.
@@ -186,7 +186,7 @@ def meta_of(data: bytes | None) -> dict[str, Any]:
     if data is None:
         return {}
     try:
-        value = json.loads(data.decode("utf-8", "replace"))
+        value = json.loads(data.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"its json does not parse: {error}") from error
     return value if isinstance(value, dict) else {}

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 
 from clipkit.tokenizer import END_OF_TEXT, tokenize
+from data.captions import NOT_UTF8
 from data.inspect.findings import Captions, Histogram
 from data.inspect.shard_findings import Place
 
@@ -15,6 +16,7 @@ _AT_ONCE = 256
 _FREQUENT = 10
 _EDGES = (0, 8, 16, 24, 32, 48, 64, 78, 128, 256)
 _SHOWN_CHARACTERS = 200
+_PLACES = 3  # examples of captions that are not UTF-8
 
 
 def token_counts(texts: list[str]) -> list[int]:
@@ -37,12 +39,23 @@ class CaptionSurvey:
         self._waiting: list[tuple[str, Place]] = []
         self._counts: list[int] = []
         self._texts: Counter[str] = Counter()
-        self._empty = 0
+        self._empty = self._not_utf8 = 0
+        self._not_utf8_at: list[Place] = []
         self._longest: tuple[int, int, Place | None] = (0, 0, None)
 
-    def add(self, caption: str | None, place: Place) -> None:
-        """A sample's caption: "" if it has none, None if it was not read."""
+    def add(self, caption: str | None, place: Place, cause: str) -> None:
+        """Take a sample's caption.
+
+        Args:
+            caption: "" if there is none that can be used, None if it was not read.
+            place: where it is.
+            cause: why the sample is bad; "" if it is not.
+        """
         if caption is None:
+            return
+        if cause == NOT_UTF8:
+            self._not_utf8 += 1
+            self._not_utf8_at = [*self._not_utf8_at, place][:_PLACES]
             return
         if not caption.strip():
             self._empty += 1
@@ -72,6 +85,8 @@ class CaptionSurvey:
             median=float(np.median(self._counts)) if self._counts else 0.0,
             cut=sum(count > self._context_length for count in self._counts),
             empty=self._empty,
+            not_utf8=self._not_utf8,
+            not_utf8_at=tuple(self._not_utf8_at),
             longest=self._longest[0],
             longest_at=self._longest[2],
             repeated=self._texts.total() - len(self._texts),

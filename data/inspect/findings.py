@@ -73,6 +73,8 @@ class Captions:
         median: of these lengths.
         cut: how many are over the context length, so that their end is cut off.
         empty: samples without one, or with blanks only.
+        not_utf8: samples whose caption is not UTF-8, which a training replaces.
+        not_utf8_at: the first of them.
         longest: tokens of the longest, up to a limit.
         longest_at: where it is.
         repeated: captions that another sample has too, the first one of each left out.
@@ -85,6 +87,8 @@ class Captions:
     median: float
     cut: int
     empty: int
+    not_utf8: int
+    not_utf8_at: tuple[Place, ...]
     longest: int
     longest_at: Place | None
     repeated: int

@@ -111,6 +111,13 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
             text=f"{percent(captions.cut, captions.read)} of the captions have more than {found.context_length} "
             "tokens: their end is not seen"
         )
+    if captions.not_utf8:
+        read = captions.read + captions.empty + captions.not_utf8
+        yield Note(
+            text=f"{of_all(captions.not_utf8, read)} captions read are not UTF-8, such as "
+            f"{'; '.join(map(place_of, captions.not_utf8_at))}: training replaces these samples by others",
+            grave=True,
+        )
     for unknown in captions.unknown:
         yield Note(text=f"data.captions: {plain(unknown, 1000)}")
     if captions.repeated > _MENTIONED * captions.read:

@@ -76,11 +76,19 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Texts:
-    """A sample's caption, "" if it has none, and its json, None if it has none that can be read."""
+    """All but the image of a sample.
+
+    Attributes:
+        place: where it is.
+        caption: "" if it has none that can be used.
+        meta: its json, None if it has none that can be read.
+        cause: why the caption cannot be used; "" if it can.
+    """
 
     place: Place
     caption: str
     meta: dict[str, Any] | None
+    cause: str
 
 
 def read_texts(shard: OpenShard | OpenBeginning, row: int, rule: CaptionRule) -> Texts:
@@ -96,14 +104,16 @@ def read_all(
     columns: tuple[int, ...] = (CAPTION, META, IMAGE),
 ) -> tuple[bytes, Texts]:
     """A sample's picture, b"" where it cannot be read, and the rest of it."""
-    caption, meta, picture = "", None, b""
-    with suppress(DataError):
+    caption, meta, picture, cause = "", None, b"", ""
+    try:
         members = shard.read(row, columns)
         picture = b"".join(one or b"" for one in members[2:])
         meta = _meta(members[1])
         caption = _caption(rule, members)
+    except DataError as error:
+        cause = str(error)
     place = Place(shard=shard.file.shown, key=shard.index.key(row))
-    return picture, Texts(place=place, caption=caption, meta=meta)
+    return picture, Texts(place=place, caption=caption, meta=meta, cause=cause)
 
 
 def _meta(data: bytes | None) -> dict[str, Any] | None:

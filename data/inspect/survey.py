@@ -109,12 +109,12 @@ def _read(
 ) -> None:
     """Hand what samples hold to those who survey it."""
     for trial in trials.run(progress):
-        texts.add(trial.caption, trial.place)
+        texts.add(trial.caption, trial.place, trial.cause)
         fields.add(trial.meta)
         pictures.add(trial)
         trial.meta = None  # many of them would take much memory
     for more in trials.course.more_texts(trials.spots):
-        texts.add(more.caption, more.place)
+        texts.add(more.caption, more.place, more.cause)
         fields.add(more.meta)
 
 

@@ -169,12 +169,14 @@ def _bad(found: Findings) -> Part:
 
 def _captions(found: Findings) -> Part:
     captions = found.captions
+    not_utf8 = "; ".join(map(place_of, captions.not_utf8_at))
     longest = f"{captions.longest:,}" if captions.longest < 1024 else "1,024 or more"
     rows = [
         _row("read", f"{captions.read:,} captions" + ("" if found.all_read else ", spread evenly")),
         _row("length", f"median {captions.median:,.0f} tokens, longest {longest}"),
         _row("too long", f"{of_all(captions.cut, captions.read)} are cut at {found.context_length} tokens"),
         _row("empty", f"{captions.empty:,}"),
+        *([_row("not UTF-8", f"{captions.not_utf8:,}: {not_utf8}")] if captions.not_utf8 else []),
         _row("the same again", f"{of_all(captions.repeated, captions.read)} repeat another sample's caption"),
     ]
     if captions.longest_at and captions.cut:

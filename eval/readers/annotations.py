@@ -3,10 +3,9 @@
 Letters in shape comments: N samples, C classes, K columns.
 """
 
-import logging
 import os
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from clipkit.count_progress import counted
 from clipkit.errors import DataError
 from clipkit.tar import Content, FileContent, sample_name, tar_files_of
+from data.captions import is_utf8
 from data.index import CAPTION, IMAGE, IMAGE_EXTENSIONS, LABEL, META
 from data.open_shard import OpenShard, label_of, meta_of, text_of
 from data.shard_file import ShardFile
@@ -26,7 +26,6 @@ from eval.readers.npy import MAX_NPY_BYTES, Array, array_of
 __all__ = ["Annotations", "annotations_of", "columns_of", "multi_hot"]
 
 Captions = tuple[tuple[str, ...], ...]
-_log = logging.getLogger("eval")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,11 +36,13 @@ class Annotations:
         labels: of its ``cls``.
         captions: those that its json lists, else the lines of its caption.
         arrays: of its ``npy``; none of any where they were not asked for.
+        not_utf8: the samples with a caption that is not UTF-8, as messages name them.
     """
 
     labels: list[int | None]
     captions: list[tuple[str, ...]]
     arrays: list[Array | None]
+    not_utf8: list[str]
 
 
 def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
@@ -50,7 +51,7 @@ def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
     Raises:
         DataError: a shard or a member cannot be read; a label is no number.
     """
-    found, broken = Annotations(labels=[], captions=[], arrays=[]), 0
+    found = Annotations(labels=[], captions=[], arrays=[], not_utf8=[])
     for number in range(len(shards.counts)):
         file = shards.manifest.shard(number)
         opened = OpenShard(file, shards.selection, shards.cache)
@@ -61,14 +62,12 @@ def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
                 caption, label, meta = opened.read(row, (CAPTION, LABEL, META))
                 found.labels.append(label_of(label))
                 found.captions.append(_captions(text_of(caption), meta))
-                broken += caption is not None and not _is_utf8(caption)
+                if not all(map(is_utf8, found.captions[-1])):
+                    found.not_utf8.append(f"{opened.index.key(row)} of {opened.shown}")
             except DataError as error:
                 key = opened.index.key(row)
                 raise DataError(f"dataset {name}: sample {key} of {opened.shown}: {error}") from error
         found.arrays.extend(_arrays(name, opened, file, shards) if arrays else [None] * len(opened))
-    if broken:
-        told = counted(broken, "caption file")
-        _log.warning("dataset %s: %s not UTF-8: what cannot be read stands as � in them", name, told)
     return found
 
 
@@ -85,13 +84,6 @@ def _check_single(name: str, opened: OpenShard) -> None:
                 f"dataset {name}: {opened.shown} has {there:,} {what} in {counted(samples, 'sample')}: what is "
                 "called alike up to the first dot, and stands together, is one sample"
             )
-
-
-def _is_utf8(text: bytes) -> bool:
-    with suppress(UnicodeError):
-        text.decode()
-        return True
-    return False
 
 
 def _captions(caption: str | None, json: bytes | None) -> tuple[str, ...]:

@@ -88,6 +88,15 @@ def open_published(
         marks = [beside(one, mark) for one in dict.fromkeys((place, root)) for mark in _MARKS_OF_WHOLE]
         plain = not any(text_of(mark) is not None for mark in marks)
         pictures, labels, captions = _annotated(name, shards, beside_pictures, may_lack_captions=plain)
+    tasks = _tasks(name, card, kind, pairs_only=labels is None and bool(captions))
+    if beside_pictures.not_utf8:
+        broken = f"{counted(len(beside_pictures.not_utf8), 'sample')} with a caption that is not UTF-8"
+        if not several and ({"retrieval", "compositional"} & set(tasks)):
+            raise DataError(
+                f"dataset {name}: {broken}, the first is {beside_pictures.not_utf8[0]}: write them in UTF-8"
+            )
+        _log.warning("dataset %s: %s: captions are left out", name, broken)
+        captions = None
     choices = captions if kind == "image_caption_selection" else None
     templates = tuple(
         line for line in lines_of(beside(root, "zeroshot_classification_templates.txt")) if line
@@ -105,7 +114,7 @@ def open_published(
             choices=choices,
             metadata=metadata,
             revision=pictures.fingerprint(),
-            tasks=_tasks(name, card, kind, pairs_only=labels is None and bool(captions)),
+            tasks=tasks,
         )
     )
 

@@ -325,8 +325,9 @@ def test_texts_of_lines_tables_and_shards(model: CLIP, tmp_path: Path) -> None:
     assert not (tmp_path / "a/img_emb").exists()
 
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
-        for number, text in enumerate([*texts, "x" * 100_001]):
-            for suffix, content in (("png", png(number)), ("txt", text.encode())):
+        latin = "na\u00efve".encode("latin-1")
+        for number, text in enumerate([*(text.encode() for text in texts), b"x" * 100_001, latin]):
+            for suffix, content in (("png", png(number)), ("txt", text)):
                 info = tarfile.TarInfo(f"{number}.{suffix}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
@@ -336,11 +337,15 @@ def test_texts_of_lines_tables_and_shards(model: CLIP, tmp_path: Path) -> None:
     assert [one["cause"] for one in failures_of(tmp_path / "b")] == [
         "empty caption",
         "a text of more than 100,000 characters",
+        "caption is not UTF-8",
     ]
     # pictures come with their captions
     encode_folder(tmp_path / "0.tar", tmp_path / "c", model)
-    assert metadata_of(tmp_path / "c")["caption"] == [text or None for text in texts] + ["x" * 100_001]
-    assert metadata_of(tmp_path / "c")["image_path"] == ["0", "1", "2", "3", "4", "5"]
+    assert metadata_of(tmp_path / "c")["caption"] == [text or None for text in texts] + [
+        "x" * 100_001,
+        None,
+    ]
+    assert metadata_of(tmp_path / "c")["image_path"] == ["0", "1", "2", "3", "4", "5", "6"]
 
 
 def test_only_some_pictures_have_captions(photos: Path, model: CLIP, tmp_path: Path) -> None:

@@ -136,6 +136,33 @@ def test_bad_samples_by_cause(tmp_path: Path) -> None:
     assert found.pictures.read == 14
 
 
+@pytest.mark.parametrize("samples", [4, 100])
+def test_captions_that_are_not_utf8(samples: int, tmp_path: Path) -> None:
+    latin = "caf\u00e9".encode("latin-1")
+    write_tar(tmp_path / "0.tar", pairs(0, 20, captions=dict.fromkeys((3, 5, 9, 11, 12), latin)))
+    found = look([str(tmp_path)], samples=samples)
+    captions = found.captions
+    assert (captions.not_utf8, captions.read, captions.empty) == (5, 15, 0)
+    places = sorted(place.key for place in captions.not_utf8_at)
+    assert len(places) == 3 and set(places) <= {"000003", "000005", "000009", "000011", "000012"}
+    (note,) = (note for note in notes(found) if "UTF-8" in note.text)
+    assert note.grave and note.text.startswith(
+        "5 of 20 (25.0%) captions read are not UTF-8, such as 0.tar: 0000"
+    )
+    assert row(found, "captions", "not UTF-8").startswith("5: 0.tar: 0000")
+    if samples == 100:
+        (cause,) = found.sampled.causes
+        assert (cause.cause, cause.count) == ("caption is not UTF-8", 5)
+    page_of(found).encode()
+    clean = look([str(tmp_path)], captions=["caption", "txt"]).captions
+    assert clean.not_utf8 == 5
+    write_tar(
+        tmp_path / "0.tar",
+        [*pairs(0, 3), ("a.jpg", picture(1)), ("a.json", b'{"caption": "' + latin + b'"}')],
+    )
+    assert look([str(tmp_path)]).captions.not_utf8_at[0].key == "a"
+
+
 def test_captions(tmp_path: Path) -> None:
     long = "a very long description of a thing " * 20
     captions = dict.fromkeys(range(6), b"the same") | {7: long.encode(), 8: long.encode()}
@@ -298,9 +325,12 @@ class _Strict(HTMLParser):
 
 
 def test_hostile_text_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = HOSTILE.encode("utf-8", "surrogatepass")
+    text, no_utf8 = HOSTILE.encode("utf-8", "ignore"), HOSTILE.encode("utf-8", "surrogatepass")
+    assert text != no_utf8
     members = [(name.replace("0", "<b>\x1b[31m", 1), content) for name, content in pairs(0, 6)]
     members = [(name, text if name.endswith(".txt") else content) for name, content in members]
+    fields = b'{"' + no_utf8.replace(b'"', b"") + b'": "' + no_utf8.replace(b'"', b"") + b'"}'
+    members += [("bad.jpg", picture(7)), ("bad.txt", no_utf8), ("bad.json", fields)]
     write_tar(tmp_path / "<i>&.tar", members)
     page, figures = tmp_path / "page.html", tmp_path / "figures.json"
     options = ["--image-size", "16", "--html", str(page), "--json", str(figures), "--quiet"]

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import multiprocessing
+import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from clipkit.text_input import ClipTokenizer
 from clipkit.tokenizer import END_OF_TEXT, tokenize
 from data.augment import Augmentation
 from data.batch import BadSample, Batch, caption_hash
+from data.captions import CaptionRule
 from data.loader import Loader
 from data.order import Order
 from data.shards import Shards
@@ -207,6 +209,43 @@ def test_a_bad_sample_is_replaced_and_written_down(damaged: Shards) -> None:
         batch.tokens[batch.ids.tolist().index(4)].tolist() for e in epochs for batch in e if 4 in batch.ids
     ]
     assert len(tokens) == 2 and tokens[0] != tokens[1]  # another substitute in another epoch
+
+
+LATIN = "caf\u00e9 number 5".encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("members", "rule", "bad"),
+    [
+        ({"txt": LATIN}, CaptionRule(), True),
+        ({"txt": "caf\u00e9 \ufffd".encode()}, CaptionRule(), False),  # a question mark that was written so
+        ({"json": b'{"caption": "' + LATIN + b'"}'}, CaptionRule(), True),
+        ({"txt": b"text", "json": b'{"alt": "' + LATIN + b'"}'}, CaptionRule(fields=("alt",)), True),
+        ({"txt": b"text", "json": rb'{"alt": "half a pair \ud83d"}'}, CaptionRule(fields=("alt",)), True),
+        ({"txt": b"text", "json": rb'{"alt": "a pair \ud83d\ude00"}'}, CaptionRule(fields=("alt",)), False),
+        # what no caption is taken of does no harm
+        ({"txt": LATIN, "json": b'{"alt": "text"}'}, CaptionRule(fields=("alt",)), False),
+        ({"txt": b"text", "json": b'{"note": "' + LATIN + b'"}'}, CaptionRule(fields=("alt", "txt")), False),
+    ],
+)
+def test_a_caption_that_is_not_utf8_is_a_bad_sample(
+    members: dict[str, bytes], rule: CaptionRule, bad: bool, tmp_path: Path
+) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for number in range(SAMPLES):
+            good = {"txt": b"text", "json": b'{"alt": "text"}'}
+            for extension, content in {"jpg": encoded(1), **(members if number == 5 else good)}.items():
+                info = tarfile.TarInfo(f"{number:04d}.{extension}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    data = Shards.of(find_shards(str(tmp_path)), captions=rule)
+    reported = []
+    for loader in (make_loader(data), make_loader(data)):  # the same again
+        batches = list(loader.batches(0, 5))
+        reported.append((signs(batches), [one for batch in batches for one in batch.bad]))
+    assert reported[0] == reported[1]
+    expected = BadSample(shard=str(tmp_path / "0.tar"), key="0005", cause="caption is not UTF-8")
+    assert reported[0][1] == [expected] * bad
 
 
 def test_the_good_samples_of_damaged_data_are_the_same(shards: Shards, damaged: Shards) -> None:

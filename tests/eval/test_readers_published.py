@@ -151,16 +151,27 @@ def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.Log
     assert "has 1 caption to choose from, it takes 2 or more" in refusal(one)
 
 
-def test_captions_that_are_not_utf8_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_captions_that_are_not_utf8_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     samples: list[dict[str, Any]] = [
         {"txt": "caf\u00e9 \ufffd"},
         {"txt": "caf\u00e9".encode("latin-1")},
         {"txt": "tea"},
     ]
-    dataset = open_dataset(publish(tmp_path / "latin", samples, classes=None, kind="retrieval"))
-    assert dataset.captions == (("caf\u00e9 \ufffd",), ("caf\ufffd",), ("tea",))
-    (said,) = (record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage())
-    assert said.startswith("dataset latin: 1 caption file not UTF-8: ")
+    latin = publish(tmp_path / "latin", samples, classes=None, kind="retrieval")
+    said = refusal(latin)
+    assert said.startswith(
+        "dataset latin: 1 sample with a caption that is not UTF-8, the first is s0000001 of "
+    )
+    assert said.endswith("0.tar: write them in UTF-8")
+    labelled = [one | {"cls": number % 2} for number, one in enumerate(samples)]
+    dataset = open_dataset(publish(tmp_path / "labelled", labelled, classes="a\nb\n"))
+    assert (dataset.captions, dataset.tasks, len(dataset)) == (None, ("zero-shot",), 3)
+    (warned,) = (record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage())
+    assert warned == "dataset labelled: 1 sample with a caption that is not UTF-8: captions are left out"
+    samples[1] = {"txt": "tea", "json": {"captions": ["tea", "half a pair \ud83d"]}}
+    assert "the first is s0000001 of" in refusal(
+        publish(tmp_path / "json", samples, classes=None, kind="retrieval")
+    )
 
 
 @pytest.mark.parametrize(
