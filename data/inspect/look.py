@@ -14,8 +14,11 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from clipkit.tar import Content, TruncatedError, sample_name, tar_files, tar_files_of
 from data.index import (
+    CAPTION,
     IMAGE,
     IMAGE_EXTENSIONS,
+    LABEL,
+    META,
     ShardIndex,
     index_of_members,
     keep_index,
@@ -37,6 +40,12 @@ _BLOCK = 512
 _CHECK_EVERY = 16_384  # members between looks at the clock
 _MOST_NOTED = 200_000  # pictures of a shard whose extension is remembered
 _MOST_HASHES = 50_000  # of a shard's keys
+_MOST_REPEATED = 3  # examples of samples with two members of one kind
+_PICTURE = "picture"
+_KINDS = (
+    (_PICTURE, IMAGE_EXTENSIONS, IMAGE), ("txt", ("txt",), CAPTION), ("cls", ("cls",), LABEL),
+    ("json", ("json",), META),
+)  # fmt: skip
 _CODES = {extension: code for code, extension in enumerate(IMAGE_EXTENSIONS)}
 
 
@@ -48,7 +57,8 @@ class MemberNames:
         extensions: members by extension, also of a shard that breaks off.
         upper_case: extensions written in capitals.
         hidden: members that belong to no sample.
-        repeated: members with the name of an earlier one of the same sample.
+        repeated: members whose sample already has one of that kind ("picture", or the extension), by kind.
+        repeated_keys: keys of the first samples with one.
         blocks: where the first pictures' data begin, in blocks of 512 bytes, rising.
         codes: number of the extension of each.
     """
@@ -56,7 +66,8 @@ class MemberNames:
     extensions: Counter[str] = field(default_factory=Counter)
     upper_case: Counter[str] = field(default_factory=Counter)
     hidden: int = 0
-    repeated: int = 0
+    repeated: Counter[str] = field(default_factory=Counter)
+    repeated_keys: list[str] = field(default_factory=list)
     blocks: "array[int]" = field(default_factory=lambda: array("Q"))
     codes: "array[int]" = field(default_factory=lambda: array("B"))
 
@@ -75,15 +86,19 @@ class MemberNames:
                 key, seen = found[0], set()
             extension = found[1]
             self.extensions[extension] += 1
-            if extension in seen:
-                self.repeated += 1
-            elif (code := _CODES.get(extension)) is not None and len(self.blocks) < _MOST_NOTED:
+            code = _CODES.get(extension)
+            kind = extension if code is None else _PICTURE
+            if kind in seen:
+                self.repeated[kind] += 1
+                if len(self.repeated_keys) < _MOST_REPEATED and key not in self.repeated_keys:
+                    self.repeated_keys.append(key)
+            elif code is not None and len(self.blocks) < _MOST_NOTED:
                 self.blocks.append(member[1] // _BLOCK)
                 self.codes.append(code)
-            seen.add(extension)
+            seen.add(kind)
             if not member[0].endswith(extension):
                 self.upper_case[member[0][-len(extension) :]] += 1
-            some_pair = some_pair or (bool(seen & {"txt", "json"}) and not seen.isdisjoint(_CODES))
+            some_pair = some_pair or (bool(seen & {"txt", "json"}) and _PICTURE in seen)
             if count % _CHECK_EVERY == 0 and not some_pair and time.monotonic() > until:
                 raise DataError(f"shard {shard} has no pair among its first {count} members")
 
@@ -175,6 +190,10 @@ def look_into(
     look.without_picture = int((~picture & has[:, 1:].any(axis=1)).sum())
     if not look.names.extensions:
         look.names.extensions = Counter(index.extensions)
+        for kind, extensions, column in _KINDS:
+            members = sum(index.extensions.get(one, 0) for one in extensions)
+            if (more := members - int(has[:, column].sum())) > 0:
+                look.names.repeated[kind] = more
     _note_keys(look, index, keys)
     return look
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from data.inspect.findings import Findings
-from data.inspect.wording import many, name_of, of_all, percent, place_of, plain
+from data.inspect.wording import many, name_of, of_all, percent, place_of, plain, repeated_of
 
 __all__ = ["Note", "notes"]
 
@@ -58,6 +58,11 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
             text=f"{many(names.apart, 'key')} coming back later in the shard ({place_of(names.apart_example)}): "
             "the files of one sample must follow one another",
             grave=True,
+        )
+    if names.repeated:
+        yield Note(
+            text=f"samples with more than one file of a kind: {repeated_of(names)}; training uses the first one of "
+            "each sample and ignores the others"
         )
     if names.second_dot:
         yield Note(

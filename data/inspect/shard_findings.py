@@ -97,7 +97,9 @@ class Names:
         without_caption: samples that have a picture but no caption.
         apart: keys that come back later in their shard: files of one sample do not lie together.
         apart_example: one of them.
-        repeated: members whose name comes twice in a sample; the first counts.
+        repeated: members whose sample already has one of that kind ("picture", or the extension), by kind; training
+            uses the first one.
+        repeated_at: some of these samples.
         across: keys that are in more than one shard.
         across_example: one of them.
     """
@@ -112,6 +114,7 @@ class Names:
     without_caption: int
     apart: int
     apart_example: Place | None
-    repeated: int
+    repeated: dict[str, int]
+    repeated_at: tuple[Place, ...]
     across: int
     across_example: str

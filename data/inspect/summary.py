@@ -13,7 +13,7 @@ from data.index import IMAGE_EXTENSIONS
 from data.inspect.findings import BadCause, Sampled, Speed, wilson
 from data.inspect.look import Look
 from data.inspect.one_sample import Trial
-from data.inspect.shard_findings import Broken, Names, ShardsFound, Stated
+from data.inspect.shard_findings import Broken, Names, Place, ShardsFound, Stated
 from data.inspect.shard_list import ShardList
 
 __all__ = ["bad_samples", "key_pattern", "names_of", "shards_of", "speed_of"]
@@ -88,9 +88,11 @@ def names_of(looks: Sequence[Look]) -> Names:
     """Keys and members of the shards looked into."""
     extensions: Counter[str] = Counter()
     upper: Counter[str] = Counter()
+    repeated: Counter[str] = Counter()
     for look in looks:
         extensions.update(look.names.extensions)
         upper.update(look.names.upper_case)
+        repeated.update(look.names.repeated)
     known = {*IMAGE_EXTENSIONS, "txt", "json", "cls"}
     across, example = _across(looks)
     return Names(
@@ -106,7 +108,10 @@ def names_of(looks: Sequence[Look]) -> Names:
         without_caption=sum(look.without_caption for look in looks),
         apart=sum(look.apart for look in looks),
         apart_example=next((look.apart_example for look in looks if look.apart_example), None),
-        repeated=sum(look.names.repeated for look in looks),
+        repeated=dict(repeated.most_common(_MOST_EXTENSIONS)),
+        repeated_at=tuple(
+            Place(shard=look.file.shown, key=key) for look in looks for key in look.names.repeated_keys
+        )[:_FIRST_PLACES],
         across=across,
         across_example=example,
     )

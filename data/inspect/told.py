@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from data.inspect.findings import Duplicates, Findings, Histogram
 from data.inspect.shard_findings import Place, Stated
-from data.inspect.wording import about, many, name_of, of_all, percent, place_of, plain, size_of
+from data.inspect.wording import about, many, name_of, of_all, percent, place_of, plain, repeated_of, size_of
 
 __all__ = ["Part", "Row", "headline", "parts"]
 
@@ -123,7 +123,7 @@ def _names(found: Findings) -> Part:
     counts = (
         ("second dot in name", names.second_dot, f"{many(names.second_dot, 'file')}, not seen by a training"),
         ("of no sample", names.hidden, f"{many(names.hidden, 'file')}, hidden or without an extension"),
-        ("same file name", names.repeated, f"{names.repeated:,} times in one sample; the first file counts"),
+        ("twice in a sample", sum(names.repeated.values()), f"{repeated_of(names)}; the first one is used"),
         ("key twice in a shard", names.apart, apart),
         ("key in two shards", names.across, f"{names.across:,}{example}; does no harm in training"),
     )

@@ -1,8 +1,8 @@
 """How numbers, names and places are written in a report; text from data cannot do more than be read."""
 
-from data.inspect.shard_findings import Place
+from data.inspect.shard_findings import Names, Place
 
-__all__ = ["about", "many", "name_of", "of_all", "percent", "place_of", "plain", "size_of"]
+__all__ = ["about", "many", "name_of", "of_all", "percent", "place_of", "plain", "repeated_of", "size_of"]
 
 _LONG = 160  # characters of a caption or key
 
@@ -44,6 +44,15 @@ def name_of(url: str) -> str:
 
 def place_of(place: Place | None) -> str:
     return f"{name_of(place.shard)}: {plain(place.key, 60)}" if place else ""
+
+
+def repeated_of(names: Names) -> str:
+    """How many files there are beyond the first of their kind in a sample, with examples."""
+    counts = ", ".join(
+        f"{count:,} more {plain(kind, 30)}" for kind, count in list(names.repeated.items())[:5]
+    )
+    places = "; ".join(map(place_of, names.repeated_at))
+    return f"{counts} (such as {places})" if places else counts
 
 
 def about(count: float) -> str:

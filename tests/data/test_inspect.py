@@ -22,6 +22,8 @@ from data.inspect import inspect
 from data.inspect.caption_survey import token_counts
 from data.inspect.notes import notes
 from data.inspect.page import page_of
+from data.shards import Shards
+from data.sources import find_shards
 from tests.data.inspected_tars import Members, look, pairs, picture, row, told, write_tar
 from tests.data.remote import servers
 
@@ -212,6 +214,30 @@ def test_pictures_and_what_is_special_about_them(tmp_path: Path) -> None:
     assert [[place.key for place in group] for group in pictures.same_look.shown] == [["000008", "000009"]]
 
 
+def test_two_files_of_a_kind_in_one_sample(tmp_path: Path) -> None:
+    """The first one is used: of captions, of pictures of two formats, and of fields."""
+    members = []
+    for number in range(8):
+        key = f"{number:06d}"
+        members += [(f"{key}.jpg", picture(number)), (f"{key}.txt", b"first"), (f"{key}.json", b"{}")]
+        members += [(f"{key}.txt", b"second")] * (number in (2, 3, 5, 6))
+        members += [(f"{key}.png", picture(9, form="png")), (f"{key}.json", b"[]")] * (number == 5)
+    write_tar(tmp_path / "0.tar", members)
+    found = look([str(tmp_path)])
+    assert found.names.repeated == {"txt": 4, "picture": 1, "json": 1}
+    assert [place.key for place in found.names.repeated_at] == ["000002", "000003", "000005"]
+    counts = "4 more txt, 1 more picture, 1 more json (such as 0.tar: 000002; 0.tar: 000003; 0.tar: 000005)"
+    assert row(found, "samples", "twice in a sample") == f"{counts}; the first one is used"
+    assert (
+        f"samples with more than one file of a kind: {counts}; training uses the first one of each sample and "
+        "ignores the others"
+    ) in told(found)
+    assert {entry.caption for entry in found.sheet} == {"first"}  # as a training does
+    data = Shards.of(find_shards(str(tmp_path)))
+    assert {data.read(number).caption for number in range(8)} == {"first"}
+    assert data.read(5).image[:2] == b"\xff\xd8"
+
+
 def test_keys_and_members(tmp_path: Path) -> None:
     members = [
         ("a/one.JPG", picture(1)), ("a/one.txt", b"one"), ("a/one.jpg", picture(1)),
@@ -223,7 +249,7 @@ def test_keys_and_members(tmp_path: Path) -> None:
     write_tar(tmp_path / "1.tar", [("a/one.jpg", picture(7)), ("a/one.txt", b"another")])
     found = look([str(tmp_path)])
     names = found.names
-    assert names.upper_case == {"JPG": 1} and names.repeated == 1
+    assert names.upper_case == {"JPG": 1} and names.repeated == {"picture": 1}
     assert names.extensions == {"jpg": 4, "txt": 5, "1.jpg": 1, "1.txt": 1, "jpeg": 1}
     assert (names.second_dot, names.hidden, names.apart, names.across) == (2, 2, 1, 1)
     assert names.apart_example is not None and names.apart_example.key == "a/two"
@@ -379,6 +405,15 @@ def test_several_sources(good: Path, tmp_path: Path) -> None:
     found = look([str(good), str(tmp_path / "more.tar")])
     assert (found.shards.count, found.shards.samples) == (4, 38)
     assert page_of(found).count("<img ") == 24
+
+
+def test_two_files_of_a_kind_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
+    """Its index has counts, but no names."""
+    write_tar(tmp_path / "0.tar", [*pairs(0, 5), ("000004.txt", b"another"), ("000004.png", picture(7))])
+    nginx.put("twice/0.tar", (tmp_path / "0.tar").read_bytes())
+    found = look([nginx.url("twice/0.tar")])
+    assert found.names.repeated == {"picture": 1, "txt": 1} and found.names.repeated_at == ()
+    assert row(found, "samples", "twice in a sample") == "1 more picture, 1 more txt; the first one is used"
 
 
 def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
