@@ -2,14 +2,17 @@
 
 Text is UTF-8, with or without a byte order mark, or UTF-16 with one. A .csv file may be separated by commas,
 tabs, semicolons or bars, as its header shows. A line that cannot be read is a row with a cause, not an error.
+
+Other columns are read where they are asked for. JSONL and Parquet keep their types. CSV and TSV have none: their
+cells are texts, as they stand in the file (``007`` stays so), and None where they are empty.
 """
 
 import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,6 +63,7 @@ class Row:
     caption: object = None
     cause: str = ""
     progress: float  # how much of the table is read, in [0, 1]
+    others: Mapping[str, object] = field(default_factory=dict)  # the other columns that were asked for
 
 
 class Table:
@@ -70,6 +74,7 @@ class Table:
         image_column: the column with the paths; guessed from the usual names if not given.
         caption_column: the column with the captions; guessed likewise.
         need: which of "image" and "caption" the table must have.
+        others: names of other columns to read; None for all of them.
 
     Raises:
         DataError: there is no such file, it is no table of a known kind, or its columns cannot be told.
@@ -77,6 +82,7 @@ class Table:
     Attributes:
         image_column: its name, "" where there is none.
         caption_column: likewise.
+        left_out: why other columns are not read, by name.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Table:
         image_column: str | None,
         caption_column: str | None,
         need: Sequence[str] = ("image", "caption"),
+        others: Sequence[str] | None = (),
     ) -> None:
         if not path.is_file():
             raise DataError(f"{path} is not a file: name a .csv, .tsv, .jsonl or .parquet table")
@@ -116,6 +123,21 @@ class Table:
             names.index(name) if name else None for name in (self.image_column, self.caption_column)
         )
         self._fewest = 1 + max(names.index(name) for name in self._read)
+        for name in others or ():
+            if name not in names:
+                raise DataError(f"{path} has no column {name!r} ({nearest(name, names[:30])})")
+        self._every_key = others is None  # of JSONL, where any line may have others
+        wanted = dict.fromkeys(
+            name for name in (names if others is None else others) if name not in self._read
+        )
+        self.left_out = {name: "it has no name" for name in wanted if not name.strip()}
+        if suffix in _PARQUET:
+            self.left_out |= {
+                name: f"it holds {str(schema.field(name).type)[:60]}"
+                for name in wanted
+                if not _is_plain(schema.field(name).type)
+            }
+        self._others = {name: names.index(name) for name in wanted if name not in self.left_out}
 
     def __iter__(self) -> Iterator[Row]:
         return self._rows()
@@ -210,10 +232,15 @@ class Table:
                 if cause:
                     yield Row(number=number, cause=cause, progress=progress)
                 else:
-                    read = _plain_cell if names[: len(_CLASSIFIED)] == _CLASSIFIED else str
-                    path = None if self._image is None else read(fields[self._image]).strip()
-                    caption = None if self._caption is None else read(fields[self._caption])
-                    yield Row(number=number, path=path, caption=caption, progress=progress)
+                    if names[: len(_CLASSIFIED)] == _CLASSIFIED:
+                        fields = [_plain_cell(cell) for cell in fields]
+                    path = None if self._image is None else fields[self._image].strip()
+                    caption = None if self._caption is None else fields[self._caption]
+                    others = {
+                        name: (fields[at] or None) if at < len(fields) else None
+                        for name, at in self._others.items()
+                    }
+                    yield Row(number=number, path=path, caption=caption, progress=progress, others=others)
 
     def _fault(self, fields: Sequence[str]) -> str:
         """Why a delimited row cannot be used, or ""."""
@@ -247,7 +274,13 @@ class Table:
                     path, caption = (
                         value.get(name) if name else None for name in (self.image_column, self.caption_column)
                     )
-                    yield Row(number=number, path=path, caption=caption, progress=progress)
+                    others = {
+                        name: one
+                        for name, one in value.items()
+                        if name in self._others
+                        or (self._every_key and name.strip() and name not in self._read)
+                    }
+                    yield Row(number=number, path=path, caption=caption, progress=progress, others=others)
 
     def _parquet(self) -> Iterator[Row]:
         import pyarrow
@@ -256,16 +289,50 @@ class Table:
         total = max(1, file.metadata.num_rows)
         number = 0
         try:
-            for batch in file.iter_batches(batch_size=1024, columns=self._read):
+            for batch in file.iter_batches(batch_size=1024, columns=[*self._read, *self._others]):
                 values = {name: batch.column(name).to_pylist() for name in self._read}
                 for i in range(batch.num_rows):
                     number += 1
                     path, caption = (
                         values[name][i] if name else None for name in (self.image_column, self.caption_column)
                     )
-                    yield Row(number=number, path=path, caption=caption, progress=number / total)
+                    others = {name: _python(batch.column(name)[i]) for name in self._others}
+                    yield Row(
+                        number=number, path=path, caption=caption, progress=number / total, others=others
+                    )
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.path} is broken behind row {number}: {error}") from error
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether values of a pyarrow type are numbers, texts, times, or lists and objects of these."""
+    if kind.num_fields:
+        return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
+    return "binary" not in str(kind) and not str(kind).startswith("extension")
+
+
+def _python(scalar: Any) -> Any:
+    """A value of pyarrow as Python has it, times to the microsecond; None for a time that Python cannot hold."""
+    from pyarrow import duration, time64, timestamp, types
+
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError):  # nanoseconds, years beyond 9999
+        kind = scalar.type
+    if types.is_struct(kind):
+        return {name: _python(value) for name, value in scalar.items()}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return list(map(_python, scalar.values))
+    coarser = (
+        timestamp("us", kind.tz) if types.is_timestamp(kind)
+        else time64("us") if types.is_time(kind)
+        else duration("us") if types.is_duration(kind)
+        else kind
+    )  # fmt: skip
+    try:
+        return scalar.cast(coarser, safe=False).as_py()
+    except (ValueError, OverflowError):
+        return None
 
 
 def _plain(name: str) -> str:

@@ -14,11 +14,13 @@ from clipkit.arguments import Parser, number, whole
 from clipkit.errors import DataError, nearest, run_command
 from data.index_command import add_index
 from data.inspect_command import add_inspect
+from data.json_fields import listed
 from data.speed import add_speed
 
 if TYPE_CHECKING:
     from data.pack import PackReport
 
+_TOLD = 8  # columns that are left out
 SETS = """\
   glyphs   characters from matplotlib's fonts, for training; some font
            families are held out as split test
@@ -28,8 +30,10 @@ SETS = """\
 """
 COLUMNS = """\
 The table's first line names its columns. Paths are relative to the table's
-folder. Rows that cannot be used (a missing file, a broken picture, an empty
-caption) are counted and listed in OUT/bad_rows.jsonl.
+folder. Columns besides path and caption become fields of the samples' json,
+for data.filters and data.captions in training (--fields chooses some). Rows
+that cannot be used (a missing file, a broken picture, an empty caption) are
+counted and listed in OUT/bad_rows.jsonl.
 
   python -m data pack photos.csv photos
   python -m data pack photos.csv photos --test 0.1
@@ -94,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_argument("--image-column", metavar="C", help="column with the paths (default: guessed)")
     pack.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
     pack.add_argument(
+        "--fields",
+        metavar="A,B",
+        help="other columns to keep as fields of the samples' json, '' for none (default: all but bytes)",
+    )
+    pack.add_argument(
         "--test",
         metavar="SHARE",
         type=number(0, 1),
@@ -151,6 +160,7 @@ def _pack(parsed: argparse.Namespace) -> int:
         parsed.out,
         image_column=parsed.image_column,
         caption_column=parsed.caption_column,
+        fields=None if parsed.fields is None else [one for one in parsed.fields.split(",") if one],
         test=parsed.test,
         samples_per_shard=parsed.samples_per_shard,
         max_side=parsed.max_side,
@@ -172,7 +182,13 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 
 def _found(report: "PackReport", *, kept: bool, background: str | None) -> Iterator[str]:
-    """What a user should know of the pictures, and can do about it."""
+    """What a user should know of the other columns and of the pictures, and can do about it."""
+    if report.fields:
+        names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
+        yield f"kept as fields for data.filters and data.captions: {listed(names)}"
+    if report.left_out:
+        left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
+        yield f"columns left out: {', '.join(left_out[:_TOLD])}{', …' if len(left_out) > _TOLD else ''}"
     if count := report.several_captions:
         yield f"{_counted(count)} several captions: training takes the first, scoring all of them"
     tag = f"{_counted(report.not_upright)} an EXIF tag that says to turn them:"

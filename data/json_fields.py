@@ -1,16 +1,48 @@
 """The fields of samples' json by name: ``a.b`` is field b of the object in field a."""
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 from clipkit.errors import nearest
 
-__all__ = ["field_hint", "leaf_fields", "listed", "value_at"]
+__all__ = ["field_hint", "field_name", "json_value", "leaf_fields", "listed", "value_at"]
 
 _DEEPEST = 4  # objects inside one another whose fields are named
 _MOST_OF_ONE = 200  # fields of one json
 _MOST_TOLD = 20
 _LONGEST = 40  # characters of a name that are told
+
+
+def field_name(text: str) -> str:
+    """A name that filters and ``data.captions`` can use: characters other than letters, digits and - become _."""
+    return re.sub(r"[^\w-]", "_", text.strip())
+
+
+def json_value(value: object) -> Any:
+    """A value as standard JSON holds it.
+
+    Numbers that are not finite become None, dates and times ISO 8601 texts, durations seconds, decimals floats, and
+    characters that UTF-8 cannot hold question marks. Anything else that JSON does not know becomes its text.
+    """
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {json_value(str(name)): json_value(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(one) for one in value]
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        return json_value(float(value))
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def value_at(meta: Mapping[str, Any], name: str) -> Any:

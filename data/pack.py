@@ -14,6 +14,12 @@ more pictures than a smaller one, and all of its pictures.
 A row of JSONL may have several captions, as a list. The first is the sample's own, which training takes; all of
 them are listed in its json, from where evaluation reads them.
 
+The table's other columns become fields of each sample's json, for ``data.filters`` and ``data.captions``. Numbers,
+nested values and texts of JSONL and Parquet stay what they are; what JSON cannot hold is converted as
+``data.json_fields.json_value`` says, and columns of bytes are left out. The cells of CSV and TSV are texts, which
+filters compare as numbers where both sides are numbers; empty ones are null. Names that a filter could not spell
+are changed (``alt text`` to ``alt_text``), and one that has another meaning here gets a ``_`` (``captions_``).
+
 Every row is accounted for: a row that cannot be used is counted by cause and listed in ``bad_rows.jsonl`` of
 the folder. Every picture is decoded once, so that a broken one is found now and not in the middle of a
 training. Memory does not grow with the table.
@@ -25,11 +31,11 @@ import os
 import stat
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from PIL import Image, ImageColor
 from rich.console import Console
@@ -37,6 +43,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.table import Row, Table
+from data.json_fields import field_name, json_value
 from data.stored_picture import BadPicture, Storing, store_picture
 from data.writer import DatasetWriter, Record
 
@@ -45,6 +52,9 @@ __all__ = ["PackReport", "pack"]
 LARGEST_FILE = 64 * 2**20  # bytes
 LONGEST_CAPTION = 10_000  # characters
 MOST_CAPTIONS = 100  # of a picture
+LARGEST_JSON = 2**20  # bytes of a sample's json
+_OWN_FIELDS = ("captions",)  # of the json, which have a meaning of their own
+_MOST_TOLD = 1000  # columns of JSONL, of which any line may have others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +70,8 @@ class PackReport:
         not_upright: packed pictures that an EXIF tag says to turn, as was done unless they were to be kept.
         transparent: packed pictures that are partly transparent, or were before they were laid on a background.
         several_captions: packed pictures with more than one caption.
+        fields: the other columns that were kept, with their names in the json.
+        left_out: why others were not, by name.
     """
 
     splits: Mapping[str, int]
@@ -70,6 +82,8 @@ class PackReport:
     not_upright: int
     transparent: int
     several_captions: int
+    fields: Mapping[str, str]
+    left_out: Mapping[str, str]
 
     @property
     def packed(self) -> int:
@@ -88,6 +102,7 @@ class _Packed:
     split: str
     record: Record
     marks: tuple[str, ...]  # what of the report it counts for
+    fields: Mapping[str, str]  # the names in the json of the table's other columns
 
 
 def pack(
@@ -96,6 +111,7 @@ def pack(
     *,
     image_column: str | None = None,
     caption_column: str | None = None,
+    fields: Sequence[str] | None = None,
     test: float = 0.0,
     samples_per_shard: int = 10_000,
     max_side: int | None = None,
@@ -112,6 +128,7 @@ def pack(
         out: the folder to make; it must not exist, or be empty.
         image_column: the column with the paths; guessed from the usual names if not given.
         caption_column: the column with the captions; guessed likewise.
+        fields: other columns that become fields of the samples' json; None for all of them.
         test: the share of the pairs, 0 to 1, that goes to split "test"; the others go to "train".
         samples_per_shard: samples of each tar.
         max_side: pictures with a longer side than this many pixels are reduced to it and encoded anew (JPEG
@@ -132,7 +149,7 @@ def pack(
         raise ConfigError(f"test = {test}: it must be a share from 0 to 1, such as 0.1")
     ground = _colour(background)
     how = Storing(max_side=max_side, keep_orientation=keep_orientation, background=ground)
-    source = Table(table, image_column=image_column, caption_column=caption_column)
+    source = Table(table, image_column=image_column, caption_column=caption_column, others=fields)
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken pictures: they end in the list of bad rows
         report = _write(source, writer, how, test=test, progress=progress)
@@ -142,6 +159,7 @@ def pack(
             "made_by": "python -m data pack",
             "source": table.name,
             "columns": {"image": source.image_column, "caption": source.caption_column},
+            "fields": report.fields,
             "test": test,
             "max_side": max_side,
             "keep_orientation": keep_orientation,
@@ -168,12 +186,15 @@ def _write(source: Table, writer: DatasetWriter, how: Storing, *, test: float, p
     bad: Counter[str] = Counter()
     marks: Counter[str] = Counter()
     firsts: dict[str, str] = {}
+    fields: dict[str, str] = {}
     listing = writer.extra_file("bad_rows.jsonl")
     with listing.open("w", encoding="utf-8") as file, _Bar(progress) as bar:
         for row, outcome in _in_order(source, how, test):
             if isinstance(outcome, _Packed):
                 writer.write(outcome.split, outcome.record)
                 marks.update(outcome.marks)
+                if len(fields) < _MOST_TOLD:
+                    fields.update(outcome.fields)
             else:
                 bad[outcome] += 1
                 firsts.setdefault(outcome, f"row {row.number}{_shown(row.path)}")
@@ -193,6 +214,8 @@ def _write(source: Table, writer: DatasetWriter, how: Storing, *, test: float, p
         not_upright=marks["not upright"],
         transparent=marks["transparent"],
         several_captions=marks["several captions"],
+        fields=fields,
+        left_out=source.left_out,
     )
 
 
@@ -216,16 +239,16 @@ def _sample(row: Row, folder: Path, how: Storing, test: float) -> _Packed | str:
         captions = _captions(row)
         data = _bytes(row, folder)
         picture = store_picture(data, how)
+        names = _field_names(row.others)
+        meta = _meta(row.others, names, captions)
     except (_BadRow, BadPicture) as cause:
         return str(cause)
-    # a line break would make several captions of one, so that is told in the list too
-    listed = len(captions) > 1 or "\n" in captions[0]
     record = Record(
         key=f"{row.number:09d}",
         image=picture.data,
         extension=picture.extension,
         caption=captions[0],
-        meta={"captions": captions} if listed else {},
+        meta=meta,
     )
     marks = (
         ("not upright", not picture.upright),
@@ -233,8 +256,39 @@ def _sample(row: Row, folder: Path, how: Storing, test: float) -> _Packed | str:
         ("several captions", len(captions) > 1),
     )
     return _Packed(
-        split=_split(data, test), record=record, marks=tuple(name for name, there in marks if there)
+        split=_split(data, test),
+        record=record,
+        marks=tuple(name for name, there in marks if there),
+        fields={json_value(column): name for column, name in names.items()},
     )
+
+
+def _field_names(columns: Iterable[str]) -> dict[str, str]:
+    """Names of fields in the json for columns; they differ from one another and from fields with a meaning."""
+    names: dict[str, str] = {}
+    taken = set(_OWN_FIELDS)
+    for column in columns:
+        name = field_name(column)
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        names[column] = name
+    return names
+
+
+def _meta(others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]) -> dict[str, Any]:
+    """A sample's json, of a size that training reads."""
+    try:
+        meta = {names[column]: json_value(value) for column, value in others.items()}
+        size = len(json.dumps(meta, ensure_ascii=False).encode())
+    except RecursionError:
+        raise _BadRow("other columns have too many lists in one another") from None
+    if size > LARGEST_JSON:
+        raise _BadRow(f"other columns of more than {LARGEST_JSON // 2**20} MiB (--fields chooses some)")
+    # a line break would make several captions of one, so that is told in the list too
+    if len(captions) > 1 or "\n" in captions[0]:
+        meta["captions"] = list(captions)
+    return meta
 
 
 def _split(data: bytes, test: float) -> str:

@@ -3,11 +3,15 @@
 import csv
 import io
 import json
+import math
 import os
 import random
 import threading
 from collections.abc import Sequence
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +20,13 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.table import Table
+from data.__main__ import main
+from data.captions import CaptionRule
+from data.manifest import make_manifest
 from data.pack import LONGEST_CAPTION, _split, pack
+from data.selection import Filter, Selection
+from data.shards import Shards
+from data.sources import find_shards
 
 
 def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> bytes:
@@ -87,7 +97,7 @@ def test_every_kind_of_table(pictures: Path, tmp_path: Path, suffix: str) -> Non
     assert (tmp_path / "out/train/nshards.txt").read_text() == "2\n"
     card = json.loads((tmp_path / "out/card.json").read_text())
     assert card["samples"] == {"train": 3}
-    assert card["columns"] == {"image": "filepath", "caption": "caption"}
+    assert card["columns"] == {"image": "filepath", "caption": "caption"} and card["fields"] == {}
     assert not (tmp_path / "out/bad_rows.jsonl").exists()
 
 
@@ -332,6 +342,157 @@ def test_several_captions(pictures: Path) -> None:
         (6, "caption is not text, nor a list of texts"),
         (7, "caption of more than 10,000 characters"),
     ]
+
+
+def fields_of(folder: Path) -> list[dict[str, Any]]:
+    """Of each sample, its json."""
+    return [json.loads(sample["json"]) for sample in samples(folder).values()]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_other_columns_become_fields(pictures: Path, tmp_path: Path, suffix: str) -> None:
+    header = ["width", "path", "language", "caption", "alt text"]
+    rows = [
+        ("128", "pictures/a.jpg", "en", "one", "first"),
+        ("256", "pictures/b.png", "de", "two", "second"),
+        ("1024", "pictures/c.webp", "en", "three", "third"),
+    ]
+    table = write_table(tmp_path / f"table{suffix}", header, rows)
+    report = pack(table, tmp_path / "out", progress=False)
+    names = {"width": "width", "language": "language", "alt text": "alt_text"}
+    assert (report.packed, report.fields, report.left_out) == (3, names, {})
+    assert json.loads((tmp_path / "out/card.json").read_text())["fields"] == names
+    assert fields_of(tmp_path / "out") == [
+        {"width": width, "language": language, "alt_text": alt} for width, _, language, _, alt in rows
+    ]
+    # by which a training chooses samples, and of which it takes captions
+    selection = Selection(
+        filters=(Filter.of("width >= 256"), Filter.of("language = en")),
+        captions=CaptionRule(fields=("alt_text",)),
+    )
+    data = Shards(make_manifest([find_shards(str(tmp_path / "out"))], selection), selection)
+    assert len(data) == 1 and data.read(0).key == "000000003"
+    assert selection.captions.caption(None, data.read(0).meta, 0, None) == "third"
+    some = pack(table, tmp_path / "some", fields=["language"], progress=False)
+    assert some.fields == {"language": "language"} and fields_of(tmp_path / "some")[1] == {"language": "de"}
+    assert pack(table, tmp_path / "none", fields=[], progress=False).fields == {}
+    assert not any("json" in sample for sample in samples(tmp_path / "none").values())
+    with pytest.raises(DataError, match=r"has no column 'widht' .*'width'"):
+        pack(table, tmp_path / "wrong", fields=["widht"], progress=False)
+
+
+def test_values_of_json_stay_what_they_are(pictures: Path, tmp_path: Path) -> None:
+    others: list[dict[str, Any]] = [
+        {"n": 7, "x": 0.5, "yes": True, "none": None, "deep": {"er": [1, {"a": "é"}]}, "text": "007"},
+        {
+            "n": math.nan,
+            "x": [math.inf, 1],
+            "half": "a \ud83d",
+            "": "no name",
+            "captions": "own",
+            "captions_": 1,
+        },
+        {"a.b": 1, "a_b": 2, "a b": 3, "\ud800": 4},
+    ]
+    lines = [json.dumps({"path": "pictures/a.jpg", "caption": ["one", "two"], **one}) for one in others]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
+    both = {"captions": ["one", "two"]}  # of the sample, from where evaluation reads them
+    assert fields_of(tmp_path / "out") == [
+        others[0] | both,
+        {"n": None, "x": [None, 1], "half": "a ?", "captions_": "own", "captions__": 1} | both,
+        {"a_b": 1, "a_b_": 2, "a_b__": 3, "_": 4} | both,
+    ]
+    assert report.fields["captions"] == "captions_" and report.fields["a b"] == "a_b__"
+    assert report.fields["?"] == "_"
+
+
+def test_values_of_parquet_that_json_does_not_know(pictures: Path, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    nanoseconds = 1_577_934_245_123_456_789
+    moment = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
+    typed: dict[str, tuple[Any, Any, Any]] = {  # type, value, what the json holds
+        "int": (pyarrow.int64(), 2**60, 2**60),
+        "float": (pyarrow.float32(), 0.5, 0.5),
+        "nan": (pyarrow.float64(), math.nan, None),
+        "null": (pyarrow.string(), None, None),
+        "bool": (pyarrow.bool_(), True, True),
+        "date": (pyarrow.date32(), date(2020, 1, 2), "2020-01-02"),
+        "moment": (pyarrow.timestamp("ms", "UTC"), moment, "2020-01-02T03:04:05+00:00"),
+        "exact": (pyarrow.timestamp("ns"), nanoseconds, "2020-01-02T03:04:05.123456"),
+        "late": (pyarrow.timestamp("s"), 10**12, None),  # the year 33658
+        "times": (pyarrow.list_(pyarrow.timestamp("ns")), [nanoseconds], ["2020-01-02T03:04:05.123456"]),
+        "lasting": (pyarrow.duration("ms"), timedelta(seconds=1.5), 1.5),
+        "money": (pyarrow.decimal128(9, 2), Decimal("12.50"), 12.5),
+        "kind": (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), "en", "en"),
+        "boxes": (pyarrow.list_(pyarrow.list_(pyarrow.int32())), [[1, 2], [3]], [[1, 2], [3]]),
+        "deep": (pyarrow.struct([("binary", pyarrow.bool_())]), {"binary": True}, {"binary": True}),
+    }
+    bytes_ = {
+        "image": pyarrow.array([{"bytes": b"x" * 100, "path": "a"}]),
+        "thumb": pyarrow.array([b"x"], pyarrow.large_binary()),
+    }
+    columns = {name: pyarrow.array([value], kind) for name, (kind, value, _) in typed.items()}
+    first = {"path": ["pictures/a.jpg"], "caption": ["one"]}
+    parquet.write_table(pyarrow.table({**bytes_, **first, **columns}), tmp_path / "t.parquet")
+    report = pack(
+        tmp_path / "t.parquet",
+        tmp_path / "out",
+        image_column="path",
+        caption_column="caption",
+        progress=False,
+    )
+    assert fields_of(tmp_path / "out") == [{name: wanted for name, (_, _, wanted) in typed.items()}]
+    assert report.fields == {name: name for name in typed}
+    assert report.left_out == {
+        "image": "it holds struct<bytes: binary, path: string>",
+        "thumb": "it holds large_binary",
+    }
+    assert pack(
+        tmp_path / "t.parquet", tmp_path / "few", image_column="path", fields=["thumb", "int"], progress=False
+    ).fields == {"int": "int"}
+
+
+def test_cells_of_csv_are_texts(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(
+        ",path,caption,code,score,captions\n0,pictures/a.jpg,one,007,,many\n1,pictures/b.png,two,1e3,0.5,\n"
+        "2,pictures/c.webp,three\n"
+    )
+    report = pack(tmp_path / "t.csv", tmp_path / "out", progress=False)
+    assert report.left_out == {"": "it has no name"} and report.packed == 3
+    assert fields_of(tmp_path / "out") == [
+        {"code": "007", "score": None, "captions_": "many"},
+        {"code": "1e3", "score": "0.5", "captions_": None},
+        {"code": None, "score": None, "captions_": None},
+    ]
+
+
+def test_columns_that_are_too_large_make_bad_rows(pictures: Path, tmp_path: Path) -> None:
+    deep = '{"path": "pictures/a.jpg", "caption": "x", "deep": ' + "[" * 900 + "]" * 900 + "}\n"
+    good = json.dumps({"path": "pictures/a.jpg", "caption": "x", "large": "x" * 1000}) + "\n"
+    (tmp_path / "t.jsonl").write_text(good + deep)
+    report = pack(tmp_path / "t.jsonl", tmp_path / "deep", progress=False)
+    assert report.packed + sum(report.bad.values()) == 2
+    assert fields_of(tmp_path / "deep")[0] == {"large": "x" * 1000}
+    names = [f"f{number}" for number in range(9)]
+    rows = [("pictures/a.jpg", "x", *["é" * length] * 9) for length in (1000, 60_000)]
+    table = write_table(tmp_path / "t.csv", ["path", "caption", *names], rows)
+    report = pack(table, tmp_path / "out", progress=False)
+    assert (report.packed, report.bad) == (1, {"other columns of more than 1 MiB (--fields chooses some)": 1})
+    assert pack(table, tmp_path / "some", fields=names[:8], progress=False).packed == 2
+
+
+def test_the_command_says_what_became_of_other_columns(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.csv").write_text(",path,caption,width,alt text\n0,pictures/a.jpg,one,7,x\n")
+    assert main(["pack", str(tmp_path / "t.csv"), str(tmp_path / "out"), "--quiet"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "kept as fields for data.filters and data.captions: alt text as alt_text, width" in said
+    assert "columns left out: '' (it has no name)" in said
+    assert main(["pack", str(tmp_path / "t.csv"), str(tmp_path / "b"), "--fields", "width", "--quiet"]) == 0
+    assert "data.captions: width packed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_pictures_to_turn_and_transparent_ones_are_counted(pictures: Path) -> None:
