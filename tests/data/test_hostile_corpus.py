@@ -50,6 +50,7 @@ def bad_samples() -> dict[str, tuple[list[Member], str]]:
         samples[key] = [(f"{key}.jpg", data), (f"{key}.txt", b"a hostile picture")], str(cause)
     captions = {"empty": b"", "blank": b" \n\t", "long": b"x" * 150_000, "huge": b"x" * (2 << 20)}
     causes = {"long": "caption of 150000 characters", "huge": "a member of 2097152 bytes is over the limit"}
+    captions["latin"], causes["latin"] = b"caf\xe9 \xff\xfe", "caption is not UTF-8"
     for key, caption in captions.items():
         samples[key] = [(f"{key}.jpg", jpeg(1)), (f"{key}.txt", caption)], causes.get(key, "empty caption")
     for key, meta, cause in (
@@ -57,6 +58,8 @@ def bad_samples() -> dict[str, tuple[list[Member], str]]:
         ("j3", b"[1]", "empty caption"), ("j4", b'{"caption": 7}', "empty caption"),
         ("j5", b'{"caption": " "}', "empty caption"), ("j6", b"", "json does not parse"),
         ("j7", b"[" * (5 << 20), "over the limit"),
+        ("j8", b'{"caption": "\\ud800 half a character"}', "caption is not UTF-8"),
+        ("j9", b'{"caption": "caf\xe9"}', "caption is not UTF-8"),
     ):  # fmt: skip
         samples[key] = [(f"{key}.jpg", jpeg(2)), (f"{key}.json", meta)], cause
     return samples
@@ -67,10 +70,10 @@ def odd_samples() -> list[list[Member]]:
     return [
         [("UPPER.JPG", jpeg(3)), ("UPPER.TXT", b"capitals")],
         [("folder.d/dots.jpeg", jpeg(4)), ("folder.d/dots.txt", b"dots in a folder")],
-        [("latin.jpg", jpeg(5)), ("latin.txt", b"caf\xe9 \xff\xfe"), ("latin.json", b"{ broken")],
+        [("broken.jpg", jpeg(5)), ("broken.txt", b"a text"), ("broken.json", b"{ broken")],
         [(b"\xff\xfe.jpg", jpeg(6)), (b"\xff\xfe.txt", b"a name that is no UTF-8")],
         [("png.jpg", made("alpha that hides everything")), ("png.txt", b"a png that is called jpg")],
-        [("half.json", b'{"caption": "\\ud800 half a character"}'), ("half.jpg", jpeg(7))],
+        [("pair.json", b'{"caption": "\\ud83d\\ude00 a pair"}'), ("pair.jpg", jpeg(7))],
         [("new\nline.jpg", jpeg(8)), ("new\nline.txt", b"a name of two lines")],
         [("more.jpg", jpeg(9)), ("more.npy", b"12"), ("more.txt", b"more"), ("more.seg.png", b"no")],
     ]
