@@ -131,8 +131,8 @@ def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | 
     for one in (place, _truncated_place(place)) if truncated == "use" else (place,):
         with suppress(TypeError):
             if (stored := read_arrays(one)) is not None:
-                about, arrays = stored
-                return ShardIndex(**arrays, **about)
+                parts: dict[str, Any] = {**stored[0], **stored[1]}
+                return ShardIndex(**parts)
     return None
 
 
@@ -281,7 +281,7 @@ def _packed(
     blocks = np.array(offsets, dtype=np.int64).reshape(len(keys), 4) // _BLOCK
     if len(keys) and blocks.max() > _MOST:
         raise DataError(f"shard {shard} is larger than 2 TiB: write smaller ones")
-    arrays: dict[str, npt.NDArray[Any]] = {
+    arrays: dict[str, Any] = {
         "blocks": blocks.astype(np.uint32),
         "sizes": np.array(sizes, dtype=np.int64).reshape(len(keys), 4).clip(max=_MOST).astype(np.uint32),
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.uint32),

@@ -245,7 +245,9 @@ def _index(file: ShardFile, descriptor: int, truncated: str) -> ShardIndex:
         here = file if file.is_remote else ShardFile.of_status(file.url, status)
         if here.may_be_copy_of(file):  # another host may have a copy of its own
             return index_shard(here, Path(f"/dev/fd/{descriptor}"), truncated=truncated)
-        counted = stored_index(file, truncated=truncated)  # a copy of the same, or a later time alone, do no harm
+        counted = stored_index(
+            file, truncated=truncated
+        )  # a copy of the same, or a later time alone, do no harm
         if counted is None or not _scanned(file, descriptor, truncated).is_same(counted):
             raise DataError(f"shard {file.shown}: {_CHANGED}")
         return counted
