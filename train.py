@@ -39,6 +39,7 @@ from clipkit.config import Config
 from clipkit.config_file import load_config, to_toml
 from clipkit.cost_table import cost_table
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, nearest, run_command
+from clipkit.image_traits import TraitCounts
 from clipkit.locking import Unfreezing, lock
 from clipkit.machines import Machine, published_memory
 from clipkit.model import CLIP, MAX_LOGIT_SCALE
@@ -48,7 +49,7 @@ from clipkit.parallel import clip_gradients, complete_gradients, replicated, sha
 from clipkit.peak_rate import PUBLISHED_BF16, measured_peak, published_peak
 from clipkit.process import StopRequest, end_with_launcher, launcher_of, loss_after
 from clipkit.profiling import Profile
-from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, drop_lines_after
+from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, TraitLines, drop_lines_after
 from clipkit.recompute import recompute_blocks
 from clipkit.resume import as_replayed, load_training
 from clipkit.run_costs import Costs, run_costs
@@ -84,7 +85,9 @@ from data.training_data import (
     open_training_data,
     other_data,
     other_teacher,
+    packed_images,
     teacher_features,
+    trained_preprocess,
 )
 from eval import check_tasks, open_datasets
 from eval.ranks import Ranks
@@ -133,6 +136,7 @@ def main() -> int:
         shards = open_training_data(
             config.data, run, chief=chief, begun=begun, share=distributed.bytes_of_chief
         )
+        packed = packed_images(config.data, shards.manifest, chief=chief, share=distributed.bytes_of_chief)
         datasets = open_datasets(config.eval.data)
         for dataset in datasets:
             check_tasks(dataset, classes=shape.text.names if isinstance(shape.text, ClassTable) else ())
@@ -152,6 +156,8 @@ def main() -> int:
         model = first_model(
             config.model, config.loss, shape, seed=config.seed, small=config.small, checkpoint=checkpoint
         )
+        if checkpoint is None:  # else it is the checkpoint's
+            model.preprocess = trained_preprocess(model.preprocess, config.data, packed)
         weights = model.state_dict()
         sharded = config.sharding != "none" and not options.replay  # which is of one process
         if sharded:
@@ -190,6 +196,7 @@ def main() -> int:
             image_size=shape.vision.image_size,
             tokenize=model.tokenizer,
             augmentation=augmentation_of(config.data),
+            decoding=model.preprocess.decoding,
             rank=rank,
             world=world,
             workers=config.data.workers,
@@ -244,11 +251,18 @@ def main() -> int:
             *beginning(run, state.step, config, planned=planned),
             *notes(config, step=state.step, samples=order.samples, layers=layers),
             *truncated,
+            *(packed.notes if checkpoint is None else ()),
         ):
             progress.say(line)
         if checkpoint is not None and (bad := passed_over(checkpoint)):
             progress.say(f"note: {', '.join(bad)} is damaged or missing; {checkpoint.name} was taken instead")
         log = MetricsLog(run, config, step=state.step, kept=chief)
+        trait_lines = TraitLines(
+            progress,
+            loader.decoding,
+            background=config.data.background,
+            upright=config.data.upright,
+        )
         scorer = Scorer(
             model=model,
             datasets=datasets,
@@ -258,6 +272,7 @@ def main() -> int:
             bf16=bf16,
             say=progress.say,
             record=log.write_scores,
+            note=trait_lines.say,
             as_scored=partial(scored_weights, model, averaged, reshard=config.reshard),
         )
         writer = CheckpointWriter(
@@ -320,10 +335,10 @@ def main() -> int:
                 broken = not (math.isfinite(loss) and math.isfinite(norm))
                 updates, factor = step - state.skipped, config.optim.skip_above
                 spike = is_spike(norm, state.usual_norm, factor=factor, updates=updates)
-                here = torch.tensor(
-                    [stop.asked, len(bad_here), minutes, broken, spike, fault is not None], dtype=torch.int64
-                )
-                asked_to_stop, newly_bad, time_to_save, broken_ranks, spikes, faults = (
+                traits = batch.traits
+                here = [stop.asked, len(bad_here), minutes, broken, spike, fault is not None]
+                here = torch.tensor([*here, traits.transparent, traits.rotated], dtype=torch.int64)
+                asked_to_stop, newly_bad, time_to_save, broken_ranks, spikes, faults, transparent, rotated = (
                     distributed.sum_over_ranks(here).tolist()
                 )
                 spike = spikes > 0
@@ -359,10 +374,13 @@ def main() -> int:
                     step=step,
                     seconds=clock() - began,
                     bad_samples=state.bad_samples + newly_bad,
+                    transparent=state.transparent + transparent,
+                    rotated=state.rotated + rotated,
                     skipped=state.skipped + spike,
                     usual_norm=usual,
                 )
                 watch.begin("other")
+                trait_lines.say("images so far", drawn(state, config.batch_size))
                 progress.advance(step)
                 profiled.step()
                 steps.step(
@@ -392,6 +410,8 @@ def main() -> int:
                         "lr": rate,
                         "grad_norm": norm,
                         "bad_samples": state.bad_samples,
+                        "transparent": state.transparent,
+                        "rotated": state.rotated,
                         "skipped": state.skipped,
                         "truncated_shards": len(shards.manifest.truncated),
                         "seconds": state.seconds,
@@ -432,6 +452,7 @@ def main() -> int:
             check_bad_samples(state.bad_samples, step * config.batch_size, config.data.max_bad, run)
         if state.bad_samples:
             progress.say(bad_share(state.bad_samples, step * config.batch_size, config.data.max_bad))
+        trait_lines.say("all images drawn", drawn(state, config.batch_size))
         if stopped:
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif chief:
@@ -442,6 +463,11 @@ def main() -> int:
 
 def clock() -> float:
     return time.monotonic()
+
+
+def drawn(state: LoopState, batch_size: int) -> TraitCounts:
+    """How many of all images that were trained on are transparent or rotated by EXIF."""
+    return TraitCounts(images=state.step * batch_size, transparent=state.transparent, rotated=state.rotated)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -579,10 +605,11 @@ def describe(
         filter(None, (f"{order.samples} samples", shards.manifest.left_out(shards.selection)))
     )
     sources = [shown(source) for source in config.data.sources]
-    return [
+    lines = [
         f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}",
         f"{samples}; {order.describe(config.steps, sources)}",
     ]
+    return [*lines, told] if (told := str(model.preprocess.decoding)) else lines
 
 
 if __name__ == "__main__":

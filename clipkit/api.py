@@ -3,6 +3,7 @@
 Letters: N pictures or texts, C classes, O embedding dimension.
 """
 
+import warnings
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.image_traits import TraitCounts, color_of
 from clipkit.model import CLIP
-from clipkit.preprocess import ImageLike, batch_of
+from clipkit.preprocess import ImageLike, pixels_and_traits
 from clipkit.zero_shot import (
     DEFAULT_TEMPLATES,
     check_batch_size,
@@ -35,6 +37,8 @@ def load(
     image_size: int = 0,
     context_length: int = 0,
     device: str | torch.device = "cpu",
+    background: str | None = None,
+    upright: bool | None = None,
 ) -> CLIP:
     """A trained model, in float32 and evaluation mode; its ``origin`` says what was found.
 
@@ -46,11 +50,14 @@ def load(
         image_size: another side of the pictures, in pixels: the position embeddings are resampled. 0 keeps it.
         context_length: another longest text, in tokens, at least 2; 0 keeps it.
         device: where to put it, such as "cuda:1".
+        background: color that transparent images are laid on, by name or as "#rrggbb"; "none" drops their alpha
+            channel, as open_clip does. None is what the model was trained with.
+        upright: whether the EXIF orientation of images is applied, which open_clip does not do. None likewise.
 
     Raises:
         CheckpointError: nothing is there, it is damaged, would have to run code, or does not fit the name.
-        ConfigError: the name is unknown, the network that a name needs is not there, or a size or the device
-            cannot be had.
+        ConfigError: the name is unknown, the network that a name needs is not there, a size or the device
+            cannot be had, or ``background`` is no color.
         TypeError: an argument is of another kind.
     """
     from clipkit.sources import open_source
@@ -62,8 +69,11 @@ def load(
     if context_length == 1:
         raise ConfigError("context_length = 1 does not fit: at least 2, for the start and the end of a text")
     place = _device(device)
+    if background is not None:
+        color_of(background)  # a mistake is told before weights are read
     _check_path(str(source))
     model = open_source(str(source), name=name, image_size=image_size, context_length=context_length)
+    model.preprocess = model.preprocess.with_decoding(background=background, upright=upright)
     return model.to(place)
 
 
@@ -114,6 +124,10 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
         model: a CLIP.
         batch_size: pictures held decoded at a time.
 
+    Warns:
+        UserWarning: images are transparent or have an EXIF orientation, and the model's preprocessing has neither a
+            background nor ``upright`` (see ``load``).
+
     Raises:
         DataError: a picture cannot be read or decoded.
         ConfigError: ``batch_size`` is no positive whole number.
@@ -124,10 +138,19 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     many = _as_list(images)
     device = model.logit_scale.device
     parts = [torch.zeros(0, model.architecture.embed_dim)]
+    counts = TraitCounts()
     with evaluating(model):
         for start in range(0, len(many), batch_size):
-            pixels = batch_of(many[start : start + batch_size], model.preprocess)
+            read = [pixels_and_traits(one, model.preprocess) for one in many[start : start + batch_size]]
+            counts.add(*(traits for _, traits in read))
+            pixels = torch.stack([pixels for pixels, _ in read])
             parts.append(model.encode_image(pixels.to(device)).float().cpu())
+    for line in counts.lines(
+        model.preprocess.decoding,
+        background="background='white' in clipkit.load",
+        upright="upright=True in clipkit.load",
+    ).values():
+        warnings.warn(line, stacklevel=3)  # beyond no_grad's frame
     return torch.cat(parts)
 
 

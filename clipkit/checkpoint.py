@@ -139,7 +139,7 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
     if card.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: model.json is of another format than this version reads")
     shape = Architecture.from_dict(card.get("architecture", {}))
-    preprocess = Preprocess.from_dict(card.get("preprocess", {}))
+    preprocess = stored_preprocess(folder)
     if preprocess.image_size != shape.vision.image_size:
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
     tokenizer = tokenizer_of(shape, stored=card.get("tokenizer", "none"), folder=folder)
@@ -163,6 +163,15 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
         tokenizer=tokenizer,
         resample=resized,
     )
+
+
+def stored_preprocess(folder: Path) -> Preprocess:
+    """The preprocessing of the model of one checkpoint folder.
+
+    Raises:
+        CheckpointError: model.json is missing or damaged, or of another version.
+    """
+    return Preprocess.from_dict(read_json(folder / "model.json").get("preprocess", {}))
 
 
 def with_weights(

@@ -63,6 +63,8 @@ class ClassifyOptions:
     precision: str
     name: str
     image_column: str | None
+    background: str | None
+    upright: bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,12 +172,20 @@ def run(options: ClassifyOptions) -> int:
     stream = Stream(options.sources, image_column=options.image_column)
     top = min(options.top, len(labels))
     with _opened(options.out, top) as writer:
-        model = load(options.model, name=options.name, device=pick_device(options.device))
+        model = load(
+            options.model,
+            name=options.name,
+            device=pick_device(options.device),
+            background=options.background,
+            upright=options.upright,
+        )
         features = FeatureStream(
             model, batch_size=options.batch_size, precision=options.precision, workers=options.workers
         )
         weights = zero_shot_classifier(model, labels, templates)
         done, failed = _classified(guesses(stream, features, labels, weights, top=top), writer)
+    for line in features.lines(background=options.background, upright=options.upright):
+        print(line, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'picture')} failed", file=sys.stderr)
     if options.out is not None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from clipkit.arguments import MOST_BATCH, MOST_WORKERS, Parser, number, whole
 from clipkit.errors import run_command
+from clipkit.image_traits import add_decoding_options
 from clipkit.process import leaving_at_once
 
 __all__ = ["dispatch", "main"]
@@ -212,6 +213,7 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="threads that read and decode (default: one a core)",
     )
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
+    add_decoding_options(parser, default="as in the model's training")
 
 
 def _options(parsed: argparse.Namespace) -> dict[str, Any]:

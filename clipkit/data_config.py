@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from clipkit.setting import MOST, above, between, check, one_of, require, require_use, setting
+from clipkit.image_traits import color_of
+from clipkit.setting import MOST, Within, above, between, check, one_of, require, require_use, setting
 
 __all__ = ["DataConfig"]
 
@@ -69,6 +70,17 @@ class DataConfig:
         between(0, 2),
     )
     grayscale: float = setting(0.0, "Probability that a picture loses its colours.", between(0, 1))
+    background: str = setting(
+        "",
+        "Color that transparent images are laid on, such as white or #ffffff; none drops their alpha channel. "
+        "Empty: as the data were packed, else as model.weights say, else none.",
+    )
+    upright: bool | str = setting(
+        "auto",
+        "Apply the EXIF orientation of images. auto: as the data were packed, else as model.weights say, else "
+        "false.",
+        Within(words="auto, true or false", holds=lambda value: value in (True, False, "auto")),
+    )
     scaled_decode: bool = setting(
         False, "Decode large JPEGs at a part of their size: faster, and changes values by 0.7 of 255."
     )
@@ -91,6 +103,8 @@ class DataConfig:
         require(bool(self.train) and all(self.sources), "data.train", self.train, "name at least one source")
         self._check_captions()
         check(self, "data.")
+        if self.background:
+            color_of(self.background, setting="data.background")
         require(not (self.nvjpeg and self.scaled_decode), "data.nvjpeg", True, "not with data.scaled_decode")
 
     def _check_captions(self) -> None:

@@ -1,7 +1,8 @@
 """From a picture's file to pixels: which formats are read, by what, and how much of it is refused.
 
 A JPEG is decoded by simplejpeg, which is faster; everything else, CMYK and what simplejpeg refuses by Pillow. As in
-CLIP, an EXIF orientation is not applied and an alpha channel is dropped; of moving pictures the first frame counts.
+CLIP, by default an EXIF orientation is not applied and an alpha channel is dropped (clipkit/image_traits.py); of
+moving pictures the first frame counts.
 
 A file from the web may be made to take minutes or all memory. What is refused before it is unpacked: more pixels
 than Pillow allows, larger files than any photograph's, JPEGs of many scans (each goes over all pixels, and libjpeg
@@ -13,18 +14,20 @@ Letters: H, W sides of a picture.
 """
 
 import io
+import re
 import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
+from clipkit.image_traits import Decoding, Traits, flattened, is_transparent, orientation_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,12 +35,16 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_BYTES",
     "MAX_PIXELS",
+    "Decoded",
+    "decode_file",
     "decode_image",
     "decode_jpeg",
+    "jpeg_orientation",
     "jpeg_size",
     "open_image",
     "pillow_errors",
     "plain_jpeg_size",
+    "upright_array",
 ]
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
@@ -45,6 +52,13 @@ MAX_BYTES = 64 << 20  # of a file that is decoded for training
 _MAX_SCANS = 500  # of a JPEG; progressive ones have about ten
 _MAX_SCANNED = 16 * MAX_PIXELS  # pixels times scans
 _MAX_SEGMENTS = 1000  # before a JPEG's first scan, that are looked at one by one
+_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"  # begin a JPEG's APP1 segment
+_TURNED_BY_XMP = re.compile(rb'tiff:Orientation(="|>)[02-9]')
+# by the beginning of EXIF data: a struct format's byte order, and the tag of orientation 1 as cameras write it
+_UPRIGHT_TAGS = {
+    b"II*\0": ("<", b"\x12\x01\x03\x00\x01\x00\x00\x00\x01\x00"),
+    b"MM\0*": (">", b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x01"),
+}
 _MAX_TILE = 2**24  # pixels of a TIFF's tile; more only where the picture has a quarter of them
 _MAX_SLOW = 1 << 20  # bytes of a file that Pillow decodes in Python
 _MAX_REMARKS = 1000  # of a PPM written as text; for each, Pillow copies up to a MiB
@@ -62,6 +76,13 @@ _BROKEN = (
 )  # fmt: skip
 
 
+class Decoded(NamedTuple):
+    """An image's pixels, (H, W, 3) uint8 RGB, and what its file holds besides."""
+
+    pixels: npt.NDArray[np.uint8]
+    traits: Traits
+
+
 def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
     """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or the like to (H, W, 3) uint8 RGB.
 
@@ -77,12 +98,34 @@ def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
         DataError: it does not decode, is cut short, has more than ``MAX_PIXELS`` pixels or ``MAX_BYTES`` bytes, or
             is made to take much time or memory.
     """
+    return decode_file(data, reduce=reduce).pixels
+
+
+_AS_OPEN_CLIP = Decoding()
+
+
+def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_CLIP) -> Decoded:
+    """``decode_image`` with what ``decoding`` says about transparency and orientation, and the file's traits.
+
+    Raises:
+        DataError: as for ``decode_image``.
+    """
     if len(data) > MAX_BYTES:
         raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
-    if (decoded := decode_jpeg(data, reduce=reduce)) is not None:
-        return decoded
-    with pillow_errors(), open_image(data) as image:
-        return _to_rgb(image)
+    transparent = False
+    if (pixels := decode_jpeg(data, reduce=reduce)) is not None:
+        orientation = jpeg_orientation(data)
+    else:
+        with pillow_errors(), open_image(data) as opened:
+            image = opened
+            image.load()
+            transparent, orientation = is_transparent(image), orientation_of(image)
+            if transparent and decoding.background is not None:
+                image = flattened(image, decoding.background)
+            pixels = _to_rgb(image)
+    if decoding.upright:
+        pixels = upright_array(pixels, orientation)
+    return Decoded(pixels, Traits(transparent=transparent, rotated=orientation != 1))
 
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
@@ -104,6 +147,19 @@ def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None
     except _REFUSED_BY_SIMPLEJPEG:
         return None  # Pillow has the clearer message, and reads some files that simplejpeg refuses
     return decoded
+
+
+def upright_array(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
+    """(H, W, 3) of an orientation, turned upright; contiguous."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -162,6 +218,48 @@ def _has_one_scan(data: bytes) -> bool:
             return False
         at += 2 + length
     return False
+
+
+def jpeg_orientation(data: bytes) -> int:
+    """The EXIF orientation of a JPEG, 1 to 8, from its header; 1 is upright, and what a damaged tag counts as.
+
+    Pillow reads it, but only where the header may hold another than upright: that takes as long as decoding a small
+    image.
+    """
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
+        marker = data[at : at + 2]
+        if marker == b"\xff\xda":  # the scan begins
+            return 1
+        end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        if marker[:1] != b"\xff" or (marker == b"\xff\xe1" and _may_turn(data[at + 4 : end])):
+            break
+        at = end
+    try:
+        with pillow_errors(), open_image(data) as image:
+            return orientation_of(image)
+    except DataError:
+        return 1
+
+
+def _may_turn(segment: bytes) -> bool:
+    """Whether a JPEG's APP1 segment may hold another orientation than upright."""
+    if segment.startswith(_XMP):
+        return _TURNED_BY_XMP.search(segment) is not None
+    if not segment.startswith(_EXIF):
+        return False
+    exif = segment[len(_EXIF) :]
+    if exif[:4] not in _UPRIGHT_TAGS or len(exif) < 8:
+        return True
+    order, upright = _UPRIGHT_TAGS[exif[:4]]
+    (first,) = struct.unpack_from(order + "I", exif, 4)
+    if len(exif) < first + 2:
+        return True
+    (count,) = struct.unpack_from(order + "H", exif, first)
+    if len(exif) < first + 2 + 12 * count:  # cut off, or goes on in another segment
+        return True
+    tags = (exif[start : start + 10] for start in range(first + 2, first + 2 + 12 * count, 12))
+    return any(tag[:2] == upright[:2] and tag != upright for tag in tags)
 
 
 @cache

@@ -13,10 +13,12 @@ __all__ = ["Manifest", "difference"]
 _FORMAT = 2
 # what must be the same for a run to be gone on with, and how an error names it
 _SETTINGS = {
-    "format": "the format", "kind": "the kind (pictures or texts)", "weights": "the model",
+    "format": "the format", "kind": "the kind (pictures or texts)", "background": "the background (--background)",
+    "upright": "whether the EXIF orientation is applied (--upright)", "weights": "the model",
     "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
     "device": "--device",
 }  # fmt: skip
+_EARLIER = {"background": "none", "upright": False}  # what a manifest without these was made with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Manifest:
     batch_size: int
     precision: str
     device: str  # its type: other devices round differently
+    background: str = "none"  # that transparent images are laid on, as #rrggbb
+    upright: bool = False  # whether the EXIF orientation is applied
     format: int = _FORMAT
 
     @property
@@ -49,7 +53,7 @@ class Manifest:
 def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Why a folder that is made so cannot be gone on with so, or ""."""
     for name, what in _SETTINGS.items():
-        then, now = stored.get(name), wanted[name]
+        then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
         if then == now:
             continue
         if name == "weights":

@@ -9,6 +9,7 @@ see ``clipkit.embedding_folder``.
 
 import errno
 import hashlib
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from clipkit.embedding_folder import ContentDigest, EmbeddingFolder, Part, PartD
 from clipkit.embedding_manifest import Manifest
 from clipkit.errors import ConfigError, DataError
 from clipkit.feature_stream import Failure, FeatureStream, pick_device
+from clipkit.image_traits import Decoding, hex_of
 from clipkit.model import CLIP
 from clipkit.pictures import Item, Stream
 from clipkit.shard_members import Member
@@ -49,6 +51,8 @@ class EncodeOptions:
     name: str
     image_column: str | None
     caption_column: str | None
+    background: str | None
+    upright: bool | None
     retry_failed: bool
     quiet: bool
 
@@ -134,10 +138,13 @@ def encode(
     _check_pyarrow()
     with CountProgress("counting", total=None, shown=progress) as bar:
         survey = _look_through(stream, rows_per_file, bar.show)
+    decoding = features.model.preprocess.decoding
     manifest = Manifest(
         kind=stream.kind,
         model=model_name,
         weights=model_hash(features.model),
+        background=hex_of(decoding.background),
+        upright=decoding.upright,
         sources=list(sources),
         items=survey.items,
         digest=hashlib.sha256(repr(survey.digests).encode()).hexdigest()[:32],
@@ -326,6 +333,8 @@ def model_hash(model: CLIP) -> str:
     """
     shape = replace(model.architecture, small_data=False)
     digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
+    if (decoding := model.preprocess.decoding) != Decoding():
+        digest.update(f"{decoding!r}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())
@@ -347,7 +356,13 @@ def run(options: EncodeOptions) -> int:
         image_column=options.image_column,
         caption_column=options.caption_column,
     )
-    model = load(options.model, name=options.name, device=pick_device(options.device))
+    model = load(
+        options.model,
+        name=options.name,
+        device=pick_device(options.device),
+        background=options.background,
+        upright=options.upright,
+    )
     features = FeatureStream(
         model, batch_size=options.batch_size, precision=options.precision, workers=options.workers
     )
@@ -370,7 +385,10 @@ def run(options: EncodeOptions) -> int:
                 f"cannot write {options.out}: the disk is full; with more room the same command goes on"
             ) from error
         raise DataError(f"cannot write {options.out}: {error.strerror or error}") from error
-    _report(encoded, options, f"process {process + 1} of {processes}: " if processes > 1 else "")
+    who = f"process {process + 1} of {processes}: " if processes > 1 else ""
+    _report(encoded, options, who)
+    for line in features.lines(background=options.background, upright=options.upright):
+        print(f"{who}{line}", file=sys.stderr)
     return 1 if encoded.totals and not encoded.totals.rows else 0
 
 

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from clipkit.api import encode_text
 from clipkit.errors import ConfigError, DataError
+from clipkit.image_traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.model import CLIP
 from clipkit.pictures import Item, Kind, read_caption, read_image
-from clipkit.preprocess import Preprocess, batch_of
+from clipkit.preprocess import Preprocess, pixels_and_traits
 from clipkit.read_ahead import default_workers, one_core_each, read_ahead
 from clipkit.text_input import ClassTokenizer
 from clipkit.tokenizer import MAX_CHARACTERS
@@ -87,9 +88,10 @@ class _Ready(Generic[Content]):
 
     part: int
     item: Item
-    content: Content  # (1, 3, S, S) uint8 of a picture, the text of a text
+    content: Content  # (3, S, S) uint8 of a picture, the text of a text
     caption: str | None
     digest: bytes
+    traits: Traits = NO_TRAITS
 
 
 class FeatureStream:
@@ -100,6 +102,9 @@ class FeatureStream:
         batch_size: B, items that the model takes at a time; None is 32 on a CPU and 256 elsewhere.
         precision: a key of ``PRECISIONS``, in which the towers run; features are float32 in any case.
         workers: threads that read and decode; None is one a core.
+
+    Attributes:
+        counts: how many of the images encoded so far are transparent or rotated by EXIF.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -120,6 +125,7 @@ class FeatureStream:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision = {precision!r}: known are {', '.join(PRECISIONS)}")
         self.model, self.precision = model, precision
+        self.counts = TraitCounts()
         self.device = next(model.parameters()).device
         on_cpu = self.device.type == "cpu"
         self.batch_size = batch_size or (_CPU_BATCH if on_cpu else _GPU_BATCH)
@@ -167,6 +173,20 @@ class FeatureStream:
         for (part, item), found in read_ahead(read, items, workers=self._workers, ahead=ahead):
             yield part, item, found.digest
 
+    def lines(self, *, background: str | None, upright: bool | None) -> list[str]:
+        """What to say of images encoded so far whose transparency or orientation is not applied.
+
+        Args:
+            background: the option as the user gave it; None where it was not given.
+            upright: likewise.
+        """
+        lines = self.counts.lines(
+            self.model.preprocess.decoding,
+            background="--background white" if background is None else "",
+            upright="--upright" if upright is None else "",
+        )
+        return list(lines.values())
+
     def nothing(self, kind: Kind) -> npt.NDArray[np.float32]:
         """Features of no item: (0, O). The model is asked, who alone knows O."""
         size = self.model.preprocess.image_size
@@ -175,7 +195,7 @@ class FeatureStream:
                 tokenizer = self.model.tokenizer
                 text = tokenizer.names[0] if isinstance(tokenizer, ClassTokenizer) else ""
                 return self._rows(self._encode_texts, [text])[:0]
-            return self._rows(self._encode_images, [torch.zeros(1, 3, size, size, dtype=torch.uint8)])[:0]
+            return self._rows(self._encode_images, [torch.zeros(3, size, size, dtype=torch.uint8)])[:0]
 
     def _run(
         self,
@@ -191,6 +211,7 @@ class FeatureStream:
                 if isinstance(outcome, Failure):
                     yield outcome
                     continue
+                self.counts.add(*(one.traits for one in outcome))
                 content = [one.content for one in outcome]
                 computing.append((outcome, pool.submit(self._rows, encode, content)))
                 if len(computing) > self._lanes:
@@ -223,8 +244,8 @@ class FeatureStream:
         return rows
 
     def _encode_images(self, pixels: list[Tensor]) -> Tensor:
-        """(1, 3, S, S) uint8 each → (B, O)."""
-        batch = torch.cat(pixels)
+        """(3, S, S) uint8 each → (B, O)."""
+        batch = torch.stack(pixels)
         if self.device.type == "cuda":
             batch = batch.pin_memory().to(self.device, non_blocking=True)
         return self.model.encode_image(batch.to(self.device))
@@ -299,8 +320,15 @@ def _ready_image(
     cause = found.cause
     if not cause:
         try:
-            pixels = batch_of([found.image], preprocess)
-            return _Ready(part=part, item=item, content=pixels, caption=found.caption, digest=found.digest)
+            pixels, traits = pixels_and_traits(found.image, preprocess)
+            return _Ready(
+                part=part,
+                item=item,
+                content=pixels,
+                caption=found.caption,
+                digest=found.digest,
+                traits=traits,
+            )
         except DataError as error:
             cause = str(error)
     return Failure(part=part, item=item, cause=cause, content=found.digest)

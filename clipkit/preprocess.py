@@ -3,7 +3,7 @@
 ``eval_pixels`` does what open_clip's evaluation does, to the last bit: Pillow resizes and crops a picture in its
 own mode (palettes by nearest neighbour, colours weighed by their alpha, 16-bit grey as such) and only then makes it
 RGB, where training makes it RGB first (``clipkit.decode``). As in CLIP, an EXIF orientation is not applied and an
-alpha channel is dropped.
+alpha channel is dropped, unless the model's preprocessing has ``upright`` or a ``background``.
 
 Pictures stay uint8 until the model normalizes them. Letters: H, W sides of a picture, S of the input, N pictures.
 """
@@ -11,18 +11,28 @@ Pictures stay uint8 until the model normalizes them. Letters: H, W sides of a pi
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Union
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from clipkit.decode import decode_jpeg, open_image, pillow_errors
+from clipkit.decode import decode_jpeg, jpeg_orientation, open_image, pillow_errors, upright_array
 from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.image_traits import (
+    Color,
+    Decoding,
+    Traits,
+    color_of,
+    flattened,
+    is_transparent,
+    orientation_of,
+    upright_image,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image, Resampling
@@ -34,6 +44,7 @@ __all__ = [
     "Preprocess",
     "batch_of",
     "eval_pixels",
+    "pixels_and_traits",
 ]
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -50,7 +61,7 @@ ImageLike: TypeAlias = Union[
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """How pictures become a model's input. Names and meanings are open_clip's.
+    """How pictures become a model's input. Names and meanings are open_clip's, but for the last two.
 
     Attributes:
         image_size: S, the side of the square that the model takes.
@@ -59,6 +70,9 @@ class Preprocess:
         resize_mode: "shortest" resizes the shorter side to S and cuts the centre out; "longest" resizes the longer
             side to S and adds a border; "squash" resizes both to S.
         fill_color: of that border, 0–255 in every channel.
+        background: red, green and blue, each 0–255, that transparent images are laid on; None drops their alpha
+            channel, as open_clip does.
+        upright: whether an EXIF orientation is applied, which open_clip does not do.
 
     Raises:
         ConfigError: a value is not one of these.
@@ -70,9 +84,12 @@ class Preprocess:
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
     fill_color: int = 0
+    # not in repr and, by default, not stored: a model that does without them keeps its hash and its files
+    background: Color | None = field(default=None, repr=False)
+    upright: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        size, fill = self.image_size, self.fill_color
+        size, fill, ground = self.image_size, self.fill_color, self.background
         for name, right, want in (
             ("image_size", type(size) is int and 0 < size <= MAX_IMAGE_SIZE, f"from 1 to {MAX_IMAGE_SIZE}"),
             ("mean", _is_colour(self.mean), "three numbers"),
@@ -80,13 +97,38 @@ class Preprocess:
             ("interpolation", self.interpolation in _INTERPOLATIONS, " or ".join(_INTERPOLATIONS)),
             ("resize_mode", self.resize_mode in _RESIZE_MODES, " or ".join(_RESIZE_MODES)),
             ("fill_color", type(fill) is int and 0 <= fill <= 255, "from 0 to 255"),
+            ("background", ground is None or _is_rgb(ground), "three whole numbers from 0 to 255"),
+            ("upright", type(self.upright) is bool, "true or false"),
         ):
             if not right:
                 raise ConfigError(f"{name} must be {want}, not {getattr(self, name)!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as stored beside weights."""
-        return asdict(self)
+        values = asdict(self)
+        if self.decoding == Decoding():
+            del values["background"], values["upright"]
+        return values
+
+    @property
+    def decoding(self) -> Decoding:
+        """What is done about transparency and orientation."""
+        return Decoding(background=self.background, upright=self.upright)
+
+    def with_decoding(self, *, background: str | None = None, upright: bool | None = None) -> Self:
+        """The same with another background or orientation.
+
+        Args:
+            background: a color, by name or as "#rrggbb"; "none" drops the alpha channel; None keeps what it is.
+            upright: whether an EXIF orientation is applied; None keeps what it is.
+
+        Raises:
+            ConfigError: ``background`` is no color.
+        """
+        changed = self
+        if background is not None:
+            changed = replace(changed, background=color_of(background))
+        return changed if upright is None else replace(changed, upright=upright)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
@@ -108,6 +150,8 @@ class Preprocess:
             for name in own.keys() & {"mean", "std"}:
                 one = own[name]
                 own[name] = (float(one),) * 3 if isinstance(one, int | float) else tuple(map(float, one))
+            if isinstance(own.get("background"), list):
+                own["background"] = tuple(own["background"])
             if own.get("interpolation") == "random":
                 own["interpolation"] = "bicubic"
             return cls(**own)
@@ -120,6 +164,14 @@ class Preprocess:
 
 def _is_colour(values: tuple[float, ...]) -> bool:
     return len(values) == 3 and all(map(math.isfinite, values))
+
+
+def _is_rgb(values: object) -> bool:
+    return (
+        isinstance(values, tuple)
+        and len(values) == 3
+        and all(type(one) is int and 0 <= one <= 255 for one in values)
+    )
 
 
 def eval_pixels(source: ImageLike, preprocess: Preprocess, *, fast: bool = False) -> Tensor:
@@ -138,13 +190,32 @@ def eval_pixels(source: ImageLike, preprocess: Preprocess, *, fast: bool = False
     Raises:
         DataError: the file cannot be read or decoded, or the array has another shape or dtype.
     """
+    return pixels_and_traits(source, preprocess, fast=fast)[0]
+
+
+def pixels_and_traits(
+    source: ImageLike, preprocess: Preprocess, *, fast: bool = False
+) -> tuple[Tensor, Traits]:
+    """``eval_pixels``, and whether the image is transparent or has an EXIF orientation.
+
+    Raises:
+        DataError: as for ``eval_pixels``.
+    """
     with _naming(source):
         content = _content(source)
         if fast and isinstance(content, bytes) and (pixels := _fast_pixels(content, preprocess)) is not None:
-            return pixels
+            return pixels, Traits(rotated=jpeg_orientation(content) != 1)
         with pillow_errors():
-            rgb = np.array(_fitted(_opened(content), preprocess).convert("RGB"))  # (S, S, 3)
-    return torch.from_numpy(rgb).permute(2, 0, 1).contiguous()
+            image = _opened(content)
+            image.load()
+            transparent, orientation = is_transparent(image), orientation_of(image)
+            if transparent and preprocess.background is not None:
+                image = flattened(image, preprocess.background)
+            if preprocess.upright:
+                image = upright_image(image, orientation)
+            rgb = np.array(_fitted(image, preprocess).convert("RGB"))  # (S, S, 3)
+    pixels = torch.from_numpy(rgb).permute(2, 0, 1).contiguous()
+    return pixels, Traits(transparent=transparent, rotated=orientation != 1)
 
 
 def batch_of(images: Sequence[ImageLike], preprocess: Preprocess, *, fast: bool = False) -> Tensor:
@@ -239,6 +310,8 @@ def _fast_pixels(data: bytes, preprocess: Preprocess) -> Tensor | None:
     """A JPEG as (3, S, S) by simplejpeg and torchvision, or None for what these would do in another way."""
     if preprocess.resize_mode == "longest" or (decoded := decode_jpeg(data)) is None:
         return None
+    if preprocess.upright:
+        decoded = upright_array(decoded, jpeg_orientation(data))
     height, width, _ = decoded.shape
     wide, high = _resized_to(width, height, preprocess)
     # Pillow 13 resizes by height first where that is quicker, which gives other values

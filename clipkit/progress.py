@@ -17,9 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from clipkit.config import Config
 from clipkit.config_file import to_toml
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
+from clipkit.image_traits import Decoding, TraitCounts
 from clipkit.urls import without_secrets
 
-__all__ = ["BadSampleLines", "MetricsLog", "ProgressLine", "drop_lines_after"]
+__all__ = ["BadSampleLines", "MetricsLog", "ProgressLine", "TraitLines", "drop_lines_after"]
 
 _PLAIN_EVERY_SECONDS = 10.0
 _BAD_EVERY_SECONDS = 60.0
@@ -147,6 +148,34 @@ class BadSampleLines:
         often = self._causes.most_common(1)
         cause = f"; most often: {often[0][0]}" if often else ""
         self._progress.say(f"{total:,} bad samples so far, all in {self._listed}{cause}")
+
+
+class TraitLines:
+    """Tells of transparent and of rotated images that are used as they are, once for each kind of them.
+
+    Args:
+        progress: where the lines go.
+        decoding: of the training.
+        background: ``data.background`` of the run; where it is set, nothing is said of transparent images.
+        upright: ``data.upright`` likewise.
+    """
+
+    def __init__(
+        self, progress: ProgressLine, decoding: Decoding, *, background: str, upright: bool | str
+    ) -> None:
+        self._progress, self._decoding = progress, decoding
+        self._options = {
+            "background": "" if background else "data.background=white",
+            "upright": "data.upright=true" if upright == "auto" else "",
+        }
+        self._told: set[tuple[str, str]] = set()
+
+    def say(self, whose: str, counts: TraitCounts) -> None:
+        """Tell what some images have, unless it was told of the same ones already."""
+        for trait, line in counts.lines(self._decoding, **self._options).items():
+            if (whose, trait) not in self._told:
+                self._told.add((whose, trait))
+                self._progress.say(f"note: {whose}: {line}")
 
 
 class _Output:

@@ -15,7 +15,7 @@ caller has to: the two have the same tensors, and the wrong one is a worse score
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -292,10 +292,10 @@ def _built(
     tokenizer: Tokenizer | None = None,
 ) -> CLIP:
     original, shape = shape, shape.resized(**wanted.sizes)
-    known = Preprocess(image_size=shape.vision.image_size).to_dict()
+    known = {one.name for one in fields(Preprocess)}
     given = {key: value for key, value in (preprocess or {}).items() if key in known and value is not None}
     with _naming(origin):
-        made = Preprocess.from_dict({**known, **given, "image_size": known["image_size"]})
+        made = Preprocess.from_dict({**given, "image_size": shape.vision.image_size})
     plain = [key for key, own in ARCHITECTURES.items() if replace(own, small_data=False) == original]
     try:
         return from_open_clip_tensors(

@@ -8,7 +8,7 @@ from pathlib import Path
 from clipkit.api import load
 from clipkit.architectures import Architecture, ClassTable, VisionTower
 from clipkit.averaging import AveragedWeights
-from clipkit.checkpoint import load_model
+from clipkit.checkpoint import load_model, stored_preprocess
 from clipkit.config import LossConfig, ModelConfig, SmallConfig
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.family import architecture
@@ -78,7 +78,7 @@ def first_model(
     """Fresh weights, or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes does not need the weights that it began with: they, the tokenizer and the preprocessing are
-    in its ``checkpoint``, and ``model.weights`` may be gone by now.
+    in its ``checkpoint``, and ``model.weights`` may be gone by now. The preprocessing is always the checkpoint's.
 
     Raises:
         ConfigError: the weights are of another architecture.
@@ -95,6 +95,8 @@ def first_model(
         first.name = first.name or model.label
     else:
         first = create(shape, name=model.label, seed=seed)
+        if checkpoint is not None:
+            first.preprocess = stored_preprocess(checkpoint)
         if small.steps and small.image_size and isinstance(first.visual, VisionTransformer):
             smooth_grid(first.visual.positional_embedding, small.image_size // first.visual.patch_size)
     if first.logit_bias is not None:

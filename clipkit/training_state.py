@@ -38,6 +38,8 @@ class LoopState:
     )
     seconds: float = 0.0  # of training so far
     bad_samples: int = 0
+    transparent: int = 0  # images drawn that are transparent
+    rotated: int = 0  # images drawn that have an EXIF orientation other than upright
     skipped: int = 0  # updates left out, as their gradient was far above the usual
     usual_norm: float = 0.0  # of gradients, see clipkit/spikes.py
 
@@ -58,6 +60,8 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
         ("teacher", (str,), "a string"),
         ("seconds", (int, float), "a number of seconds"),
         ("bad_samples", (int,), "a count"),
+        ("transparent", (int,), "a count"),
+        ("rotated", (int,), "a count"),
         ("skipped", (int,), "a count"),
         ("usual_norm", (int, float), "a norm"),
     ):

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipkit.decode import decode_image, jpeg_size
+from clipkit.decode import decode_file, jpeg_orientation, jpeg_size
 from clipkit.errors import DataError
+from clipkit.image_traits import Decoding, Traits
 
 __all__ = [
     "Augmentation",
@@ -55,6 +56,7 @@ class Augmentation:
     scaled_decode: bool = False
 
 
+_AS_OPEN_CLIP = Decoding()
 _Box = tuple[int, int, int, int]  # top, left, height, width
 
 
@@ -104,7 +106,8 @@ def training_pixels(
     augmentation: Augmentation,
     random: np.random.Generator,
     out: Tensor,
-) -> None:
+    decoding: Decoding = _AS_OPEN_CLIP,
+) -> Traits:
     """An encoded picture → ``out``, (3, S, S) uint8: a random crop resized by antialiased bicubic, flip, colours.
 
     The crop keeps a share of the area between ``crop_scale`` and 1 at an aspect ratio between 3:4 and 4:3
@@ -117,20 +120,26 @@ def training_pixels(
         augmentation: what happens to it.
         random: the stream of this picture, see ``random_of``.
         out: where the pixels go, such as a row of ``empty_batch``; undefined after an error.
+        decoding: what is done about transparency and orientation.
+
+    Returns:
+        Whether the image is transparent or has an EXIF orientation.
 
     Raises:
         DataError: as for ``clipkit.decode.decode_image``.
     """
     size = jpeg_size(data) if augmentation.scaled_decode else None
     if size is None:
-        image = decode_image(data)
+        image, traits = decode_file(data, decoding=decoding)
         recipe = draw_recipe(image.shape[0], image.shape[1], augmentation, random)
         box = recipe.box
     else:  # the crop comes first, so that it is the same at every scale
+        if decoding.upright and jpeg_orientation(data) >= 5:  # these exchange height and width
+            size = size[1], size[0]
         recipe = draw_recipe(*size, augmentation, random)
         box = recipe.box
         reduce = _reduction(min(box[2:]), image_size)
-        image = decode_image(data, reduce=reduce)
+        image, traits = decode_file(data, reduce=reduce, decoding=decoding)
         if image.shape[:2] != size:  # it stays whole where Pillow had to decode it
             box = _reduced(box, size, image.shape[:2], reduce)
     top, left, height, width = box
@@ -138,6 +147,7 @@ def training_pixels(
     cut = np.require(image[top : top + height, left : left + width], requirements=("C", "W"))
     # one picture as a batch with channels last; torch would not know pixels[None] for that, and copy the result
     _finish(torch.from_numpy(cut[None]).permute(0, 3, 1, 2), recipe, out)
+    return traits
 
 
 def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.random.Generator) -> Recipe:

@@ -5,13 +5,14 @@ Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from clipkit.image_traits import TraitCounts
 from data.device_decode import Undecoded
 from data.stored_features import TeacherFeatures
 
@@ -40,6 +41,7 @@ class Batch:
             ``caption_hash``): equal where two samples share one, of a substitute its own.
         first_row: the place of this part's first sample in the global batch.
         bad: the samples that were replaced.
+        traits: how many images are transparent or rotated by EXIF.
         undecoded: JPEGs that ``Loader.on_device`` is to decode; None where there are none.
         teacher: stored features of the same samples, where the loader was given any.
         reading: seconds that its samples' bytes took.
@@ -53,6 +55,7 @@ class Batch:
     identities: Tensor
     first_row: int = 0
     bad: tuple[BadSample, ...] = ()
+    traits: TraitCounts = field(default_factory=TraitCounts)
     undecoded: Undecoded | None = None
     teacher: TeacherFeatures | None = None
     reading: float = 0.0

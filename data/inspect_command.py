@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from clipkit.arguments import Parser, number, whole
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError
+from clipkit.image_traits import Decoding, add_decoding_options, color_of
 
 if TYPE_CHECKING:
     from data.inspect.findings import Findings
@@ -62,6 +63,7 @@ def add_inspect(commands: "argparse._SubParsersAction[Parser]") -> None:
         default=224,
         help="of the model (default: 224)",
     )
+    add_decoding_options(parser, default="neither, as open_clip")
     parser.add_argument(
         "--rate",
         metavar="R",
@@ -119,6 +121,10 @@ def _inspect(parsed: argparse.Namespace) -> int:
             samples=parsed.samples,
             shards=parsed.shards,
             image_size=parsed.image_size,
+            decoding=Decoding(
+                background=color_of(parsed.background) if parsed.background else None,
+                upright=bool(parsed.upright),
+            ),
             rate=parsed.rate,
             captions=[one.strip() for one in parsed.captions.split(",") if one.strip()] or ["txt"],
             filters=_filters(parsed.filters),

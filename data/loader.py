@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from clipkit.decode import plain_jpeg_size
+from clipkit.decode import jpeg_orientation, plain_jpeg_size
 from clipkit.errors import DataError
+from clipkit.image_traits import Decoding, TraitCounts, Traits
 from clipkit.tokenizer import MAX_CHARACTERS
 from data.augment import Augmentation, draw_recipe, empty_batch, preload, random_of, training_pixels
 from data.batch import BadSample, Batch, numbers_of, token_lengths
@@ -55,9 +56,10 @@ class Loader:
     The content of a batch follows from (seed, step, rank, world) alone, so the loader has no state: iterating
     from step n gives what a run would have seen that never stopped.
 
-    With ``decode_later`` plain JPEGs are decoded by ``on_device``.
+    With ``decode_later`` plain JPEGs are decoded by ``on_device``, but for those that are to be turned upright.
 
     Args:
+        decoding: what is done about transparency and orientation.
         stages: smaller sizes for the first steps; then ``image_size`` and ``tokenize`` as they are. A sample is cut
             out in the same place whatever its size. Such a tokenizer has ``of_length``, as those of models have.
         teacher: stored features that each sample is given along with.
@@ -71,6 +73,7 @@ class Loader:
     image_size: int
     tokenize: Callable[[Sequence[str]], Tensor]
     augmentation: Augmentation = field(default_factory=Augmentation)
+    decoding: Decoding = field(default_factory=Decoding)
     rank: int = 0
     world: int = 1
     workers: int = 0
@@ -138,6 +141,7 @@ class Loader:
             identities=identities,
             first_row=draw.first_row,
             bad=tuple(part.bad),
+            traits=part.traits,
             undecoded=Undecoded.of(part.later) if part.later else None,
             teacher=None if self.teacher is None else self.teacher.read(part.taught),
             reading=part.reading,
@@ -217,17 +221,21 @@ class Loader:
         caption = self._caption(sample, epoch)
         taught = self.teacher.find(sample.shard, sample.key) if self.teacher is not None else None
         random = random_of(self.order.seed, _CROP, epoch, number)
-        if self.decode_later and (size := plain_jpeg_size(sample.image)) is not None:
+        size = plain_jpeg_size(sample.image) if self.decode_later else None
+        traits = Traits() if size is None else Traits(rotated=jpeg_orientation(sample.image) != 1)
+        if size is not None and not (traits.rotated and self.decoding.upright):
             recipe = draw_recipe(*size, self.augmentation, random)
             part.later.append(JpegOfRow(row=row, data=sample.image, size=size, recipe=recipe))
         else:
-            training_pixels(
+            traits = training_pixels(
                 sample.image,
                 image_size=part.images.shape[-1],
                 augmentation=self.augmentation,
                 random=random,
                 out=part.images[row],
+                decoding=self.decoding,
             )
+        part.traits.add(traits)
         part.captions.append(caption)
         part.pictures.append(number - sample.caption_number)  # the first of the samples that share it
         if taught is not None:
@@ -255,6 +263,7 @@ class _Part:
     pictures: list[int] = field(default_factory=list)
     taught: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
+    traits: TraitCounts = field(default_factory=TraitCounts)
     later: list[JpegOfRow] = field(default_factory=list)
     reading: float = 0.0  # seconds
 

@@ -37,11 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from PIL import Image, ImageColor
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.image_traits import color_of
 from clipkit.table import Row, Table
 from data.json_fields import field_name, json_value
 from data.stored_picture import BadPicture, Storing, store_picture
@@ -147,7 +148,7 @@ def pack(
             raise ConfigError(f"{name} = {value}: it must be 1 or more")
     if not 0 <= test <= 1:
         raise ConfigError(f"test = {test}: it must be a share from 0 to 1, such as 0.1")
-    ground = _colour(background)
+    ground = None if background is None else color_of(background)
     how = Storing(max_side=max_side, keep_orientation=keep_orientation, background=ground)
     source = Table(table, image_column=image_column, caption_column=caption_column, others=fields)
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
@@ -169,16 +170,6 @@ def pack(
         }
         writer.finish(card | ({"tasks": ["retrieval"]} if "test" in report.splits else {}))
     return report
-
-
-def _colour(name: str | None) -> tuple[int, int, int] | None:
-    if name is None:
-        return None
-    try:
-        red, green, blue = ImageColor.getrgb(name)[:3]
-    except ValueError:
-        raise ConfigError(f"background = {name!r} is not a colour: give one as white or #ffffff") from None
-    return red, green, blue
 
 
 def _write(source: Table, writer: DatasetWriter, how: Storing, *, test: float, progress: bool) -> PackReport:

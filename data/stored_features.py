@@ -67,7 +67,8 @@ class StoredFeatures:
         self.width = self._images.width
         if self._texts is not None and self._images.weights != self._texts.weights:
             raise ConfigError(
-                f"{images} and {texts} were encoded by different models: encode one of them again"
+                f"{images} and {texts} were encoded by different models, or with different --background or "
+                "--upright: encode one of them again"
             )
 
         folders = filter(None, (self._images, self._texts))

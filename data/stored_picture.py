@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from PIL import Image, UnidentifiedImageError
 
+from clipkit.image_traits import ORIENTATION_TAG, flattened, is_transparent, orientation_of, upright_image
+
 __all__ = ["BadPicture", "StoredPicture", "Storing", "store_picture"]
 
 MOST_PIXELS = 100_000_000
@@ -24,16 +26,6 @@ BROKEN = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, MemoryError,
     NotImplementedError, AttributeError, struct.error, zlib.error,
 )  # fmt: skip
-_ORIENTATION = 0x0112  # the EXIF tag
-_UPRIGHT = {  # what makes a picture of this orientation upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class BadPicture(Exception):
@@ -96,7 +88,7 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredPicture:
     if how.max_side is not None and max(image.size) <= how.max_side:
         how = replace(how, max_side=None)
     extension = STORED_AS_IS.get(image.format or "")
-    orientation = _orientation(image)
+    orientation = orientation_of(image)
     as_it_is = extension is not None and how.max_side is None and (orientation == 1 or how.keep_orientation)
     if as_it_is:
         # an eighth of the size is enough to run through all bytes of a JPEG, and faster
@@ -104,7 +96,7 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredPicture:
     elif how.max_side is not None:
         image.draft("RGB", (2 * how.max_side, 2 * how.max_side))
     image.load()
-    transparent = _is_transparent(image)
+    transparent = is_transparent(image)
     if not transparent:  # no JPEG is, so none is encoded from its draft of an eighth
         how = replace(how, background=None)
     if not as_it_is or how.background is not None:
@@ -113,25 +105,6 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredPicture:
     return StoredPicture(
         data=data, extension=extension or "png", upright=orientation == 1, transparent=transparent
     )
-
-
-def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 to 8; 1 is upright, and what a broken tag is taken for."""
-    if image.format == "TIFF":  # Pillow turns it when it is decoded
-        return 1
-    try:
-        value = image.getexif().get(_ORIENTATION)
-    except BROKEN:
-        return 1
-    return value if type(value) is int and value in _UPRIGHT else 1
-
-
-def _is_transparent(image: Image.Image) -> bool:
-    """Whether a pixel is less than opaque; an alpha channel alone does not make it so."""
-    if _is_deep(image) or not image.has_transparency_data:
-        return False
-    alpha = image if image.mode in ("LA", "RGBA") else image.convert("RGBA")
-    return any(alpha.getchannel("A").histogram()[:255])
 
 
 def _is_deep(image: Image.Image) -> bool:
@@ -146,15 +119,14 @@ def _encoded(image: Image.Image, extension: str, how: Storing, *, orientation: i
     tags = Image.Exif()
     picture = image
     if orientation != 1 and how.keep_orientation:
-        tags[_ORIENTATION] = orientation
+        tags[ORIENTATION_TAG] = orientation
     elif orientation != 1:
-        picture = picture.transpose(_UPRIGHT[orientation])
+        picture = upright_image(picture, orientation)
     if not _is_deep(picture):
         picture = picture.convert(_plain_mode(picture))
     if how.background is not None:
         profile = None if picture.mode == "LA" else profile  # one of grey does not fit colours
-        ground = Image.new("RGBA", picture.size, (*how.background, 255))
-        picture = Image.alpha_composite(ground, picture.convert("RGBA")).convert("RGB")
+        picture = flattened(picture, how.background)
     if how.max_side is not None:
         picture.thumbnail((how.max_side, how.max_side), Image.Resampling.LANCZOS)
     # nothing else that the file says of itself: some of it would be wrong now

@@ -1,25 +1,38 @@
 """What a training reads: counted once, the same on all ranks, and as it was when the run began."""
 
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from clipkit.config import DataConfig, DistillConfig
 from clipkit.count_progress import CountProgress
-from clipkit.errors import CheckpointError, DataError
+from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.image_traits import Color, color_of
+from clipkit.preprocess import Preprocess
 from clipkit.run_folder import hint_of_moved_data, manifest_file
 from clipkit.tar import TruncatedError
 from data.augment import Augmentation
 from data.cache import shard_cache
 from data.captions import CaptionRule
+from data.corpora.builtin import BUILTIN
 from data.manifest import Manifest, make_manifest
 from data.remote.shard_cache import ShardCache
 from data.selection import Filter, Selection
+from data.shard_file import is_remote
 from data.shards import Shards
 from data.sources import find_shards
 from data.stored_features import StoredFeatures
 
-__all__ = ["augmentation_of", "open_training_data", "other_data", "other_teacher", "teacher_features"]
+__all__ = [
+    "Packed", "augmentation_of", "open_training_data", "other_data", "other_teacher", "packed_images",
+    "teacher_features", "trained_preprocess",
+]  # fmt: skip
+
+_CARD_BYTES = 1 << 20
+_OPEN_CLIP = (None, False)  # no background, as it lies in the file
 
 
 def open_training_data(
@@ -96,6 +109,102 @@ def teacher_features(settings: DistillConfig, shards: Shards, *, chief: bool) ->
     if chief:
         features.check(shards)
     return features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What ``python -m data pack`` did to the images of a training set, as far as all sources agree.
+
+    Attributes:
+        background: color that transparent images were laid on.
+        upright: whether images were turned as an EXIF orientation says.
+        notes: what the sources do not agree on, and the setting that decides.
+    """
+
+    background: Color | None = None
+    upright: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def packed_images(
+    settings: DataConfig, manifest: Manifest, *, chief: bool, share: Callable[[bytes], bytes]
+) -> Packed:
+    """What the cards of packed sets say of their images; built-in sets need nothing. All ranks call this.
+
+    Args:
+        settings: the sources.
+        manifest: their shards.
+        chief: whether this process reads the cards.
+        share: gives the chief's bytes on every rank.
+    """
+    found: list[tuple[Color | None, bool]] = []
+    if chief:
+        starts = [sum(manifest.sources[:number]) for number in range(len(manifest.sources))]
+        for source, start in zip(settings.sources, starts, strict=True):
+            if source not in BUILTIN:
+                found.append(_packed(manifest.urls[start]))
+    stated = json.loads(share(json.dumps(found).encode()))
+    backgrounds = {None if ground is None else (ground[0], ground[1], ground[2]) for ground, _ in stated}
+    uprights = {upright for _, upright in stated}
+    notes = []
+    if len(backgrounds) > 1 and not settings.background:
+        notes.append(
+            "note: the sources of data.train were packed with different backgrounds: transparent images are used "
+            "as they are, with their hidden colors; data.background=white lays all of them on white"
+        )
+    if len(uprights) > 1 and settings.upright == "auto":
+        notes.append(
+            "note: some sources of data.train were packed upright and others not: an EXIF orientation is not "
+            "applied to the others; data.upright=true applies it"
+        )
+    return Packed(
+        background=backgrounds.pop() if len(backgrounds) == 1 else None,
+        upright=uprights.pop() if len(uprights) == 1 else False,
+        notes=tuple(notes),
+    )
+
+
+def _packed(shard: str) -> tuple[Color | None, bool]:
+    """Background and orientation by the card of the packed set that a shard belongs to; as open_clip elsewhere."""
+    folder, _, split = shard.rpartition("/")[0].rpartition("/")
+    if split not in ("train", "test") or shard.startswith("pipe:") or "?" in shard:
+        return _OPEN_CLIP
+    try:
+        text = _card(f"{folder}/card.json")
+        card: Any = json.loads(text or "{}")
+        if not isinstance(card, dict) or card.get("made_by") != "python -m data pack":
+            return _OPEN_CLIP
+        background = card.get("background")
+        return color_of(str(background)) if background else None, card.get("keep_orientation") is False
+    except (OSError, ValueError, RecursionError, ConfigError, DataError):  # no card, or none that says it
+        return _OPEN_CLIP
+
+
+def _card(url: str) -> str | None:
+    if is_remote(url):
+        from data.remote.store import read_text
+
+        return read_text(url, limit=_CARD_BYTES)
+    return Path(url).read_text(encoding="utf-8")
+
+
+def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Packed) -> Preprocess:
+    """The preprocessing that a new run trains with and records.
+
+    Args:
+        preprocess: of the weights that it begins with.
+        settings: a background and an orientation that are set win.
+        packed: what was done to the images already comes next: it is done to other images of the model, too.
+    """
+    chosen = preprocess.with_decoding(
+        background=settings.background or None,
+        upright=settings.upright if isinstance(settings.upright, bool) else None,
+    )
+    if not settings.background and packed.background is not None:
+        chosen = replace(chosen, background=packed.background)
+    if settings.upright == "auto" and packed.upright:
+        chosen = replace(chosen, upright=True)
+    return chosen
 
 
 def augmentation_of(settings: DataConfig) -> Augmentation:

@@ -1,6 +1,7 @@
 """``eval.evaluate``: one model on one dataset, from Python."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,16 @@ def evaluate(
         origin: further facts for them, such as the name of the model.
         progress: called with the number of pictures after each batch.
 
+    Warns:
+        UserWarning: images are transparent or have an EXIF orientation, and the model's preprocessing has neither a
+            background nor ``upright`` (see ``clipkit.load``). Not of a subject, whose encoder has the counts.
+
     Raises:
         DataError: the dataset is missing or broken, or has not what a task needs.
         ConfigError: a task is unknown.
         TypeError: the model is none, or there is no dataset.
     """
+    told = isinstance(model, Subject)
     if not isinstance(model, Subject):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
@@ -78,4 +84,11 @@ def evaluate(
             append_results(
                 Path(out), found, step=step, provenance=facts, seconds=round(time.monotonic() - start, 3)
             )
+    for (name, split), counts in () if told else subject.encoder.counts.items():
+        for line in counts.lines(
+            subject.encoder.model.preprocess.decoding,
+            background="background='white' in clipkit.load",
+            upright="upright=True in clipkit.load",
+        ).values():
+            warnings.warn(f"dataset {name}, split {split}: {line}", stacklevel=2)
     return scores

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.encode import model_hash
+from clipkit.image_traits import TraitCounts
 from clipkit.representations import image_representations, layer_count
 from clipkit.zero_shot import encode_prompts, evaluating
 from data.remote.node_lock import NodeLock
@@ -76,6 +77,7 @@ class Encoder:
 
     Attributes:
         encoded: how many pictures and texts this rank's model has been given, by "images" and "texts".
+        counts: how many images are transparent or rotated by EXIF, by dataset and split, of all asked for so far.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Encoder:
         self.model, self.store, self.ranks, self.batch_size = model, store, ranks, batch_size
         self.progress = progress
         self.encoded = {"images": 0, "texts": 0}
+        self.counts: dict[tuple[str, str], TraitCounts] = {}
         self._tables: dict[str, FeatureTable] = {}
         self._classifiers: dict[bytes, Tensor] = {}
         self._said_not_kept = False
@@ -106,9 +109,17 @@ class Encoder:
             DataError: a picture cannot be read or decoded; it is named, on every rank. Or the features are not
                 finite, or cannot be kept.
         """
-        widths = {"projected": self.model.architecture.embed_dim, "before_projection": self._width}
+        widths = {
+            "projected": self.model.architecture.embed_dim,
+            "before_projection": self._width,
+            "traits": 2,
+        }
         table = self._table("images", widths)
         rows = self._rows(dataset, table, layers=())
+        transparent, rotated = table.column("traits", rows).sum(dim=0).int().tolist()
+        self.counts[dataset.name, dataset.split] = TraitCounts(
+            images=len(rows), transparent=transparent, rotated=rotated
+        )
         return ImageFeatures(lambda name: table.column(name, rows), lambda: table.digests(rows))
 
     def layers(self, dataset: EvalDataset) -> Mapping[int, Tensor]:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.preprocess import eval_pixels
+from clipkit.image_traits import NO_TRAITS, Traits
+from clipkit.preprocess import eval_pixels, pixels_and_traits
 from clipkit.representations import image_representations
 from clipkit.zero_shot import evaluating
 from eval.dataset import EvalDataset
@@ -42,6 +43,7 @@ class _Loaded:
     number: int
     digest: bytes
     pixels: Tensor | None  # (3, S, S) uint8
+    traits: Traits = NO_TRAITS
 
 
 class _BrokenPicture(Exception):
@@ -129,14 +131,14 @@ class PicturePass:
     def _encode(self, loaded: Iterable[_Loaded], fresh: dict[bytes, dict[str, Tensor]]) -> list[bytes]:
         """The digests of pictures; the features of those that no one has encoded come into ``fresh``."""
         digests: list[bytes] = []
-        waiting: dict[bytes, Tensor] = {}
+        waiting: dict[bytes, tuple[Tensor, Traits]] = {}
         told = 0
         for one in loaded:
             digests.append(one.digest)
             known = one.digest in fresh or self.table.find(one.digest) is not None
             if not known and one.digest not in waiting:
                 assert one.pixels is not None
-                waiting[one.digest] = one.pixels
+                waiting[one.digest] = one.pixels, one.traits
             if len(waiting) == self.batch_size:
                 self._run_model(waiting, fresh)
                 self._told(len(digests) - told)
@@ -145,12 +147,16 @@ class PicturePass:
         self._told(len(digests) - told)
         return digests
 
-    def _run_model(self, waiting: dict[bytes, Tensor], fresh: dict[bytes, dict[str, Tensor]]) -> None:
+    def _run_model(
+        self, waiting: dict[bytes, tuple[Tensor, Traits]], fresh: dict[bytes, dict[str, Tensor]]
+    ) -> None:
         if not waiting:
             return
-        pixels = torch.stack(list(waiting.values())).to(self.model.logit_scale.device)  # (B, 3, S, S)
+        images, traits = zip(*waiting.values(), strict=True)
+        pixels = torch.stack(images).to(self.model.logit_scale.device)  # (B, 3, S, S)
         out = image_representations(self.model, pixels, layers=self.layers)
         columns = {"projected": out.projected, "before_projection": out.before_projection}
+        columns["traits"] = torch.tensor(traits)  # (B, 2)
         columns |= {f"layer_{layer}": values for layer, values in out.layers.items()}
         host = {name: columns[name].float().cpu() for name in self.table.widths}
         for place, digest in enumerate(waiting):
@@ -199,9 +205,10 @@ class PicturePass:
             try:
                 content = self.dataset.shards.read(number).image
                 digest = digest_of(content)
-                known = self.table.find(digest) is not None
-                pixels = None if known else eval_pixels(content, preprocess)
-                return _Loaded(number=number, digest=digest, pixels=pixels)
+                if self.table.find(digest) is not None:
+                    return _Loaded(number=number, digest=digest, pixels=None)
+                pixels, traits = pixels_and_traits(content, preprocess)
+                return _Loaded(number=number, digest=digest, pixels=pixels, traits=traits)
             except DataError as error:
                 raise _BrokenPicture(number) from error
 

@@ -15,6 +15,7 @@ from clipkit.architectures import ClassTable, VisionTower
 from clipkit.encode import model_hash
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.flops import counted_flops, image_flops
+from clipkit.image_traits import TraitCounts
 from eval.dataset import EvalDataset, NoSplit
 from eval.details_file import write_details
 from eval.encode import Encoder
@@ -37,11 +38,13 @@ class Scored:
         scores: new ones.
         found: how many scores the results file had already.
         trouble: why a dataset, or a task on one, has no scores.
+        counts: how many images are transparent or rotated by EXIF, by dataset and split.
     """
 
     scores: list[Score] = field(default_factory=list)
     found: int = 0
     trouble: list[ClipkitError] = field(default_factory=list)
+    counts: dict[tuple[str, str], TraitCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,6 +120,7 @@ def run_model(
             scored.trouble.append(error)
             continue
         scored.scores += outcome.scores
+        scored.counts.update(encoder.counts)
         if ranks.rank == 0:
             _write(out, work, outcome, step=step, seconds=time.monotonic() - begun)
 

@@ -225,6 +225,7 @@ def _score_model(
     scored: Scored,
 ) -> None:
     model = _load(wanted.source, options.name, device)
+    model.preprocess = model.preprocess.with_decoding(background=options.background, upright=options.upright)
     check_appendable(wanted.out)  # while nothing is lost yet
     weights, step = weights_id(wanted.source)
     ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
@@ -257,6 +258,13 @@ def _score_model(
         if own.scores and ranks.rank == 0:
             Console(highlight=False).print(score_table(own.scores))
     if ranks.rank == 0:
+        for (name, split), counts in own.counts.items():
+            for line in counts.lines(
+                model.preprocess.decoding,
+                background="--background white" if options.background is None else "",
+                upright="--upright" if options.upright is None else "",
+            ).values():
+                print(printable(f"dataset {name}, split {split}: {line}"), file=sys.stderr)
         there = f", {own.found} were there already" if options.skip_existing else ""
         print(f"wrote {counted(len(own.scores), 'line')} to {wanted.out.absolute()}{there}")
 

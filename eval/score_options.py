@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from clipkit.arguments import MOST_BATCH, MOST_SEED, number, whole
+from clipkit.image_traits import add_decoding_options
 from eval.tasks import Options
 from eval.tasks.few_shot import ESTIMATORS, SHOTS
 from eval.tasks.fine_tune import RATES
@@ -83,6 +84,7 @@ def add_model(command: argparse.ArgumentParser, *, several: bool = True) -> None
     add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
     add("--precision", default="fp32", choices=[*PRECISIONS], help="what the towers run in (default: fp32)")
     add("--seed", type=whole(0, MOST_SEED), default=0, help="of whatever is drawn (default: 0)")
+    add_decoding_options(command, default="as in the model's training")
 
 
 def add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:

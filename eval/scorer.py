@@ -13,6 +13,7 @@ import torch
 
 from clipkit import CLIP
 from clipkit.checkpoint import is_complete
+from clipkit.image_traits import TraitCounts
 from eval import evaluate
 from eval.dataset import EvalDataset
 from eval.encode import Encoder
@@ -39,6 +40,7 @@ class Scorer:
         bf16: whether the towers run in bfloat16.
         say: is given a line for each of the main scores.
         record: is given the step and all scores of a dataset by ``dataset/task/metric``; called on rank 0 only.
+        note: is given, for each dataset and split, how many of its images are transparent or rotated by EXIF.
         as_scored: puts the model into the state that is scored, and back.
     """
 
@@ -50,6 +52,7 @@ class Scorer:
     bf16: bool
     say: Callable[[str], None]
     record: Callable[[int, Mapping[str, float]], None]
+    note: Callable[[str, TraitCounts], None] = lambda whose, counts: None
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def score_if_owed(self, step: int) -> None:
@@ -91,6 +94,8 @@ class Scorer:
             )
             # every rank takes it, since they share the texts; one writes it
             snapshot = take_snapshot(subject, step=step)
+        for (name, split), counts in subject.encoder.counts.items():
+            self.note(f"dataset {name}, split {split}", counts)
         if self.ranks.rank == 0:
             write_snapshot(self.run, snapshot)
             self._tell(scores, step)

@@ -31,7 +31,7 @@ from clipkit.encode import model_hash
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import onnx, open_clip, timm, transformers
 from clipkit.export.folder import CARD, NEW_CARD, complete, earlier_export, place, recover
-from clipkit.export.model_card import Source, model_card, source_of
+from clipkit.export.model_card import Source, by_caller, model_card, source_of
 from clipkit.export.samples import Samples, draw_samples
 from clipkit.model import CLIP
 from clipkit.zero_shot import evaluating
@@ -279,6 +279,8 @@ def run(options: ExportOptions) -> int:
     done = export(model, options.out, to=options.to)
     for one in done:
         print(f"{one.target}: {len(one.files)} files; {_verdict(one)}")
+    if todo := by_caller(model):
+        print(todo)
     if not options.to:
         for name in _DEFAULT:
             if obstacle := TARGETS[name].obstacle(model):

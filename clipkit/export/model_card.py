@@ -234,10 +234,17 @@ def _preprocessing(model: CLIP) -> str:
     texts = f"{tokens}, cut to {model.architecture.text.context_length} tokens."
     if isinstance(model.architecture.text, ClassTable):
         texts = "the names of its classes, and no other."
+    first = f"\n\n{todo}" if (todo := by_caller(model)) else ""
     return (
         f"Pictures: {how} ({preprocess.interpolation}); values in 0–1 have mean ({mean}) taken off and are "
-        f"divided by ({std}).\n\nTexts: {texts}"
+        f"divided by ({std}).{first}\n\nTexts: {texts}"
     )
+
+
+def by_caller(model: CLIP) -> str:
+    """What other libraries' preprocessing cannot do of the model's own, and its callers must do; "" for nothing."""
+    done = str(model.preprocess.decoding)
+    return f"Before this, {done}: other libraries do not do so, and the caller must." if done else ""
 
 
 def _score_table(source: Source) -> str:

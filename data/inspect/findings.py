@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+from clipkit.image_traits import Decoding
 from data.inspect.shard_findings import Names, Place, ShardsFound
 
 __all__ = [
     "BadCause", "Captions", "Duplicates", "Field", "Fields", "Filtered", "Findings", "HeldOut", "Histogram",
-    "Pictures", "Sampled", "SheetEntry", "Speed", "Thumbnail", "wilson",
+    "Pictures", "Sampled", "SheetEntry", "Speed", "Thumbnail", "WithTrait", "wilson",
 ]  # fmt: skip
 
 
@@ -158,6 +159,14 @@ class Duplicates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WithTrait:
+    """How many images have a trait, and the places of the first of them."""
+
+    count: int
+    first: tuple[Place, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pictures:
     """The pictures that could be decoded.
 
@@ -170,7 +179,9 @@ class Pictures:
         small: shorter side under the model's.
         widest, tallest: greatest ratio of width to height and of height to width.
         widest_at, tallest_at: where these are.
-        marks: how many are grey, CMYK, transparent, of 16 bits, or carry a tag that says to turn them.
+        marks: how many are grey, CMYK or of 16 bits.
+        transparent: those with a pixel that is less than opaque.
+        rotated: those with an EXIF orientation other than upright.
         same_bytes: exact duplicates.
         same_look: pictures that look the same but are other files.
     """
@@ -187,6 +198,8 @@ class Pictures:
     tallest: float
     tallest_at: Place | None
     marks: dict[str, int]
+    transparent: WithTrait
+    rotated: WithTrait
     same_bytes: Duplicates
     same_look: Duplicates
 
@@ -277,6 +290,7 @@ class Findings:
     Attributes:
         sources: as they were given.
         image_size, context_length: of the model, in pixels and tokens.
+        decoding: what was done about transparency and orientation.
         max_bad: share of bad samples beyond which a training stops.
         batch_size: pairs of a step over all GPUs, as assumed.
         filtered: None where no filters were given.
@@ -290,6 +304,7 @@ class Findings:
     sources: tuple[str, ...]
     image_size: int
     context_length: int
+    decoding: Decoding
     max_bad: float
     batch_size: int
     shards: ShardsFound

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from clipkit.image_traits import TraitCounts
 from data.inspect.findings import Findings
 from data.inspect.wording import many, name_of, of_all, percent, place_of, plain, repeated_of
 
@@ -146,11 +147,13 @@ def _picture_notes(found: Findings) -> Iterator[Note]:
             text=f"{percent(pictures.small, pictures.read)} of the pictures are smaller than the model's "
             f"{found.image_size} pixels and are enlarged"
         )
-    if turned := pictures.marks.get("turned by EXIF", 0):
-        yield Note(
-            text=f"{percent(turned, pictures.read)} of the pictures have an EXIF tag that says to turn them; "
-            "as in CLIP, nothing turns them"
-        )
+    counts = TraitCounts(
+        images=pictures.read, transparent=pictures.transparent.count, rotated=pictures.rotated.count
+    )
+    for line in counts.lines(
+        found.decoding, background="data.background=white", upright="data.upright=true"
+    ).values():
+        yield Note(text=line)
     if speed.workers > speed.cores:
         yield Note(
             text=f"{speed.rate:,.0f} samples/s need {many(speed.workers, 'worker')}; "

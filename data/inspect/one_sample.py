@@ -3,7 +3,7 @@
 import hashlib
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clipkit.decode import decode_image, jpeg_size, open_image, pillow_errors
 from clipkit.errors import DataError
+from clipkit.image_traits import Decoding, Traits
 from clipkit.tokenizer import CONTEXT_LENGTH, MAX_CHARACTERS, tokenize
 from data.augment import Augmentation, empty_batch, random_of, training_pixels
 from data.captions import CaptionRule
@@ -25,7 +26,6 @@ from data.open_shard import OpenShard, meta_of, text_of
 __all__ = ["EMPTY_CAPTION", "Making", "Picture", "Texts", "Trial", "read_all", "read_texts", "try_sample"]
 
 EMPTY_CAPTION = "empty caption"
-_ORIENTATION = 0x0112  # the EXIF tag
 _GREY = ("1", "L", "LA", "I", "F")
 _FORMATS = {"MPO": "JPEG", "JPEG2000": "JPEG 2000", "DIB": "BMP"}  # what Pillow calls them
 _LEAST_SIDE = 64  # pixels that are enough to tell how a picture looks
@@ -41,6 +41,7 @@ class Picture:
     height: int
     file_bytes: int
     marks: tuple[str, ...]
+    traits: Traits
     digest: bytes
     code: npt.NDArray[np.int8]
 
@@ -138,9 +139,10 @@ def _caption(rule: CaptionRule, members: list[bytes | None]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """How samples are made: the side of the crop in pixels, where captions are, the seed of the crops."""
+    """How samples are made: the side of the crop in pixels, decoding, where captions are, the seed of the crops."""
 
     image_size: int
+    decoding: Decoding = field(default_factory=Decoding)
     captions: CaptionRule
     seed: int = 0
 
@@ -166,19 +168,20 @@ def _prepare(trial: Trial, data: bytes, rest: list[bytes | None], how: Making, e
     crop = empty_batch(1, how.image_size)[0]
     begin = time.thread_time()
     with torch.inference_mode():
-        training_pixels(
+        traits = training_pixels(
             data,
             image_size=how.image_size,
             augmentation=Augmentation(),
             random=random_of(how.seed, trial.row),
             out=crop,
+            decoding=how.decoding,
         )
     trial.make = time.thread_time() - begin
     trial.crop = crop
-    trial.picture = _picture(data, extension)
+    trial.picture = _picture(data, extension, traits)
 
 
-def _picture(data: bytes, extension: str) -> Picture:
+def _picture(data: bytes, extension: str, traits: Traits) -> Picture:
     """What is known of a picture that decodes."""
     kind, size, marks = _header(data)
     reduce = next((by for by in (8, 4, 2) if min(size) >= by * _LEAST_SIDE), 1)
@@ -189,6 +192,7 @@ def _picture(data: bytes, extension: str) -> Picture:
         width=size[1],
         file_bytes=len(data),
         marks=marks,
+        traits=traits,
         digest=hashlib.blake2b(data, digest_size=16).digest(),
         code=look_code(decode_image(data, reduce=reduce)),
     )
@@ -199,16 +203,13 @@ def _header(data: bytes) -> tuple[str, tuple[int, int], tuple[str, ...]]:
     try:
         with pillow_errors(), open_image(data) as image:
             kind = _FORMATS.get(image.format or "", image.format or "")
-            mode, size, clear = image.mode, (image.height, image.width), "transparency" in image.info
-            turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+            mode, size = image.mode, (image.height, image.width)
     except DataError:  # simplejpeg reads some that Pillow does not
         return "JPEG", jpeg_size(data) or decode_image(data).shape[:2], ()
     grey16 = mode.startswith("I;16")
     told = {
         "grey": mode in _GREY or grey16,
         "CMYK": mode in ("CMYK", "YCCK"),
-        "transparent": mode in ("RGBA", "LA", "PA", "La", "RGBa") or clear,
         "16 bits": grey16 or (kind == "PNG" and data[24:25] == b"\x10"),
-        "turned by EXIF": turned,
     }
     return kind, size, tuple(mark for mark, there in told.items() if there)

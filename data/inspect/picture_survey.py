@@ -1,11 +1,12 @@
 """What pictures are like: formats, sizes, what is special about them, and which are the same."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from data.inspect.duplicates import MOST_COMPARED, groups_alike, groups_equal
-from data.inspect.findings import Duplicates, Histogram, Pictures
+from data.inspect.findings import Duplicates, Histogram, Pictures, WithTrait
 from data.inspect.one_sample import Picture, Trial
 from data.inspect.shard_findings import Place
 
@@ -13,6 +14,7 @@ __all__ = ["PictureSurvey"]
 
 _EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
 _SHOWN_GROUPS, _SHOWN_OF_GROUP = 6, 4
+_SHOWN_OF_TRAIT = 3
 _FORMATS = {
     "jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP", "gif": "GIF", "bmp": "BMP", "tif": "TIFF",
     "tiff": "TIFF", "ppm": "PPM", "pgm": "PPM", "jp2": "JPEG 2000", "avif": "AVIF",
@@ -67,9 +69,15 @@ class PictureSurvey:
             tallest=0.0 if tallest is None else 1 / ratios[tallest],
             tallest_at=None if tallest is None else self._at[tallest][0],
             marks=dict(marks.most_common()),
+            transparent=self._with_trait([one.traits.transparent for one in many]),
+            rotated=self._with_trait([one.traits.rotated for one in many]),
             same_bytes=self._duplicates(groups_equal([one.digest for one in many])),
             same_look=self._duplicates(self._groups_alike()),
         )
+
+    def _with_trait(self, has: Sequence[bool]) -> WithTrait:
+        places = [place for (place, _, _), one in zip(self._at, has, strict=True) if one]
+        return WithTrait(count=len(places), first=tuple(places[:_SHOWN_OF_TRAIT]))
 
     def same_shown(self) -> list[list[tuple[int, int]]]:
         """Shard and row of the pictures of a few groups that are the same file, to show them."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from clipkit.config import Config, DataConfig
 from clipkit.errors import ConfigError, DataError
+from clipkit.image_traits import Decoding
 from clipkit.tokenizer import CONTEXT_LENGTH
 from clipkit.urls import shown
 from data.captions import TEXT
@@ -36,6 +37,7 @@ def inspect(
     samples: int = 2000,
     shards: int = 0,
     image_size: int = 224,
+    decoding: Decoding | None = None,
     rate: float = 1000.0,
     captions: Sequence[str] = ("txt",),
     filters: Sequence[str] = (),
@@ -54,6 +56,7 @@ def inspect(
         samples: how many are decoded, spread evenly over the shards looked into.
         shards: how many are looked into at most, spread evenly over all; 0 takes 64, and 32 if they are remote.
         image_size: of the model, in pixels.
+        decoding: what is done about transparency and orientation; None as open_clip.
         rate: samples a second that one GPU takes.
         captions: where they are, as ``data.captions`` names it.
         filters: conditions on the json, as ``data.filters`` has them; what they leave is counted, and nothing else
@@ -73,11 +76,12 @@ def inspect(
     course = Course(list_shards(sources, split=split), captions, cache)
     course.look(shards, progress)
     pictures, texts = PictureSurvey(image_size), CaptionSurvey(CONTEXT_LENGTH)
-    trials = Trials(course, course.spread(samples), image_size)
+    trials = Trials(course, course.spread(samples), image_size, decoding)
     _read(trials, pictures, texts, fields, progress)
     return Findings(
         sources=tuple(map(shown, sources)),
         image_size=image_size,
+        decoding=decoding or Decoding(),
         context_length=CONTEXT_LENGTH,
         max_bad=max_bad,
         batch_size=batch_size,

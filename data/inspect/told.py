@@ -6,7 +6,8 @@ Text that comes from data is made harmless here: characters that are not printab
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.inspect.findings import Duplicates, Findings, Histogram
+from clipkit.image_traits import hex_of
+from data.inspect.findings import Duplicates, Findings, Histogram, WithTrait
 from data.inspect.shard_findings import Place, Stated
 from data.inspect.wording import about, many, name_of, of_all, percent, place_of, plain, repeated_of, size_of
 
@@ -200,11 +201,36 @@ def _pictures(found: Findings) -> Part:
         _row(f"under {found.image_size} pixels", small),
         _row("widest", _ratio(pictures.widest, "as wide as high", "wider than high", pictures.widest_at)),
         _row("tallest", _ratio(pictures.tallest, "as high as wide", "higher than wide", pictures.tallest_at)),
-        _row("unusual", marks or "none is grey, CMYK, transparent, of 16 bits or turned"),
+        _row("unusual", marks or "none is grey, CMYK or of 16 bits"),
+        _trait(
+            "transparent",
+            pictures.transparent,
+            pictures.read,
+            f"laid on {hex_of(found.decoding.background)}"
+            if found.decoding.background
+            else "their hidden colors are used, as open_clip does; set data.background=white",
+        ),
+        _trait(
+            "rotated by EXIF",
+            pictures.rotated,
+            pictures.read,
+            "turned upright"
+            if found.decoding.upright
+            else "this is not applied, as in open_clip; set data.upright=true",
+        ),
         _row("the same file", *_duplicates(pictures.same_bytes)),
         _row("look alike", *_duplicates(pictures.same_look)),
     ]
     return Part(name="pictures", title="Pictures", rows=tuple(rows), charts=(pictures.width, pictures.height))
+
+
+def _trait(label: str, found: WithTrait, read: int, what: str) -> Row:
+    if not found.count:
+        return _row(label, "none")
+    more = ["…"] if found.count > len(found.first) else []
+    return _row(
+        label, f"{of_all(found.count, read)}; {what}", "in " + "; ".join([*map(place_of, found.first), *more])
+    )
 
 
 def _ratio(ratio: float, times: str, more: str, at: Place | None) -> str:

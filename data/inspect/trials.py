@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 
 from clipkit.errors import DataError
+from clipkit.image_traits import Decoding
 from clipkit.tokenizer import tokenize
 from data.captions import TEXT
 from data.index import CAPTION, IMAGE, META
@@ -33,9 +34,13 @@ _TIMED, _TIMED_SECONDS = 256, 2.0  # samples that are read to see how fast that 
 class Trials:
     """Samples tried one after the other, read and decoded by several threads."""
 
-    def __init__(self, course: Course, spots: list[Spot], image_size: int) -> None:
+    def __init__(
+        self, course: Course, spots: list[Spot], image_size: int, decoding: Decoding | None = None
+    ) -> None:
         self.course, self.spots = course, spots
-        self.how = Making(image_size=image_size, captions=course.selection.captions)
+        self.how = Making(
+            image_size=image_size, captions=course.selection.captions, decoding=decoding or Decoding()
+        )
         self.tried = 0
         self.bad: list[Trial] = []
         self.good: list[Trial] = []

@@ -11,7 +11,10 @@ import torch
 from PIL import Image
 
 import clipkit
+from clipkit.encode import model_hash
+from clipkit.errors import ConfigError
 from clipkit.model import CLIP
+from clipkit.model_folder import save_model
 from clipkit.preprocess import eval_pixels
 
 
@@ -111,7 +114,7 @@ def test_a_model_of_another_precision_gives_float32(tiny: CLIP, pixels: Any, dty
     for a, b in zip(ours, want, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).abs().max() < 0.03
-    assert clipkit.classify(pixels, ["a", "b"], model).dtype == torch.float32
+    assert clipkit.classify(pixels, ["a", "b"], tiny).dtype == torch.float32
 
 
 def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None:
@@ -233,3 +236,54 @@ def test_a_path_that_cannot_be_is_one_clear_error(
     with pytest.raises(clipkit.CheckpointError) as caught:
         clipkit.load(source)
     assert message in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.fixture
+def special(tmp_path: Path) -> list[Path]:
+    """A transparent image and a rotated one, each beside what it looks like."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
+    clear, photo = Image.fromarray(pixels), Image.fromarray(pixels[..., :3])
+    clear.save(tmp_path / "clear.png")
+    Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB").save(
+        tmp_path / "laid.png"
+    )
+    photo.save(tmp_path / "turned.png", exif=exif)
+    photo.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "upright.png")
+    return [tmp_path / f"{name}.png" for name in ("clear", "laid", "turned", "upright")]
+
+
+def test_transparent_and_rotated_images_are_told_of(tiny: CLIP, special: list[Path]) -> None:
+    with pytest.warns(UserWarning) as told:
+        features = clipkit.encode_image(special, tiny)
+    assert [str(one.message) for one in told] == [
+        (
+            "1 of 4 images is transparent and without a background: the colors hidden under the transparent parts "
+            "are used, as open_clip does; set background='white' in clipkit.load"
+        ),
+        (
+            "1 of 4 images is rotated by an EXIF tag that is not applied, as in open_clip; set upright=True in "
+            "clipkit.load"
+        ),
+    ]
+    assert not torch.equal(features[0], features[1]) and not torch.equal(features[2], features[3])
+    with pytest.warns(UserWarning, match="1 of 1 image is transparent"):
+        clipkit.classify(special[0], ["a", "b"], tiny)
+
+
+def test_a_model_is_loaded_with_a_background_and_an_orientation(
+    tiny: CLIP, special: list[Path], tmp_path: Path
+) -> None:
+    save_model(tiny, tmp_path / "plain")
+    loaded = clipkit.load(tmp_path / "plain", background="white", upright=True)
+    features = clipkit.encode_image(special, loaded)  # a warning would be an error
+    assert torch.equal(features[0], features[1]) and torch.equal(features[2], features[3])
+    assert model_hash(loaded) != model_hash(clipkit.load(tmp_path / "plain")) == model_hash(tiny)
+    save_model(loaded, tmp_path / "chosen")
+    assert clipkit.load(tmp_path / "chosen").preprocess == loaded.preprocess
+    assert model_hash(clipkit.load(tmp_path / "chosen")) == model_hash(loaded)
+    other = clipkit.load(tmp_path / "chosen", background="none", upright=False)
+    assert model_hash(other) == model_hash(tiny)
+    with pytest.raises(ConfigError, match="'wite' is not a color"):
+        clipkit.load(tmp_path / "plain", background="wite")

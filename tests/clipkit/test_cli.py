@@ -22,7 +22,7 @@ from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.classification import Guess, guesses, labels_of, templates_of
 from clipkit.cli import COMMANDS, dispatch
 from clipkit.config import Config, OptimConfig
-from clipkit.errors import DataError, run_command
+from clipkit.errors import ConfigError, DataError, run_command
 from clipkit.feature_stream import FeatureStream
 from clipkit.model import CLIP
 from clipkit.optim import adamw
@@ -413,3 +413,80 @@ def test_standard_input_is_for_one_process(
     with pytest.raises(clipkit.ConfigError, match="goes to one process only"):
         dispatch(["encode", "-", "--text", "--out", "out", "--model", str(checkpoint)])
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def special(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plain image, a transparent one and two rotated ones in ``special`` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("special")
+    folder.mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
+    Image.fromarray(pixels[..., :3]).save(folder / "a.png")
+    Image.fromarray(pixels).save(folder / "b.png")
+    Image.fromarray(pixels[..., :3]).save(folder / "c.jpg", exif=exif)
+    Image.fromarray(pixels[..., :3]).save(folder / "d.webp", exif=exif)
+    return folder
+
+
+TOLD = [
+    (
+        "1 of 4 images is transparent and without a background: the colors hidden under the transparent parts are "
+        "used, as open_clip does; set --background white"
+    ),
+    "2 of 4 images are rotated by an EXIF tag that is not applied, as in open_clip; set --upright",
+]
+
+
+@pytest.mark.parametrize("command", ["encode", "classify"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], TOLD),
+        (["--background", "#fff"], TOLD[1:]),
+        (["--upright"], TOLD[:1]),
+        (["--background", "none", "--no-upright"], []),
+    ],
+)
+def test_transparent_and_rotated_images_are_told_of_once(
+    checkpoint: Path,
+    special: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    options: list[str],
+    told: list[str],
+) -> None:
+    more = {"encode": ["--out", "out", "--quiet"], "classify": ["--labels", "a,b", "--out", "out.csv"]}
+    assert dispatch([command, "special", "--model", str(checkpoint), *more[command], *options]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "images" in line] == told
+
+
+def test_embeddings_follow_the_background_and_the_orientation(
+    checkpoint: Path, special: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    begin = ["encode", "special", "--model", str(checkpoint), "--quiet"]
+    assert dispatch([*begin, "--out", "as_is"]) == 0
+    assert dispatch([*begin, "--out", "chosen", "--background", "white", "--upright"]) == 0
+    capsys.readouterr()
+    plain, chosen = (np.load(f"{out}/img_emb/img_emb_0.npy") for out in ("as_is", "chosen"))
+    assert [bool((a == b).all()) for a, b in zip(plain, chosen, strict=True)] == [True, False, False, False]
+    model = clipkit.load(checkpoint, background="white", upright=True)
+    wanted = clipkit.encode_image(sorted(special.iterdir()), model).numpy()
+    assert np.abs(chosen - wanted).max() < 1e-3
+    for out, options, cause in (
+        ("as_is", ["--background", "white"], r"background \(--background\) was none, now it is #ffffff"),
+        ("as_is", ["--upright"], r"\(--upright\) was False, now it is True"),
+        ("chosen", ["--upright"], r"background \(--background\) was #ffffff, now it is none"),
+    ):
+        with pytest.raises(ConfigError, match=cause):
+            dispatch([*begin, "--out", out, *options])
+    manifest = json.loads(Path("as_is/manifest.json").read_text())
+    for name in ("background", "upright"):  # as an earlier version wrote it
+        del manifest[name]
+    Path("as_is/manifest.json").write_text(json.dumps(manifest))
+    assert dispatch([*begin, "--out", "as_is"]) == 0
+    assert "nothing to do" in capsys.readouterr().out

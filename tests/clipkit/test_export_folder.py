@@ -17,10 +17,12 @@ from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.cli import dispatch
 from clipkit.config import Config, OptimConfig
 from clipkit.config_file import to_toml
+from clipkit.encode import model_hash
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import TARGETS, ExportOptions, export, run
 from clipkit.export.model_card import KnownScore, Source, source_of
 from clipkit.model import CLIP, create
+from clipkit.model_folder import save_model
 from clipkit.optim import adamw
 from clipkit.training_state import LoopState
 
@@ -332,3 +334,23 @@ def test_a_library_of_another_version_is_one_line(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="not empty"):
         export(model, Path("/"), to=["timm"])
+
+
+def test_a_background_and_an_orientation_are_left_to_callers_and_said_so(
+    model: CLIP, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = CLIP(
+        model.architecture, preprocess=model.preprocess.with_decoding(background="white", upright=True)
+    )
+    chosen.load_state_dict(model.state_dict())
+    save_model(chosen.eval(), tmp_path / "model")
+    assert run(ExportOptions(model=str(tmp_path / "model"), out=tmp_path / "out", to=["open_clip"])) == 0
+    line = (
+        "Before this, transparent images are laid on #ffffff and the EXIF orientation of images is applied: other "
+        "libraries do not do so, and the caller must."
+    )
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert line in (tmp_path / "out" / "README.md").read_text()
+    # clipkit itself reads them back, and knows the model again
+    loaded = clipkit.load(tmp_path / "out")
+    assert loaded.preprocess == chosen.preprocess and model_hash(loaded) == model_hash(chosen)

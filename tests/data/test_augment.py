@@ -1,5 +1,6 @@
 """The random crop: within the picture, as torchvision would cut it, and a function of its stream."""
 
+import io
 import math
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from clipkit.decode import decode_image
+from clipkit.decode import Decoded, decode_file, decode_image
 from clipkit.errors import DataError
+from clipkit.image_traits import Decoding, Traits
 from data.augment import Augmentation, _crop, empty_batch, random_of, training_pixels
 from tests.clipkit.made_pictures import PICTURES, encoded, scene
 from tests.clipkit.made_pictures import picture as picture_file
@@ -198,11 +200,11 @@ def test_a_picture_is_decoded_smaller_only_where_it_keeps_twice_the_size(
 ) -> None:
     asked = []
 
-    def spy(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
+    def spy(data: bytes, *, reduce: int = 1, decoding: Decoding) -> Decoded:
         asked.append(reduce)
-        return decode_image(data, reduce=reduce)
+        return decode_file(data, reduce=reduce, decoding=decoding)
 
-    monkeypatch.setattr("data.augment.decode_image", spy)
+    monkeypatch.setattr("data.augment.decode_file", spy)
     sides = {127: 1, 128: 2, 255: 2, 256: 4, 511: 4, 512: 8, 1100: 8}
     for side in sides:
         row(encoded(Image.fromarray(scene(side, side + 9)), "JPEG"), 0, crop_scale=1.0, scaled_decode=True)
@@ -222,3 +224,47 @@ def test_scaled_decoding_takes_any_shape(height: int, width: int, scale: float, 
     data = encoded(Image.new("RGB", (width, height), (shade,) * 3), "JPEG")
     pixels = row(data, seed, image_size=16, crop_scale=scale, scaled_decode=True)
     assert (pixels.int() - shade).abs().max() <= 1
+
+
+@pytest.mark.parametrize("scaled_decode", [False, True])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_training_sees_an_image_upright_where_asked(orientation: int, scaled_decode: bool) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(scene(300, 420)), "JPEG", quality=95, exif=exif)
+    with Image.open(io.BytesIO(data)) as image:
+        upright = encoded(ImageOps.exif_transpose(image), "PPM")
+    options: dict[str, Any] = {"crop_scale": 0.5, "flip": 0.5, "scaled_decode": scaled_decode}
+    for seed in range(4):
+        out = empty_batch(1, 32)[0]
+        traits = training_pixels(
+            data,
+            image_size=32,
+            augmentation=Augmentation(**options),
+            random=random_of(seed),
+            out=out,
+            decoding=Decoding(upright=True),
+        )
+        apart = (out.int() - row(upright, seed, **options).int()).abs().float()
+        assert apart.mean() < (4 if scaled_decode else 1)
+        assert traits == Traits(rotated=orientation != 1)
+
+
+def test_training_lays_transparent_images_on_a_background() -> None:
+    clear = Image.new("RGBA", (40, 30), (200, 0, 0, 0))
+    for data in (
+        encoded(clear, "PNG"),
+        encoded(clear.quantize(4), "PNG"),
+        encoded(clear, "WEBP", exact=True),
+    ):
+        out = empty_batch(1, 8)[0]
+        how: dict[str, Any] = {
+            "image_size": 8,
+            "augmentation": Augmentation(),
+            "random": random_of(0),
+            "out": out,
+        }
+        assert training_pixels(data, **how) == Traits(transparent=True)
+        assert not (out == 255).all()
+        assert training_pixels(data, **how, decoding=Decoding(background=(1, 2, 3))).transparent
+        assert (out == torch.tensor([1, 2, 3], dtype=torch.uint8).view(3, 1, 1)).all()

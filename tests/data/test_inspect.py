@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError, run_command
+from clipkit.image_traits import Decoding
 from data.__main__ import main
 from data.inspect import inspect
 from data.inspect.caption_survey import token_counts
@@ -205,7 +206,9 @@ def test_pictures_and_what_is_special_about_them(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=dict(enumerate(contents))))
     pictures = look([str(tmp_path)]).pictures
     assert pictures.read == 10
-    assert pictures.marks == {"grey": 1, "16 bits": 1, "CMYK": 1, "transparent": 1, "turned by EXIF": 1}
+    assert pictures.marks == {"grey": 1, "16 bits": 1, "CMYK": 1}
+    assert (pictures.transparent.count, [one.key for one in pictures.transparent.first]) == (1, ["000003"])
+    assert (pictures.rotated.count, [one.key for one in pictures.rotated.first]) == (1, ["000000"])
     assert pictures.misnamed == {".jpg is PNG": 2, ".jpg is WEBP": 2}
     assert (pictures.widest, pictures.tallest) == (15.0, 12.0)
     assert pictures.widest_at is not None and pictures.widest_at.key == "000004"
@@ -448,3 +451,31 @@ def test_of_large_remote_shards_the_first_samples_are_read(
         nginx.put(f"large/{number:05d}_stats.json", b'{"successes": 61}')
     found = look([nginx.url("large")])
     assert (found.shards.samples, found.shards.samples_known, found.shards.counted) == (183, True, 3)
+
+
+def test_transparent_and_rotated_images_are_found_with_what_to_set(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    clear, opaque = io.BytesIO(), io.BytesIO()
+    Image.new("RGBA", (40, 40), (9, 99, 0, 254)).save(clear, "png")
+    Image.new("RGBA", (40, 40), (9, 99, 0, 255)).save(opaque, "png")
+    turned = picture(0, exif=exif)
+    contents = {1: clear.getvalue(), 2: opaque.getvalue(), **dict.fromkeys(range(4, 9), turned)}
+    write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=contents))
+    found = look([str(tmp_path)])
+    assert row(found, "pictures", "transparent") == (
+        "1 of 10 (10.0%); their hidden colors are used, as open_clip does; set data.background=white | "
+        "in 0.tar: 000001"
+    )
+    assert row(found, "pictures", "rotated by EXIF").startswith(
+        "5 of 10 (50.0%); this is not applied, as in open_clip; set data.upright=true | in 0.tar: 000004; "
+    )
+    assert "1 of 10 images is transparent" in told(found) and "5 of 10 images are rotated" in told(found)
+    chosen = look([str(tmp_path)], decoding=Decoding(background=(255, 255, 255), upright=True))
+    assert row(chosen, "pictures", "transparent").startswith("1 of 10 (10.0%); laid on #ffffff")
+    assert row(chosen, "pictures", "rotated by EXIF").startswith("5 of 10 (50.0%); turned upright")
+    assert "transparent" not in told(chosen) and "rotated" not in told(chosen)
+    write_tar(tmp_path / "plain/0.tar", pairs(0, 10))
+    none = look([str(tmp_path / "plain")])
+    assert row(none, "pictures", "transparent") == row(none, "pictures", "rotated by EXIF") == "none"
+    json.dumps(chosen.to_dict())

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.image_traits import Decoding
 from clipkit.text_input import ClipTokenizer
 from clipkit.tokenizer import END_OF_TEXT, tokenize
 from data.augment import Augmentation
@@ -25,6 +26,7 @@ from data.shards import Shards
 from data.sources import find_shards
 from data.writer import DatasetWriter, Record
 
+CPU = torch.device("cpu")
 SAMPLES, BATCH = 40, 8  # five batches an epoch
 MakeLoader = Callable[..., Loader]
 
@@ -296,3 +298,38 @@ def test_values_are_compared_and_frozen(shards: Shards) -> None:
     assert BadSample(shard="a", key="b", cause="c") == BadSample(shard="a", key="b", cause="c")
     with pytest.raises(AttributeError):
         make_loader(shards).batch(0).ids = torch.zeros(1)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("decoding", [Decoding(), Decoding(background=(255, 255, 255), upright=True)])
+def test_transparent_and_rotated_images_are_counted_where_they_are_decoded(
+    tmp_path: Path, decoding: Decoding
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with DatasetWriter(tmp_path / "set") as writer:
+        for number in range(SAMPLES):
+            image, extension = encoded(2 * number), "png"
+            if number % 4 == 1:
+                image = file_of(Image.new("RGBA", (20, 20), (9, 9, 9, number % 8)), "PNG")
+            elif number % 4 == 2:
+                image, extension = file_of(Image.new("RGB", (24, 20)), "JPEG", exif=exif), "jpg"
+            elif number % 4 == 3:
+                image = file_of(Image.new("RGBA", (20, 20), (9, 9, 9, 255)), "PNG")  # opaque
+            writer.write("train", Record(key=f"{number:04d}", image=image, extension=extension, caption="x"))
+        writer.finish({})
+    shards = Shards.of(find_shards(str(tmp_path / "set")))
+    epoch = {}
+    for workers, later in ((0, False), (1, False), (0, True)):
+        loader = make_loader(shards, workers=workers, decode_later=later, decoding=decoding)
+        batches = [loader.on_device(batch, step, CPU) for step, batch in enumerate(loader.batches(0, 5))]
+        counts = [batch.traits for batch in batches]
+        assert sum(one.images for one in counts) == SAMPLES
+        assert sum(one.transparent for one in counts) == sum(one.rotated for one in counts) == SAMPLES // 4
+        epoch[workers, later] = torch.stack([batch.images for batch in batches])
+    assert torch.equal(epoch[0, False], epoch[1, False])
+
+
+def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()

@@ -514,7 +514,7 @@ def test_pictures_to_turn_and_transparent_ones_are_counted(pictures: Path) -> No
     assert Image.open(io.BytesIO(found["000000003"]["png"])).getpixel((0, 0)) == (255, 246, 246)
     card = json.loads((pictures / "out2/card.json").read_text())
     assert (card["keep_orientation"], card["background"]) == (True, "#fff")
-    with pytest.raises(ConfigError, match="'wite' is not a colour: give one as white or #ffffff"):
+    with pytest.raises(ConfigError, match="'wite' is not a color: give one as white or #ffffff"):
         pack(table, pictures / "out3", background="wite")
 
 

@@ -1,0 +1,215 @@
+"""Transparency and EXIF orientation of image files: found, applied where asked for, and reported where not.
+
+As open_clip does, clipkit by default drops an alpha channel, so that a transparent image shows the colors hidden
+under it, and ignores an EXIF orientation. ``Decoding`` says otherwise; ``Traits`` says what a file holds.
+"""
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from clipkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "NO_TRAITS",
+    "ORIENTATION_TAG",
+    "Color",
+    "Decoding",
+    "TraitCounts",
+    "Traits",
+    "add_decoding_options",
+    "color_of",
+    "flattened",
+    "hex_of",
+    "is_transparent",
+    "orientation_of",
+    "upright_image",
+]
+
+Color = tuple[int, int, int]
+
+ORIENTATION_TAG = 0x0112  # of EXIF
+_TRANSPOSE = {  # the name of Pillow's method that makes an image of this orientation upright
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+
+
+class Traits(NamedTuple):
+    """What an image file holds that open_clip's preprocessing ignores.
+
+    Attributes:
+        transparent: whether some pixel is less than opaque.
+        rotated: whether its EXIF orientation is another than upright.
+    """
+
+    transparent: bool = False
+    rotated: bool = False
+
+
+NO_TRAITS = Traits()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """What is done about transparency and orientation when an image is decoded; the defaults are open_clip's.
+
+    Attributes:
+        background: color that images with a pixel less than opaque are laid on; None drops the alpha channel.
+        upright: whether an EXIF orientation is applied.
+    """
+
+    background: Color | None = None
+    upright: bool = False
+
+    def __str__(self) -> str:
+        """In words; "" for the defaults."""
+        ground = (
+            "" if self.background is None else f"transparent images are laid on {hex_of(self.background)}"
+        )
+        return " and ".join(
+            filter(None, (ground, "the EXIF orientation of images is applied" if self.upright else ""))
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class TraitCounts:
+    """How many of some images have each trait."""
+
+    images: int = 0
+    transparent: int = 0
+    rotated: int = 0
+
+    def add(self, *images: Traits) -> None:
+        """Count images."""
+        for traits in images:
+            self.images += 1
+            self.transparent += traits.transparent
+            self.rotated += traits.rotated
+
+    def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
+        """By the name of each trait that some images have and that is not applied, a line that says so.
+
+        Args:
+            decoding: how they were decoded.
+            background: how to set a background, such as "--background white"; "" where it was chosen to have none.
+            upright: how to have the orientation applied; "" likewise.
+        """
+        lines = {}
+        if self.transparent and decoding.background is None and background:
+            lines["transparent"] = (
+                f"{self._of_all(self.transparent)} transparent and without a background: the colors hidden under "
+                f"the transparent parts are used, as open_clip does; set {background}"
+            )
+        if self.rotated and not decoding.upright and upright:
+            lines["rotated"] = (
+                f"{self._of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
+                f"{upright}"
+            )
+        return lines
+
+    def _of_all(self, count: int) -> str:
+        return f"{count:,} of {self.images:,} image{'s' * (self.images != 1)} {'is' if count == 1 else 'are'}"
+
+
+def color_of(name: str, *, setting: str = "background") -> Color | None:
+    """Red, green and blue, each 0–255, of a color's name or "#rrggbb"; None for "none".
+
+    Args:
+        name: of the color.
+        setting: what the user has set to it, for the message.
+
+    Raises:
+        ConfigError: it is no color.
+    """
+    from PIL import ImageColor
+
+    if name.strip().lower() == "none":
+        return None
+    try:
+        red, green, blue = ImageColor.getrgb(name)[:3]
+    except ValueError:
+        raise ConfigError(f"{setting} = {name!r} is not a color: give one as white or #ffffff") from None
+    return red, green, blue
+
+
+def hex_of(color: Color | None) -> str:
+    """A color as "#rrggbb", "none" for none."""
+    return "none" if color is None else "#{:02x}{:02x}{:02x}".format(*color)
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Declare ``--background`` and ``--upright``; ``default`` tells what holds without them."""
+    parser.add_argument(
+        "--background",
+        metavar="COLOR",
+        help=f"lay transparent images on this color, such as white; none drops their alpha (default: {default})",
+    )
+    parser.add_argument(
+        "--upright",
+        action=argparse.BooleanOptionalAction,
+        help=f"apply the EXIF orientation of images, or do not (default: {default})",
+    )
+
+
+def is_transparent(image: "Image") -> bool:
+    """Whether a pixel of a loaded image is less than opaque; an alpha channel alone does not make it so."""
+    if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
+        return False
+    try:
+        low, _ = _alpha(image).getextrema()
+    except (
+        TypeError,
+        ValueError,
+    ):  # a transparent color that does not fit the mode, which Pillow ignores too
+        return False
+    assert isinstance(low, int | float)
+    return low < 255
+
+
+def _alpha(image: "Image") -> "Image":
+    """An image's opacity, mode L."""
+    import numpy as np
+    from PIL import Image
+
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+        return image.getchannel(image.getbands()[-1])
+    if image.mode.startswith("I;16"):  # of which Pillow makes no RGBA
+        return Image.fromarray(
+            np.where(np.asarray(image) == image.info["transparency"], 0, 255).astype(np.uint8)
+        )
+    return image.convert("RGBA").getchannel("A")
+
+
+def flattened(image: "Image", background: Color) -> "Image":
+    """A transparent image laid on a color: mode RGB."""
+    import numpy as np
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        alpha = _alpha(image)
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGBA")
+        image.putalpha(alpha)
+    ground = Image.new("RGBA", image.size, (*background, 255))
+    return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+
+
+def orientation_of(image: "Image") -> int:
+    """The EXIF orientation of Pillow's image, 1 to 8; 1 is upright, and what a damaged tag counts as."""
+    if image.format == "TIFF":  # Pillow turns it when it is loaded
+        return 1
+    try:
+        value = image.getexif().get(ORIENTATION_TAG)
+    except Exception:  # on damaged tags Pillow raises whatever its parsers meet
+        return 1
+    return value if type(value) is int and value in _TRANSPOSE else 1
+
+
+def upright_image(image: "Image", orientation: int) -> "Image":
+    """Pillow's image of an orientation, turned upright."""
+    from PIL.Image import Transpose
+
+    return image.transpose(Transpose[_TRANSPOSE[orientation]]) if orientation != 1 else image

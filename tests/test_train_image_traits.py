@@ -1,0 +1,203 @@
+"""Trainings on transparent and on rotated images: counted, told of, and recorded with the model.
+
+Every case is a real ``train.py``.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import clipkit
+from clipkit.data_config import DataConfig
+from clipkit.image_traits import Decoding
+from clipkit.preprocess import Preprocess
+from clipkit.training_state import loop_state
+from data.manifest import make_manifest
+from data.pack import pack
+from data.selection import Selection
+from data.shards import Shards
+from data.sources import find_shards
+from data.training_data import packed_images, trained_preprocess
+from tests.forked import Forked
+from tests.small_trainings import SETTINGS, checkpoint, digests, error_of, go_back, metrics, write_pairs
+
+ROWS, STEPS = 16, 6
+CLEAR = "transparent and without a background"
+TURNED = "rotated by an EXIF tag that is not applied"
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two classes with a table of captions: every fourth image is transparent, every fourth rotated."""
+    folder = tmp_path_factory.mktemp("photos")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    random = np.random.default_rng(0)
+    lines = ["path,caption"]
+    for number in range(ROWS):
+        image = Image.fromarray(random.integers(0, 256, (20, 24, 4), dtype=np.uint8))
+        path = folder / "raw" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if number % 4 == 1:
+            image.save(path)
+        else:
+            image.convert("RGB").save(path, exif=exif if number % 4 == 2 else Image.Exif())
+        lines.append(f"{path.relative_to(folder)},noise {number}")
+    (folder / "table.csv").write_text("\n".join(lines))
+    pack(folder / "table.csv", folder / "as_is", keep_orientation=True, progress=False)
+    pack(folder / "table.csv", folder / "upright", progress=False)
+    pack(folder / "table.csv", folder / "white", background="white", progress=False)
+    return folder
+
+
+@pytest.fixture
+def train(forked: Forked, photos: Path, tmp_path: Path) -> Train:
+    """Trains on one of the packed sets or several, and gives what was said."""
+
+    def run(name: str, *more: str, data: str = "as_is", status: int = 0) -> str:
+        sources = json.dumps([str(photos / one) for one in data.split()])
+        given = [f"data.train={sources}", *SETTINGS, f"steps={STEPS}", f"out={tmp_path / name}"]
+        names = {one.partition("=")[0] for one in more}
+        given = [one for one in given if one.partition("=")[0] not in names]
+        environment = {"CLIPKIT_CACHE": str(photos / "cache")}
+        done = forked.run("train.py", [*given, *more], environment)
+        assert done.returncode == status, done.stderr[-3000:]
+        return done.stderr
+
+    return run
+
+
+def about_images(said: str) -> list[str]:
+    return [line for line in said.splitlines() if CLEAR in line or TURNED in line]
+
+
+def decoding(run: Path) -> Decoding:
+    return clipkit.load(run).preprocess.decoding
+
+
+def test_images_are_counted_and_told_of_at_first_and_at_the_end(train: Train, tmp_path: Path) -> None:
+    lines = about_images(train("run"))
+    state = json.loads((checkpoint(tmp_path / "run", STEPS) / "state.json").read_text())
+    # 24 draws of 16 samples: one epoch, and half of another
+    assert 4 <= state["transparent"] <= 8 and 4 <= state["rotated"] <= 8
+    last = metrics(tmp_path / "run")[-1]
+    assert (last["transparent"], last["rotated"]) == (state["transparent"], state["rotated"])
+    for count, what, option in (
+        (state["transparent"], CLEAR, "data.background=white"),
+        (state["rotated"], TURNED, "data.upright=true"),
+    ):
+        first, final = (line for line in lines if what in line)
+        assert re.fullmatch(rf"note: images so far: \d of \d+ images? (is|are) {what}.*; set {option}", first)
+        assert final.startswith(f"note: all images drawn: {count} of 24 images are {what}")
+    assert len(lines) == 4
+    assert decoding(tmp_path / "run") == Decoding()
+
+
+def test_the_counts_go_on_after_a_stop_and_so_does_the_rest(train: Train, tmp_path: Path) -> None:
+    out, options = tmp_path / "run", ("data.background=white", "checkpoint.every_steps=2")
+    assert [TURNED in line for line in about_images(train("run", *options))] == [True, True]
+    whole, weights = json.loads((checkpoint(out, STEPS) / "state.json").read_text()), digests(out, STEPS)
+    go_back(out, 2)
+    train("run", *options)
+    state = json.loads((checkpoint(out, STEPS) / "state.json").read_text())
+    assert {**state, "seconds": 0} == {**whole, "seconds": 0} and state["rotated"] > 0
+    assert digests(out, STEPS) == weights
+    assert decoding(out) == Decoding(background=(255, 255, 255))
+    refused = error_of(train("run", "checkpoint.every_steps=2", status=1))
+    assert 'data.background: "white" → ""' in refused
+    del state["transparent"], state["rotated"], state["format"]  # as an earlier version wrote it
+    assert loop_state(state, origin=out).transparent == loop_state(state, origin=out).rotated == 0
+
+
+def test_options_are_trained_with_and_recorded(train: Train, tmp_path: Path) -> None:
+    plain, chosen = tmp_path / "plain", tmp_path / "chosen"
+    assert about_images(train("plain", "data.background=none", "data.upright=false")) == []
+    assert about_images(train("chosen", "data.background=#fff", "data.upright=true")) == []
+    assert digests(plain, STEPS)["model.safetensors"] != digests(chosen, STEPS)["model.safetensors"]
+    assert decoding(plain) == Decoding()
+    assert decoding(chosen) == Decoding(background=(255, 255, 255), upright=True)
+    assert about_images(train("next", f"model.weights={chosen}")) == []  # it goes on as it began
+    assert decoding(tmp_path / "next") == decoding(chosen)
+    wrong = error_of(train("wrong", "data.background=wite", status=1))
+    assert wrong == "error: data.background = 'wite' is not a color: give one as white or #ffffff"
+    wrong = error_of(train("wrong", "data.upright=yes", status=1))
+    assert wrong.endswith("data.upright = 'yes' does not fit: auto, true or false")
+
+
+def test_what_pack_did_is_recorded_and_done_to_raw_images(
+    train: Train, forked: Forked, photos: Path, tmp_path: Path
+) -> None:
+    said = train("run", f"eval.data=[{json.dumps(str(photos / 'raw'))}]", data="white")
+    assert "transparent images are laid on #ffffff and the EXIF orientation of images is applied" in said
+    assert about_images(said) == []
+    run = tmp_path / "run"
+    assert decoding(run) == Decoding(background=(255, 255, 255), upright=True)
+    arguments = ["zero-shot", "--model", run, "--data", photos / "raw", "--features", ""]
+    done = forked.run("eval/__main__.py", list(map(str, arguments)), {}, cwd=tmp_path)
+    assert (done.returncode, TURNED in done.stderr or CLEAR in done.stderr) == (0, False)
+    # a raw image and the same as it was packed have the same features
+    shards = Shards.of(find_shards(str(photos / "white")))
+    model = clipkit.load(run)
+    packed = clipkit.encode_image([shards.read(number).image for number in range(ROWS)], model)
+    raw = [photos / "raw" / f"class{number % 2}" / f"{number}.png" for number in range(ROWS)]
+    assert np.array_equal(clipkit.encode_image(raw, model).numpy(), packed.numpy())
+
+
+@pytest.mark.parametrize(
+    ("sources", "wanted", "note"),
+    [
+        ("white", Decoding(background=(255, 255, 255), upright=True), ""),
+        ("white/train", Decoding(background=(255, 255, 255), upright=True), ""),
+        ("white/train/{0..0}.tar upright/train/0.tar", Decoding(upright=True), "different backgrounds"),
+        ("as_is upright", Decoding(), "some sources of data.train were packed upright and others not"),
+        ("plain upright", Decoding(), "some sources of data.train were packed upright and others not"),
+        ("as_is plain", Decoding(), ""),
+        ("plain", Decoding(), ""),
+        ("glyphs upright", Decoding(upright=True), ""),
+    ],
+)
+def test_packed_sets_decide_where_they_agree(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, sources: str, wanted: Decoding, note: str
+) -> None:
+    if not (photos / "plain").exists():  # shards of another program, in folders of the same name
+        write_pairs(photos / "plain", samples=4)
+    monkeypatch.chdir(photos)
+    monkeypatch.setenv("CLIPKIT_CACHE", str(photos / "cache"))
+    names = tuple(sources.split())
+    # built-in sets need no decision; making one takes long, so other shards stand for it
+    found = [find_shards("plain" if name == "glyphs" else name) for name in names]
+    manifest = make_manifest(found, Selection())
+    settings = DataConfig(train=names)
+    packed = packed_images(settings, manifest, chief=True, share=bytes)
+    assert trained_preprocess(Preprocess(image_size=8), settings, packed).decoding == wanted
+    assert [note in one for one in packed.notes] == [True] * bool(note)
+    settings = replace(settings, background="none", upright=False)
+    packed = packed_images(settings, manifest, chief=True, share=bytes)
+    assert trained_preprocess(Preprocess(image_size=8), settings, packed).decoding == Decoding()
+    assert not packed.notes
+
+
+def test_an_evaluation_within_a_training_tells_of_its_images_once(train: Train, photos: Path) -> None:
+    data = f"eval.data=[{json.dumps(str(photos / 'raw'))}]"
+    lines = about_images(train("run", data, "eval.every_steps=2", "data.background=white"))
+    assert [line for line in lines if "dataset raw" in line] == [
+        f"note: dataset raw, split test: 4 of 16 images are {TURNED}, as in open_clip; set data.upright=true"
+    ]
+
+
+def test_two_ranks_count_what_one_does(train: Train, forked: Forked, photos: Path, tmp_path: Path) -> None:
+    train("one")
+    given = [f"data.train={photos / 'as_is'}", *SETTINGS, f"steps={STEPS}", f"out={tmp_path / 'two'}"]
+    ended = forked.ranks("train.py", *given, world=2)
+    one, two = (
+        json.loads((checkpoint(tmp_path / name, STEPS) / "state.json").read_text()) for name in ("one", "two")
+    )
+    assert (one["transparent"], one["rotated"]) == (two["transparent"], two["rotated"])
+    assert sorted(len(about_images(rank.stderr)) for rank in ended) == [0, 4]
