@@ -337,9 +337,9 @@ def main() -> int:
                 spike = is_spike(norm, state.usual_norm, factor=factor, updates=updates)
                 traits = batch.traits
                 here = [stop.asked, len(bad_here), minutes, broken, spike, fault is not None]
-                here = torch.tensor([*here, traits.transparent, traits.rotated], dtype=torch.int64)
+                here += [traits.transparent, traits.rotated]
                 asked_to_stop, newly_bad, time_to_save, broken_ranks, spikes, faults, transparent, rotated = (
-                    distributed.sum_over_ranks(here).tolist()
+                    distributed.sum_over_ranks(torch.tensor(here, dtype=torch.int64)).tolist()
                 )
                 spike = spikes > 0
                 if faults:

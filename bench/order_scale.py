@@ -50,6 +50,7 @@ def one_manifest(shards: int, samples: int) -> Manifest:
         sizes=np.full(shards, 300_000_000),
         counts=counts,
         digests=Strings.of([f"{number:016x}" for number in range(shards)]),
+        contents=Strings.of([f"{number:016x}" for number in range(shards)]),
         sources=(shards,),
         selection=Selection().identity,
         dropped={},
