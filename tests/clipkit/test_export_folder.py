@@ -290,7 +290,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     for target in TARGETS:  # each is a choice, and the first refusal is of the model
         with pytest.raises(CheckpointError):
             dispatch(["export", str(tmp_path / "nothing"), str(out), "--to", target])
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="invalid choice: 'tensorflow'"):
         dispatch(["export", "M", str(out), "--to", "tensorflow"])
 
 
