@@ -25,6 +25,7 @@ Letters: N items asked for, R rows of the table, W the width of a column.
 
 import hashlib
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -306,17 +307,22 @@ class FeatureTable:
 
 
 def _write(path: Path, start: int, data: bytes) -> None:
-    """Replace all bytes of a file from ``start`` on, and sync it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        os.ftruncate(descriptor, start)
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(descriptor, view, start)
-            start, view = start + written, view[written:]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Replace all bytes of a file from ``start`` on, and sync it.
+
+    A file is never shortened in place, since another process may have mapped it.
+    """
+    if _size(path) > start:
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            shutil.copyfile(path, aside)
+            os.truncate(aside, start)
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _size(path: Path) -> int:

@@ -294,6 +294,17 @@ def test_the_content_of_each_member_counts(member: str, tmp_path: Path) -> None:
     assert found[0].is_same(replace(found[1], content=""))  # of which it is not known
 
 
+@pytest.mark.parametrize("extension", ["bmp", "ppm", "webp"])
+def test_images_that_end_alike_are_told_apart(extension: str, tmp_path: Path) -> None:
+    found: list[ShardIndex] = []
+    for last in (b"p", b"x"):
+        shard = ShardFile(url=str(tmp_path / "0.tar"), size=0, version=str(len(found)))
+        with webdataset.TarWriter(shard.url, encoder=False, mtime=1.0) as tar:
+            tar.write({"__key__": "a", extension: 2500 * last + b"white" * 600, "txt": b"caption"})
+        found.append(index_shard(shard))
+    assert found[0].digest == found[1].digest and not found[0].is_same(found[1])
+
+
 @pytest.mark.parametrize(
     ("then", "now", "contents", "unknown"),
     [

@@ -206,6 +206,17 @@ def test_what_was_changed_on_the_disk_is_never_read_as_features(tmp_path: Path, 
     check(FeatureTable(tmp_path, WIDTHS), set(range(6)))
 
 
+@pytest.mark.parametrize("gone", ["projected", "digests", "sums"])
+def test_mapped_features_stay_when_another_process_begins_the_table_anew(tmp_path: Path, gone: str) -> None:
+    table = FeatureTable(tmp_path, WIDTHS)
+    append(table, list(range(6)))
+    mapped = {name: table.column(name, np.arange(6)) for name in WIDTHS}
+    before = {name: values.clone() for name, values in mapped.items()}
+    (tmp_path / f"{gone}.bin").unlink()
+    append(FeatureTable(tmp_path, WIDTHS), [7])
+    assert all(torch.equal(mapped[name], before[name]) for name in WIDTHS)
+
+
 @pytest.mark.parametrize("gone", ["projected", "digests", "all"])
 def test_a_table_that_is_removed_while_in_use_is_refused_and_leaves_nothing_wrong(
     tmp_path: Path, gone: str
