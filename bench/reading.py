@@ -7,6 +7,7 @@ one without them) lies in the page cache. Each round times in turn, in samples a
 
     tarfile      the members of the tar listed by Python's tarfile
     index        the same list by clipkit's scan of the headers, packed into the arrays of an index
+    content      the same with the digest of the content, as the first reading of a shard makes it
     webdataset   the samples streamed by webdataset, nothing decoded
     read         as many samples through clipkit's index, in random order, picture and caption
 
@@ -30,7 +31,7 @@ from pathlib import Path
 import webdataset
 
 from clipkit.tar import tar_files
-from data.index import index_of_members
+from data.index import index_of_members, with_content
 from data.shard_file import ShardFile
 from data.shards import Shards
 
@@ -67,6 +68,9 @@ def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
     def by_index() -> int:
         return len(index_of_members(str(path), tar_files(path)))
 
+    def by_content() -> int:
+        return len(with_content(index_of_members(str(path), tar_files(path)), path))
+
     def by_webdataset() -> int:
         return sum(1 for _ in webdataset.WebDataset(str(path), shardshuffle=False))
 
@@ -77,7 +81,8 @@ def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
         return sum(len(bytes(bytearray(held[number % 200]))) > 0 for number in order)
 
     return {
-        "tarfile": by_tarfile, "index": by_index, "webdataset": by_webdataset, "read": by_read, "copy": by_copy
+        "tarfile": by_tarfile, "index": by_index, "content": by_content, "webdataset": by_webdataset,
+        "read": by_read, "copy": by_copy,
     }  # fmt: skip
 
 
@@ -121,15 +126,13 @@ def main() -> None:
             path = Path(folder) / f"{name}.tar"
             write_shard(path, options.samples, options.bytes, pax=pax)
             rates = measure(path, options.samples, options.rounds)
-            index, read = ratios(rates, "index", "tarfile"), ratios(rates, "read", "webdataset")
-            result[name] = {
-                "samples_per_second": {one: statistics.median(all_of) for one, all_of in rates.items()},
-                "index to tarfile": index,
-                "read to webdataset": read,
-            }
+            pairs = (("index", "tarfile"), ("content", "tarfile"), ("read", "webdataset"))
+            found = {f"{ours} to {theirs}": ratios(rates, ours, theirs) for ours, theirs in pairs}
+            medians = {one: statistics.median(all_of) for one, all_of in rates.items()}
+            result[name] = {"samples_per_second": medians, **found}
             shown = ", ".join(f"{one} {statistics.median(all_of):,.0f}/s" for one, all_of in rates.items())
             print(f"{name}: {shown}")
-            for what, of in (("index to tarfile", index), ("read to webdataset", read)):
+            for what, of in found.items():
                 print(f"  {what} {of['median']:.1f} ({of['least']:.1f} to {of['greatest']:.1f})")
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "reading.json").write_text(json.dumps(result, indent=2) + "\n")
