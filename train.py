@@ -380,7 +380,7 @@ def main() -> int:
                     usual_norm=usual,
                 )
                 watch.begin("other")
-                trait_lines.say("images so far", drawn(state, config.batch_size))
+                trait_lines.say("drawn so far, repeats counted", drawn(state, config.batch_size))
                 progress.advance(step)
                 profiled.step()
                 steps.step(
@@ -452,7 +452,7 @@ def main() -> int:
             check_bad_samples(state.bad_samples, step * config.batch_size, config.data.max_bad, run)
         if state.bad_samples:
             progress.say(bad_share(state.bad_samples, step * config.batch_size, config.data.max_bad))
-        trait_lines.say("all images drawn", drawn(state, config.batch_size))
+        trait_lines.say("drawn in all, repeats counted", drawn(state, config.batch_size))
         if stopped:
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif chief:

@@ -8,7 +8,7 @@ which share serves your own data.
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,7 +40,8 @@ def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
 
     Args:
         first: its device, dtype, tokenizer and preprocessing are the new model's.
-        second: of the same architecture.
+        second: of the same architecture. What its preprocessing does about transparent and rotated images, which
+            fine-tuning may have changed, is the new model's.
         alpha: 0 (the first model) to 1 (the second).
 
     Raises:
@@ -49,6 +50,7 @@ def interpolate(first: CLIP, second: CLIP, alpha: float) -> CLIP:
     _check_alpha(alpha)
     _check_alike(first, second)
     made = deepcopy(first)
+    made.preprocess = second.preprocess
     theirs = second.state_dict()
     made.load_state_dict(
         {name: _between(own, theirs[name], alpha) for name, own in first.state_dict().items()}
@@ -75,8 +77,10 @@ def _check_alike(first: CLIP, second: CLIP) -> None:
     what = ""
     if first.architecture != second.architecture:
         what = "architecture"
-    elif first.preprocess != second.preprocess:
-        what = "preprocessing of pictures"
+    elif replace(first.preprocess, background=None, upright=False) != replace(
+        second.preprocess, background=None, upright=False
+    ):
+        what = "preprocessing of images"
     elif not _same_tokens(first.tokenizer, second.tokenizer):
         what = "tokenizer"
     if what:
@@ -129,6 +133,8 @@ def run(options: InterpolateOptions) -> int:
     first, second = (load(source, name=options.name) for source in (options.first, options.second))
     for model in (first, second):
         print(model.origin)
+    if first.preprocess != second.preprocess:
+        print("transparent and rotated images are treated as by the second model")
     for alpha, place in zip(alphas, places, strict=True):
         made_from = {"first": first.origin, "second": second.origin, "alpha": alpha}
         save_model(interpolate(first, second, alpha), place, made_from=made_from)

@@ -113,8 +113,8 @@ class Subject:
         self.overlap[split] = sum(digest in others for digest in own)
         if self.overlap[split]:
             self.warn(
-                f"{self.overlap[split]:,} of {len(own):,} {self.dataset.split} images are also in {split}, which "
-                "raises the scores of all that learns from it"
+                f"{self.overlap[split]:,} of {len(own):,} {self.dataset.split} images are also in {split} "
+                f"(identical files): scores of tasks that learn from {split} are too high"
             )
 
     def texts(self, texts: Sequence[str]) -> Tensor:

@@ -94,8 +94,10 @@ def test_images_are_counted_and_told_of_at_first_and_at_the_end(train: Train, tm
         (state["rotated"], TURNED, "data.upright=true"),
     ):
         first, final = (line for line in lines if what in line)
-        assert re.fullmatch(rf"note: images so far: \d of \d+ images? (is|are) {what}.*; set {option}", first)
-        assert final.startswith(f"note: all images drawn: {count} of 24 images are {what}")
+        assert re.fullmatch(
+            rf"note: drawn so far, repeats counted: \d of \d+ images? (is|are) {what}.*; set {option}", first
+        )
+        assert final.startswith(f"note: drawn in all, repeats counted: {count} of 24 images are {what}")
     assert len(lines) == 4
     assert decoding(tmp_path / "run") == Decoding()
 

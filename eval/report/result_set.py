@@ -149,9 +149,13 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
         last[number, line.row.what] = line.row
     rows = tuple(replace(row, model=number) for (number, _), row in last.items())
     notes += _different_data(rows)
-    overlaps = {line.row.dataset: whole(line.provenance.get("train_overlap")) for line in lines}
+    overlaps = {
+        line.row.dataset: whole(line.provenance["train_overlap"])
+        for line in lines
+        if "train_overlap" in line.provenance  # of tasks that learn
+    }
     notes += [
-        f"{name}: {_count(count, 'scored image')} also in the train split, so tasks that learn score too high."
+        f"{name}: {_count(count, 'scored image')} also in train (identical files): tasks that learn score too high."
         for name, count in overlaps.items()
         if count
     ]

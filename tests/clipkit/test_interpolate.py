@@ -71,6 +71,13 @@ def test_statistics_are_interpolated_and_counts_are_not() -> None:
     assert int(made.visual.get_buffer("bn1.num_batches_tracked")) == 5
 
 
+def test_a_background_or_orientation_of_the_fine_tuned_model_is_taken_over(two: tuple[CLIP, CLIP]) -> None:
+    first, _ = two
+    tuned = create(TINY, seed=1)
+    tuned.preprocess = replace(tuned.preprocess, upright=True, background=(255, 0, 0))
+    assert interpolate(first, tuned, 0.5).preprocess == tuned.preprocess
+
+
 def test_models_that_differ_in_more_than_weights_are_refused(two: tuple[CLIP, CLIP]) -> None:
     first, _ = two
     wider = create(replace(TINY, embed_dim=8), seed=0)
@@ -78,7 +85,7 @@ def test_models_that_differ_in_more_than_weights_are_refused(two: tuple[CLIP, CL
         interpolate(first, wider, 0.5)
     grey = create(TINY, seed=0)
     grey.preprocess = replace(grey.preprocess, mean=(0.5, 0.5, 0.5))
-    with pytest.raises(ConfigError, match="differ in their preprocessing of pictures"):
+    with pytest.raises(ConfigError, match="differ in their preprocessing of images"):
         interpolate(first, grey, 0.5)
     shorter = create(TINY, seed=0)
     shorter.tokenizer = ClipTokenizer(context_length=9)

@@ -418,6 +418,7 @@ def test_images_that_are_in_both_splits_are_reported(
     assert caplog.text.count(said) == 1
     found = {line["task"]: line.get("train_overlap") for line in read_results(out)}
     assert found == {"zero-shot": None, "knn": 4, "linear-probe": 4}
+    assert main([*given, "--task", "zero-shot"]) == 0  # which has no such field
     assert any("photos: 4 scored images also in" in note for note in read_result_set([out]).notes)
 
 
