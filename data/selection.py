@@ -7,6 +7,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 _MEANT = {"=>": ">=", "=<": "<=", "=!": "!=", "<>": "!=", "===": "=", "!==": "!=", "<<": "<", ">>": ">"}
+_INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
 _COLUMN = {"image": IMAGE, "caption": CAPTION, "label": LABEL}
 _MOST_CAPTIONS = 2**16 - 1  # of one sample
 
@@ -36,8 +38,8 @@ Meta = Mapping[str, Any]
 class Filter:
     """A condition on a field of a sample's json, such as ``width >= 256`` or ``language = en``.
 
-    Numbers are compared as numbers, also where the json holds them as text; anything else as text. A sample
-    without the field does not pass.
+    Numbers are compared as numbers, also where the json holds them as text; anything else as text. Two integers
+    are compared exactly, other numbers as floats. A sample without the field does not pass.
     """
 
     name: str
@@ -71,6 +73,9 @@ class Filter:
             return None
         wanted, found = _number(self.value), _number(value)
         if wanted is not None and found is not None:
+            if not (isinstance(wanted, int) and isinstance(found, int)):
+                with suppress(OverflowError):  # an integer that no float can hold: Python compares it exactly
+                    wanted, found = float(wanted), float(found)
             return _COMPARE[self.compare](found, wanted)
         if self.compare in ("<", ">", "<=", ">="):
             return None
@@ -88,10 +93,16 @@ def _unknown_operator(text: str, name: str, value: str, behind: str) -> str:
     return f"filter {text!r} has no known operator: >=, <=, >, <, = or !="
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool):
+def _number(value: Any) -> int | float | None:
+    """The number that a value is or spells; an integer in plain decimal notation stays an int."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float("1_000") is 1000
         return None
+    if isinstance(value, int):
+        return value
     try:
+        if isinstance(value, str) and _INTEGER.fullmatch(value):
+            with suppress(ValueError):  # too many digits for int()
+                return int(value)
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
@@ -141,6 +152,10 @@ class Selection:
     def identity(self) -> str:
         """16 hexadecimal digits that change when it can choose other samples of a whole shard."""
         said = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
+        # Earlier versions compared these integers as floats; do not use the selections that they stored.
+        large = [one for one in self.filters if isinstance(n := _number(one.value), int) and abs(n) >= 2**53]
+        if large:
+            said.append(sorted(map(str, large)))
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def choose(self, index: ShardIndex, content: Callable[[int], tuple[str | None, Meta]]) -> Chosen:

@@ -1,5 +1,6 @@
 """Which samples count: what they must have, filters on their json, one or all of their captions."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -50,11 +51,27 @@ def passes(text: str, value: Any) -> bool | None:
         ("x = a b", "a b", True), ("x = true", True, True), ("x = True", True, True), ("x = false", True, False),
         ("x != false", True, True), ("x = 1", True, False), ("x = true", "true", True), ("x = ''", "", True),
         ("x != 3", "three", True), ("x = >", ">", True), ("x < inf", 1e300, True), ("x > 1", float("nan"), None),
-        ("x > 1", 10**400, None),
+        ("x = 1234567890123456789", 1234567890123456700, False),
+        ("x = 1234567890123456789", "1234567890123456700", False),
+        ("x = 1234567890123456789", " +1234567890123456789 ", True),
+        ("x != 1234567890123456789", "1234567890123456788", True),
+        ("x > 1234567890123456788", "1234567890123456789", True),
+        ("x = 1234567890123456789", 1234567890123456789.0, True),
+        ("x = 7", "007", True), ("x = 1_000", "1000", False), ("x = 1000", "1_000", False),
+        ("x = 1_000", "1_000", True), ("x >= 1", "1_000", None),
     ],
 )  # fmt: skip
 def test_what_a_filter_lets_pass(text: str, value: Any, expected: bool | None) -> None:
     assert passes(text, value) is expected
+
+
+def test_integers_that_no_float_can_hold_are_compared() -> None:
+    huge = 10**400
+    assert passes("x > 1", huge) is passes("x < 0.5", -huge) is passes("x < inf", huge) is True
+    assert passes("x < 0.5", huge) is passes("x > 1", -huge) is False
+    assert passes(f"x = {huge}", huge) is passes(f"x = {huge}", str(huge)) is True
+    assert passes(f"x = {huge}", huge + 1) is False
+    assert passes("x > 1", "9" * 5000) is True  # more digits than Python converts to an int
 
 
 @pytest.mark.parametrize(
@@ -77,7 +94,7 @@ def test_what_is_no_filter(text: str) -> None:
         Filter.of(text)
 
 
-@pytest.mark.parametrize("text", ["x >= large", "x < ''", "x > en", "x <= 3 px", "x > nan"])
+@pytest.mark.parametrize("text", ["x >= large", "x < ''", "x > en", "x <= 3 px", "x > nan", "x > 1_000"])
 def test_more_or_less_of_what_is_no_number(text: str) -> None:
     with pytest.raises(ConfigError, match="which is no number"):
         Filter.of(text)
@@ -142,6 +159,15 @@ def test_what_a_sample_must_have(selection: Selection, expected: list[str], tmp_
     opened = OpenShard(shard_of(tmp_path / "0.tar", list(kinds.values())), selection, None)
     assert [list(kinds)[row] for row in opened.chosen.rows.tolist()] == expected
     assert sum(opened.chosen.dropped.values()) == 5 - len(expected)
+
+
+def test_selections_stored_when_large_integers_were_floats_are_not_used() -> None:
+    def former(text: str) -> str:
+        said = [["caption", "image"], [text], CaptionRule().which()]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+    for text, same in (("x = 1234567890123456789", False), ("x > 256", True), ("x = en", True)):
+        assert (Selection(filters=(Filter.of(text),)).identity == former(text)) is same
 
 
 def test_the_identity_changes_with_what_may_be_chosen() -> None:
