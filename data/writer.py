@@ -9,10 +9,12 @@
 A folder is written aside and renamed when it is whole, so a folder that exists is complete.
 """
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -67,7 +69,7 @@ class DatasetWriter:
         samples_per_shard: how many samples go into each tar.
 
     Raises:
-        DataError: ``out`` already holds something.
+        DataError: ``out`` already holds something, or, on leaving the context, the disk is full.
     """
 
     def __init__(self, out: Path, *, samples_per_shard: int = 10_000) -> None:
@@ -88,8 +90,12 @@ class DatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close_shards()
+        while self._writers:
+            with suppress(OSError):  # raised again while closing on a full disk
+                self._writers.popitem()[1].close()
         shutil.rmtree(self._aside, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DataError(f"cannot write {self.out}: {error.strerror}") from error
 
     def write(self, split: str, record: Record) -> None:
         """Append one sample to a split ("train", "test", …)."""

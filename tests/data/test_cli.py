@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -96,6 +97,26 @@ def test_pack_says_what_can_be_done_about_pictures(
     assert "to turn them: they are kept as they lie in their files" in output
     assert "2 pictures have transparent parts: they are laid on white" in output
     assert "packed 3 pairs into train and 0 into test: too few pictures for that share" in output
+
+
+@pytest.mark.parametrize("size", [0, 5_000, 10_000])
+def test_pack_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, size: int) -> None:
+    Image.effect_noise((64, 64), 50).save(tmp_path / "noise.png")
+    rows = "noise.png,x\n" * 20 + "gone.png,x\n" * 20
+    (tmp_path / "table.csv").write_text("path,caption\n" + rows)
+    before = sorted(tmp_path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-m", "data", "pack", "--quiet", tmp_path / "table.csv", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=120,
+        # no file may be larger, which is refused as a full disk refuses it
+        preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY)),
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"error: cannot write {tmp_path / 'out'}: File too large\n"
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_options_reach_pack(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
