@@ -11,7 +11,9 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -82,7 +84,8 @@ class Table:
     Attributes:
         image_column: its name, "" where there is none.
         caption_column: likewise.
-        left_out: why other columns are not read, by name.
+        others: the other columns that are read, each with its position; later lines of JSONL may have more.
+        left_out: why columns are not read, by name. Of several columns with the same name only the first is read.
     """
 
     def __init__(
@@ -132,12 +135,17 @@ class Table:
         )
         self.left_out = {name: "it has no name" for name in wanted if not name.strip()}
         if suffix in _PARQUET:
+            kinds = {name: schema.field(names.index(name)).type for name in wanted}
             self.left_out |= {
-                name: f"it holds {str(schema.field(name).type)[:60]}"
-                for name in wanted
-                if not _is_plain(schema.field(name).type)
+                name: f"it holds {str(kind)[:60]}" for name, kind in kinds.items() if not _is_plain(kind)
             }
-        self._others = {name: names.index(name) for name in wanted if name not in self.left_out}
+        self.others = {name: names.index(name) for name in wanted if name not in self.left_out}
+        counts = Counter(names)
+        self.left_out |= {
+            name: f"{counts[name]} columns have this name: only the first is used"
+            for name in (*self._read, *self.others)
+            if counts[name] > 1
+        }
 
     def __iter__(self) -> Iterator[Row]:
         return self._rows()
@@ -165,7 +173,7 @@ class Table:
         """Refuse columns of pictures, of which a batch of rows would fill the memory; do without where we can."""
         for what, asked in zip(("image", "caption"), self._asked, strict=True):
             name = self.image_column if what == "image" else self.caption_column
-            kind = str(schema.field(name).type) if name else "string"
+            kind = str(schema.field(schema.names.index(name)).type) if name else "string"
             if "string" in kind and not kind.startswith(("struct", "list", "large_list", "map")):
                 continue
             if asked is not None or what in need:
@@ -238,7 +246,7 @@ class Table:
                     caption = None if self._caption is None else fields[self._caption]
                     others = {
                         name: (fields[at] or None) if at < len(fields) else None
-                        for name, at in self._others.items()
+                        for name, at in self.others.items()
                     }
                     yield Row(number=number, path=path, caption=caption, progress=progress, others=others)
 
@@ -277,7 +285,7 @@ class Table:
                     others = {
                         name: one
                         for name, one in value.items()
-                        if name in self._others
+                        if name in self.others
                         or (self._every_key and name.strip() and name not in self._read)
                     }
                     yield Row(number=number, path=path, caption=caption, progress=progress, others=others)
@@ -289,14 +297,16 @@ class Table:
         total = max(1, file.metadata.num_rows)
         number = 0
         try:
-            for batch in file.iter_batches(batch_size=1024, columns=[*self._read, *self._others]):
-                values = {name: batch.column(name).to_pylist() for name in self._read}
+            for batch in file.iter_batches(batch_size=1024, columns=[*self._read, *self.others]):
+                # by position, as batch.column(name) fails where two columns have this name
+                columns = {name: batch.column(at) for at, name in reversed([*enumerate(batch.schema.names)])}
+                values = {name: columns[name].to_pylist() for name in self._read}
                 for i in range(batch.num_rows):
                     number += 1
                     path, caption = (
                         values[name][i] if name else None for name in (self.image_column, self.caption_column)
                     )
-                    others = {name: _python(batch.column(name)[i]) for name in self._others}
+                    others = {name: _python(columns[name][i]) for name in self.others}
                     yield Row(
                         number=number, path=path, caption=caption, progress=number / total, others=others
                     )
@@ -311,14 +321,29 @@ def _is_plain(kind: Any) -> bool:
     return "binary" not in str(kind) and not str(kind).startswith("extension")
 
 
+def _has_map(kind: Any) -> bool:
+    """Whether a pyarrow type is or contains a map."""
+    from pyarrow import types
+
+    return types.is_map(kind) or any(_has_map(kind.field(i).type) for i in range(kind.num_fields))
+
+
 def _python(scalar: Any) -> Any:
-    """A value of pyarrow as Python has it, times to the microsecond; None for a time that Python cannot hold."""
+    """A value of pyarrow as Python has it, times to the microsecond; None for a time that Python cannot hold.
+
+    A map is a dict where its keys are strings, else a list of pairs.
+    """
     from pyarrow import duration, time64, timestamp, types
 
-    try:
-        return scalar.as_py()
-    except (ValueError, OverflowError):  # nanoseconds, years beyond 9999
-        kind = scalar.type
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if types.is_map(kind):
+        pairs = [(_python(one["key"]), _python(one["value"])) for one in scalar.values]
+        return dict(pairs) if str(kind.key_type) in ("string", "large_string", "string_view") else pairs
+    if not _has_map(kind):
+        with suppress(ValueError, OverflowError):  # nanoseconds, years beyond 9999
+            return scalar.as_py()
     if types.is_struct(kind):
         return {name: _python(value) for name, value in scalar.items()}
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

@@ -18,7 +18,8 @@ The table's other columns become fields of each sample's json, for ``data.filter
 nested values and texts of JSONL and Parquet stay what they are; what JSON cannot hold is converted as
 ``data.json_fields.json_value`` says, and columns of bytes are left out. The cells of CSV and TSV are texts, which
 filters compare as numbers where both sides are numbers; empty ones are null. Names that a filter could not spell
-are changed (``alt text`` to ``alt_text``), and one that has another meaning here gets a ``_`` (``captions_``).
+are changed (``alt text`` to ``alt_text``), and one that has another meaning here gets a ``_`` (``captions_``,
+``caption_``). A column has the same name in every row. Of several columns with the same name the first is used.
 
 Every row is accounted for: a row that cannot be used is counted by cause and listed in ``bad_rows.jsonl`` of
 the folder. Every picture is decoded once, so that a broken one is found now and not in the middle of a
@@ -54,8 +55,9 @@ LARGEST_FILE = 64 * 2**20  # bytes
 LONGEST_CAPTION = 10_000  # characters
 MOST_CAPTIONS = 100  # of a picture
 LARGEST_JSON = 2**20  # bytes of a sample's json
-_OWN_FIELDS = ("captions",)  # of the json, which have a meaning of their own
+_OWN_FIELDS = ("caption", "captions")  # of the json, which have a meaning to readers
 _MOST_TOLD = 1000  # columns of JSONL, of which any line may have others
+_MOST_FIELDS = 100_000  # of a table, so that memory is bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +217,12 @@ def _in_order(source: Table, how: Storing, test: float) -> Iterator[tuple[Row, _
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads: files are read and decoded outside the interpreter lock
     waiting: deque[tuple[Row, Future[_Packed | str]]] = deque()
+    names = _FieldNames(source.others)
     with ThreadPoolExecutor(workers) as pool:
         for row in source:
-            waiting.append((row, pool.submit(_sample, row, source.path.parent, how, test)))
+            waiting.append(
+                (row, pool.submit(_sample, row, names.of(row.others), source.path.parent, how, test))
+            )
             if len(waiting) > 2 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -225,12 +230,11 @@ def _in_order(source: Table, how: Storing, test: float) -> Iterator[tuple[Row, _
             yield first, future.result()
 
 
-def _sample(row: Row, folder: Path, how: Storing, test: float) -> _Packed | str:
+def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test: float) -> _Packed | str:
     try:
         captions = _captions(row)
         data = _bytes(row, folder)
         picture = store_picture(data, how)
-        names = _field_names(row.others)
         meta = _meta(row.others, names, captions)
     except (_BadRow, BadPicture) as cause:
         return str(cause)
@@ -254,21 +258,37 @@ def _sample(row: Row, folder: Path, how: Storing, test: float) -> _Packed | str:
     )
 
 
-def _field_names(columns: Iterable[str]) -> dict[str, str]:
-    """Names of fields in the json for columns; they differ from one another and from fields with a meaning."""
-    names: dict[str, str] = {}
-    taken = set(_OWN_FIELDS)
-    for column in columns:
-        name = field_name(column)
-        while name in taken:
-            name += "_"
-        taken.add(name)
-        names[column] = name
-    return names
+class _FieldNames:
+    """Names of fields in the json for a table's columns, the same in all rows.
+
+    They differ from one another and from fields with a meaning. Of columns that are first seen together, those
+    whose own name can be used keep it. At most ``_MOST_FIELDS`` columns get a name.
+    """
+
+    def __init__(self, columns: Iterable[str]) -> None:
+        self._names: dict[str, str] = {}
+        self._taken = set(_OWN_FIELDS)
+        self.of(columns)
+
+    def of(self, columns: Iterable[str]) -> dict[str, str]:
+        """The names of these columns, in their order; call it in the order of the table."""
+        columns = list(columns)
+        new = [column for column in columns if column not in self._names]
+        for column in sorted(new, key=lambda column: field_name(column) != column or column in _OWN_FIELDS):
+            if len(self._names) == _MOST_FIELDS:
+                break
+            name = field_name(column)
+            while name in self._taken:
+                name += "_"
+            self._taken.add(name)
+            self._names[column] = name
+        return {column: self._names[column] for column in columns if column in self._names}
 
 
 def _meta(others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]) -> dict[str, Any]:
     """A sample's json, of a size that training reads."""
+    if len(names) < len(others):
+        raise _BadRow(f"more than {_MOST_FIELDS:,} different columns in the table (--fields chooses some)")
     try:
         meta = {names[column]: json_value(value) for column, value in others.items()}
         size = len(json.dumps(meta, ensure_ascii=False).encode())

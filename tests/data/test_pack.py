@@ -400,11 +400,104 @@ def test_values_of_json_stay_what_they_are(pictures: Path, tmp_path: Path) -> No
     both = {"captions": ["one", "two"]}  # of the sample, from where evaluation reads them
     assert fields_of(tmp_path / "out") == [
         others[0] | both,
-        {"n": None, "x": [None, 1], "half": "a ?", "captions_": "own", "captions__": 1} | both,
-        {"a_b": 1, "a_b_": 2, "a_b__": 3, "_": 4} | both,
+        {"n": None, "x": [None, 1], "half": "a ?", "captions__": "own", "captions_": 1} | both,
+        {"a_b_": 1, "a_b": 2, "a_b__": 3, "_": 4} | both,
     ]
-    assert report.fields["captions"] == "captions_" and report.fields["a b"] == "a_b__"
+    assert report.fields["captions"] == "captions__" and report.fields["a b"] == "a_b__"
     assert report.fields["?"] == "_"
+
+
+def test_a_column_has_the_same_field_name_in_every_row(pictures: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"image width": 1},
+        {"image width": 2, "image_width": 3},
+        {"image_width": 4},
+    ]
+    rows += [{}] * 200  # beyond the lines in which the table looks for its columns
+    rows += [{"late one": 5}, {"late_one": 6}, {"late one": 7, "image width": 8}]
+    lines = [json.dumps({"path": "pictures/a.jpg", "caption": "x", **row}) for row in rows]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
+    names = {
+        "image width": "image_width_",
+        "image_width": "image_width",
+        "late one": "late_one",
+        "late_one": "late_one_",
+    }
+    assert report.fields == names
+    found = [json.loads(one.get("json", b"{}")) for one in samples(tmp_path / "out").values()]
+    assert found == [{names[column]: value for column, value in row.items()} for row in rows]
+
+
+def test_a_row_with_one_column_too_many_for_the_table_is_bad(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.pack._MOST_FIELDS", 2)
+    rows = [{"a": 1}, {"b": 1}, {"c": 1}, {"a": 2}]
+    lines = [json.dumps({"path": "pictures/a.jpg", "caption": "x", **row}) for row in rows]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
+    assert report.packed == 3
+    assert bad_rows(tmp_path / "out") == [
+        (3, "pictures/a.jpg", "more than 2 different columns in the table (--fields chooses some)")
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
+def test_columns_of_the_same_name_are_reported(
+    pictures: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = ["path", "s", "caption", "s", "caption", "n"]
+    row = ["pictures/a.jpg", "first", "one", "second", "two", "3"]
+    table = tmp_path / f"t{suffix}"
+    if suffix == ".parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table([pyarrow.array([cell]) for cell in row], names=header), table)
+    else:
+        write_table(table, header, [row])
+    report = pack(table, tmp_path / "out", progress=False)
+    assert fields_of(tmp_path / "out") == [{"s": "first", "n": "3"}]
+    assert samples(tmp_path / "out")["000000001"]["txt"] == b"one"
+    why = "2 columns have this name: only the first is used"
+    assert report.left_out == {"caption": why, "s": why}
+    assert main(["pack", str(table), str(tmp_path / "again"), "--quiet", "--fields", "n"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"columns left out: 'caption' ({why})" in output and "'s'" not in output
+
+
+def test_a_parquet_map_is_an_object(pictures: Path, tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    of_text = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    columns: dict[str, tuple[Any, list[Any], list[Any]]] = {  # type, values, what the json holds
+        "map": (of_text, [[("a", 1), ("b", None)], None, []], [{"a": 1, "b": None}, None, {}]),
+        "list": (pyarrow.list_(of_text), [[[("a", 1)]], None, [None]], [[{"a": 1}], None, [None]]),
+        "deep": (
+            pyarrow.struct([("m", pyarrow.map_(pyarrow.large_string(), of_text))]),
+            [{"m": [("a", [("b", 1)])]}, None, {"m": None}],
+            [{"m": {"a": {"b": 1}}}, None, {"m": None}],
+        ),
+        "numbers": (
+            pyarrow.map_(pyarrow.int64(), of_text),
+            [[(1, [("a", 2)])], None, []],
+            [[[1, {"a": 2}]], None, []],
+        ),
+    }
+    arrays = {name: pyarrow.array(values, kind) for name, (kind, values, _) in columns.items()}
+    first = {"path": ["pictures/a.jpg"] * 3, "caption": ["x"] * 3}
+    parquet.write_table(pyarrow.table({**first, **arrays}), tmp_path / "t.parquet")
+    pack(tmp_path / "t.parquet", tmp_path / "out", progress=False)
+    assert fields_of(tmp_path / "out") == [
+        {name: wanted[row] for name, (*_, wanted) in columns.items()} for row in range(3)
+    ]
+
+
+@pytest.mark.parametrize("column", ["caption ", " caption", "caption"])
+def test_another_column_named_caption_is_no_caption(pictures: Path, tmp_path: Path, column: str) -> None:
+    line = {"path": "pictures/a.jpg", "title": "one", column: "two"}
+    (tmp_path / "t.jsonl").write_text(json.dumps(line) + "\n")
+    report = pack(tmp_path / "t.jsonl", tmp_path / "out", caption_column="title", progress=False)
+    assert report.fields == {column: "caption_"}
+    assert fields_of(tmp_path / "out") == [{"caption_": "two"}]
 
 
 def test_values_of_parquet_that_json_does_not_know(pictures: Path, tmp_path: Path) -> None:
