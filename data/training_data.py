@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,14 @@ def packed_images(
     """
     found: list[tuple[Color | None, bool]] = []
     if chief:
-        starts = [sum(manifest.sources[:number]) for number in range(len(manifest.sources))]
-        for source, start in zip(settings.sources, starts, strict=True):
-            if source not in BUILTIN:
-                found.append(_packed(manifest.urls[start]))
+        ends = list(accumulate(manifest.sources))
+        folders = {
+            _packed_folder(manifest.urls[number]): None  # in order, each once
+            for source, count, end in zip(settings.sources, manifest.sources, ends, strict=True)
+            if source not in BUILTIN
+            for number in range(end - count, end)
+        }
+        found = [_packed(folder) for folder in folders]
     stated = json.loads(share(json.dumps(found).encode()))
     backgrounds = {None if ground is None else (ground[0], ground[1], ground[2]) for ground, _ in stated}
     uprights = {upright for _, upright in stated}
@@ -164,10 +169,16 @@ def packed_images(
     )
 
 
-def _packed(shard: str) -> tuple[Color | None, bool]:
-    """Background and orientation by the card of the packed set that a shard belongs to; as open_clip elsewhere."""
+def _packed_folder(shard: str) -> str:
+    """The folder whose card tells of a shard's images; "" where there is none."""
     folder, _, split = shard.rpartition("/")[0].rpartition("/")
-    if split not in ("train", "test") or shard.startswith("pipe:") or "?" in shard:
+    named = split in ("train", "test") and not shard.startswith("pipe:") and "?" not in shard
+    return folder if named else ""
+
+
+def _packed(folder: str) -> tuple[Color | None, bool]:
+    """Background and orientation by the card of a packed set; as open_clip elsewhere."""
+    if not folder:
         return _OPEN_CLIP
     try:
         text = _card(f"{folder}/card.json")

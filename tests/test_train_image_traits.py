@@ -53,7 +53,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "table.csv").write_text("\n".join(lines))
     pack(folder / "table.csv", folder / "as_is", keep_orientation=True, progress=False)
     pack(folder / "table.csv", folder / "upright", progress=False)
-    pack(folder / "table.csv", folder / "white", background="white", progress=False)
+    for name, color in (("white", "white"), ("white2", "#fff"), ("black", "black")):
+        pack(folder / "table.csv", folder / name, background=color, progress=False)
     return folder
 
 
@@ -158,6 +159,12 @@ def test_what_pack_did_is_recorded_and_done_to_raw_images(
         ("white", Decoding(background=(255, 255, 255), upright=True), ""),
         ("white/train", Decoding(background=(255, 255, 255), upright=True), ""),
         ("white/train/{0..0}.tar upright/train/0.tar", Decoding(upright=True), "different backgrounds"),
+        ("{white,black,upright}/train/0.tar", Decoding(upright=True), "different backgrounds"),
+        ("{white,black}/train/0.tar", Decoding(upright=True), "different backgrounds"),
+        ("{white,white2}/train/0.tar", Decoding(background=(255, 255, 255), upright=True), ""),
+        ("white*/train/*.tar", Decoding(background=(255, 255, 255), upright=True), ""),
+        ("[bw]*/train/*.tar", Decoding(upright=True), "different backgrounds"),
+        ("{upright,as_is}/train/0.tar", Decoding(), "some sources of data.train were packed upright"),
         ("as_is upright", Decoding(), "some sources of data.train were packed upright and others not"),
         ("plain upright", Decoding(), "some sources of data.train were packed upright and others not"),
         ("as_is plain", Decoding(), ""),
