@@ -6,6 +6,7 @@ projections transposed.
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from clipkit.architectures import Architecture, TextTower, VisionTower
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.image_traits import Decoding
 from clipkit.preprocess import Preprocess
 from clipkit.stored_shape import mlp_ratio
 from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
@@ -49,6 +51,7 @@ _TRANSPOSED = {"visual.proj", "text_projection"}
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 # CLIPImageProcessor's defaults
 _SIZES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
+_OWN = "clipkit"  # the key of clipkit's own settings in preprocessor_config.json, which transformers ignores
 _QKV = ("q_proj", "k_proj", "v_proj")
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}
 # CLIPVisionConfig's and CLIPTextConfig's defaults: a config.json may leave out what equals them
@@ -183,6 +186,8 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
     activation = "quick_gelu" if shape.quick_gelu else "gelu"
     both = {"hidden_act": activation, "layer_norm_eps": 1e-5, "projection_dim": shape.embed_dim}
     size = preprocess.image_size
+    decoding = preprocess.decoding
+    own = {} if decoding == Decoding() else {_OWN: asdict(decoding)}
     return {
         "config.json": {
             "architectures": ["CLIPModel"],
@@ -225,6 +230,7 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
             "do_normalize": True,
             "image_mean": list(preprocess.mean),
             "image_std": list(preprocess.std),
+            **own,
         },
     }
 
@@ -248,6 +254,10 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
     for theirs, ours in (("image_mean", "mean"), ("image_std", "std")):
         if config.get(theirs) is not None:
             values[ours] = config[theirs]
+    own = config.get(_OWN, {})
+    if not isinstance(own, Mapping) or own.keys() - {"background", "upright"}:
+        raise CheckpointError(f"{where}: {_OWN} = {own!r} is not a background and upright")
+    values.update(own)
     return Preprocess.from_dict({**Preprocess(image_size=image_size).to_dict(), **values})
 
 

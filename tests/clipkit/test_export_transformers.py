@@ -151,6 +151,41 @@ def test_pictures_that_are_squashed_are_so_in_transformers(rgb: list[Image.Image
     assert apart(found["pixel_values"] * steps, expected * steps) <= 1 + 1e-3
 
 
+@pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
+@pytest.mark.parametrize("chosen", [{"background": "#010203", "upright": True}, {"upright": True}, {}])
+def test_a_background_and_an_orientation_come_back(
+    target: str,
+    chosen: dict[str, Any],
+    rgb: list[Image.Image],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from transformers import AutoImageProcessor, AutoProcessor, CLIPImageProcessor
+    from transformers.utils import logging
+
+    model = model_of("quick_gelu")
+    plain = model.preprocess
+    export(model, tmp_path / "plain", to=[target])
+    model.preprocess = plain.with_decoding(**chosen)
+    export(model, tmp_path / "out", to=[target])
+    same_model(clipkit.load(tmp_path / "out"), model)
+    files = [(tmp_path / name / "preprocessor_config.json").read_bytes() for name in ("plain", "out")]
+    assert (files[0] == files[1]) == (not chosen)  # without options, the file is what it was
+    # transformers ignores them without a word, keeps them, and gives what it gives without
+    logger = logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        for loader in (AutoProcessor, AutoImageProcessor, CLIPImageProcessor):
+            found, expected = (loader.from_pretrained(tmp_path / name) for name in ("out", "plain"))
+            values = [one(images=rgb, return_tensors="pt")["pixel_values"] for one in (found, expected)]
+            assert torch.equal(*values)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+    AutoImageProcessor.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "out")
+    assert clipkit.load(tmp_path / "out").preprocess == model.preprocess
+
+
 # --- sentence-transformers ------------------------------------------------------------------------------------
 
 

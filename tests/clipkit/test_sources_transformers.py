@@ -128,6 +128,7 @@ def test_preprocessing_is_that_of_the_image_processor(tmp_path: Path) -> None:
         {"do_center_crop": False}, {"resample": 0}, {"resample": "bicubic"}, {"resample": [3]},
         {"size": {"shortest_edge": 256}, "crop_size": 224}, {"size": {"height": 224, "width": 200}},
         {"size": {"longest_edge": 224}}, {"size": [224, 224]}, {"crop_size": {"height": 224}, "size": 200},
+        {"clipkit": True}, {"clipkit": {"background": "white"}}, {"clipkit": {"upright": 1}}, {"clipkit": {"x": 1}},
         {"image_mean": [0.5, 0.5]}, {"image_std": [0, 1, 1]}, {"image_mean": "x"}, {"image_std": {}},
     ],
 )  # fmt: skip
