@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.image_traits import TraitCounts, color_of
+from clipkit.image_traits import Color, TraitCounts, color_of
 from clipkit.model import CLIP
 from clipkit.preprocess import ImageLike, pixels_and_traits
 from clipkit.zero_shot import (
@@ -37,7 +37,7 @@ def load(
     image_size: int = 0,
     context_length: int = 0,
     device: str | torch.device = "cpu",
-    background: str | None = None,
+    background: str | Color | None = None,
     upright: bool | None = None,
 ) -> CLIP:
     """A trained model, in float32 and evaluation mode; its ``origin`` says what was found.
@@ -50,8 +50,8 @@ def load(
         image_size: another side of the pictures, in pixels: the position embeddings are resampled. 0 keeps it.
         context_length: another longest text, in tokens, at least 2; 0 keeps it.
         device: where to put it, such as "cuda:1".
-        background: color that transparent images are laid on, by name or as "#rrggbb"; "none" drops their alpha
-            channel, as open_clip does. None is what the model was trained with.
+        background: color that transparent images are laid on, by name, as "#rrggbb" or as red, green and blue, each
+            0–255; "none" drops their alpha channel, as open_clip does. None is what the model was trained with.
         upright: whether the EXIF orientation of images is applied, which open_clip does not do. None likewise.
 
     Raises:

@@ -6,7 +6,7 @@ under it, and ignores an EXIF orientation. ``Decoding`` says otherwise; ``Traits
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from clipkit.errors import ConfigError
 
@@ -24,6 +24,7 @@ __all__ = [
     "color_of",
     "flattened",
     "hex_of",
+    "is_rgb",
     "is_transparent",
     "orientation_of",
     "upright_image",
@@ -115,25 +116,42 @@ class TraitCounts:
         return f"{count:,} of {self.images:,} image{'s' * (self.images != 1)} {'is' if count == 1 else 'are'}"
 
 
-def color_of(name: str, *, setting: str = "background") -> Color | None:
-    """Red, green and blue, each 0–255, of a color's name or "#rrggbb"; None for "none".
+def color_of(color: str | Color, *, setting: str = "background") -> Color | None:
+    """Red, green and blue, each 0–255, of a color; None for "none".
 
     Args:
-        name: of the color.
-        setting: what the user has set to it, for the message.
+        color: by name, as "#rrggbb", or as these three.
+        setting: the name of the user's setting, for the message.
 
     Raises:
-        ConfigError: it is no color.
+        ConfigError: it is not a color, or not an opaque one.
     """
     from PIL import ImageColor
 
-    if name.strip().lower() == "none":
-        return None
-    try:
-        red, green, blue = ImageColor.getrgb(name)[:3]
-    except ValueError:
-        raise ConfigError(f"{setting} = {name!r} is not a color: give one as white or #ffffff") from None
-    return red, green, blue
+    rgb: object = color
+    alpha: tuple[int, ...] = ()
+    if isinstance(color, str):
+        if color.strip().lower() == "none":
+            return None
+        try:
+            parsed: tuple[int, ...] = ImageColor.getrgb(color)
+        except ValueError:
+            parsed = ()
+        rgb, alpha = parsed[:3], parsed[3:]
+    if not is_rgb(rgb):
+        raise ConfigError(f"{setting} = {color!r} is not a color: give one as white or #ffffff")
+    if alpha not in ((), (255,)):
+        raise ConfigError(f"{setting} = {color!r} is not opaque: give a color such as white or #ffffff")
+    return rgb
+
+
+def is_rgb(values: object) -> TypeGuard[Color]:
+    """Whether these are red, green and blue, each 0–255."""
+    return (
+        isinstance(values, tuple)
+        and len(values) == 3
+        and all(type(one) is int and 0 <= one <= 255 for one in values)
+    )
 
 
 def hex_of(color: Color | None) -> str:

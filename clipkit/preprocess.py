@@ -29,6 +29,7 @@ from clipkit.image_traits import (
     Traits,
     color_of,
     flattened,
+    is_rgb,
     is_transparent,
     orientation_of,
     upright_image,
@@ -97,7 +98,7 @@ class Preprocess:
             ("interpolation", self.interpolation in _INTERPOLATIONS, " or ".join(_INTERPOLATIONS)),
             ("resize_mode", self.resize_mode in _RESIZE_MODES, " or ".join(_RESIZE_MODES)),
             ("fill_color", type(fill) is int and 0 <= fill <= 255, "from 0 to 255"),
-            ("background", ground is None or _is_rgb(ground), "three whole numbers from 0 to 255"),
+            ("background", ground is None or is_rgb(ground), "three whole numbers from 0 to 255"),
             ("upright", type(self.upright) is bool, "true or false"),
         ):
             if not right:
@@ -115,11 +116,12 @@ class Preprocess:
         """What is done about transparency and orientation."""
         return Decoding(background=self.background, upright=self.upright)
 
-    def with_decoding(self, *, background: str | None = None, upright: bool | None = None) -> Self:
+    def with_decoding(self, *, background: str | Color | None = None, upright: bool | None = None) -> Self:
         """The same with another background or orientation.
 
         Args:
-            background: a color, by name or as "#rrggbb"; "none" drops the alpha channel; None keeps what it is.
+            background: a color, by name, as "#rrggbb" or as red, green and blue; "none" drops the alpha channel;
+                None keeps what it is.
             upright: whether an EXIF orientation is applied; None keeps what it is.
 
         Raises:
@@ -164,14 +166,6 @@ class Preprocess:
 
 def _is_colour(values: tuple[float, ...]) -> bool:
     return len(values) == 3 and all(map(math.isfinite, values))
-
-
-def _is_rgb(values: object) -> bool:
-    return (
-        isinstance(values, tuple)
-        and len(values) == 3
-        and all(type(one) is int and 0 <= one <= 255 for one in values)
-    )
 
 
 def eval_pixels(source: ImageLike, preprocess: Preprocess, *, fast: bool = False) -> Tensor:

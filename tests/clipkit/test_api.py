@@ -287,3 +287,8 @@ def test_a_model_is_loaded_with_a_background_and_an_orientation(
     assert model_hash(other) == model_hash(tiny)
     with pytest.raises(ConfigError, match="'wite' is not a color"):
         clipkit.load(tmp_path / "plain", background="wite")
+    assert loaded.preprocess.background == (255, 255, 255)
+    again = clipkit.load(tmp_path / "plain", background=loaded.preprocess.background, upright=True)
+    assert again.preprocess == loaded.preprocess
+    with pytest.raises(ConfigError, match="background = 255 is not a color"):
+        clipkit.load(tmp_path / "plain", background=255)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -251,6 +252,23 @@ def test_a_color_is_a_name_or_numbers() -> None:
     assert color_of("none") is color_of("None") is None
     with pytest.raises(ConfigError, match="background = 'wite' is not a color: give one as white or #ffffff"):
         color_of("wite")
+    assert color_of((1, 2, 255)) == (1, 2, 255)
+    assert color_of("#ff0000ff") == color_of("#f00f") == (255, 0, 0)
+
+
+@pytest.mark.parametrize("color", ["#ff000000", "#ff0000fe", "#f000", "rgba(255, 0, 0, 0)"])
+def test_a_background_is_opaque(color: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(f'background = {color!r}')} is not opaque: .+$"):
+        color_of(color)
+
+
+@pytest.mark.parametrize(
+    "color",
+    [255, (1, 2), (0, 0, 256), (0, 0, -1), (0.5, 0, 0), (True, 0, 0), [0, 0, 0], b"white", "rgb(300,0,0)"],
+)
+def test_what_is_no_color_is_refused_in_one_line(color: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(f'background = {color!r}')} is not a color: .+$"):
+        color_of(color)
 
 
 def test_a_line_tells_what_is_not_applied_and_was_not_chosen() -> None:
