@@ -27,7 +27,14 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.image_traits import Decoding, Traits, flattened, is_transparent, orientation_of
+from clipkit.image_traits import (
+    Decoding,
+    Traits,
+    align_transparent_color,
+    flattened,
+    is_transparent,
+    orientation_of,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -280,6 +287,7 @@ def open_image(content: "bytes | Image") -> "Image":
 
     if not isinstance(content, bytes):
         _refuse_too_large(content.height, content.width)
+        align_transparent_color(content)
         return content
     if content.startswith(_SLOW):
         if len(content) > _MAX_SLOW:
@@ -292,6 +300,7 @@ def open_image(content: "bytes | Image") -> "Image":
         _refuse_many_scans(content, image.height * image.width)
     if image.format == "TIFF":
         _refuse_large_tiles(image)
+    align_transparent_color(image)
     return image
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "TraitCounts",
     "Traits",
     "add_decoding_options",
+    "align_transparent_color",
     "color_of",
     "flattened",
     "hex_of",
@@ -200,6 +201,24 @@ def _alpha(image: "Image") -> "Image":
             np.where(np.asarray(image) == image.info["transparency"], 0, 255).astype(np.uint8)
         )
     return image.convert("RGBA").getchannel("A")
+
+
+def align_transparent_color(image: "Image") -> None:
+    """Convert the transparent color of a PNG that is opened but not loaded to the values of its pixels.
+
+    Pillow scales the pixels to 8 bits, but leaves this color as the file has it. Of 16 bits per channel it keeps
+    only the upper 8, so that all pixels with the upper bits of this color count as transparent.
+    """
+    color = image.info.get("transparency")
+    tile = getattr(image, "tile", None)  # empty once the image is loaded
+    if image.format != "PNG" or color is None or not tile:
+        return
+    raw_mode = tile[0][3]
+    if raw_mode in ("L;2", "L;4"):
+        largest = 2 ** int(raw_mode[-1]) - 1
+        image.info["transparency"] = (color & largest) * (255 // largest)
+    elif raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(channel >> 8 for channel in color)
 
 
 def flattened(image: "Image", background: Color) -> "Image":

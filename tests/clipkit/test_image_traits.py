@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import struct
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +121,61 @@ def test_files_are_laid_on_a_background_as_pillow_reads_them(
     decoded = decode_file(data, decoding=Decoding(background=background))
     assert decoded.traits == Traits(transparent=transparent)
     assert np.array_equal(decoded.pixels, wanted)
+
+
+def png(bits: int, color: int, row: bytes, width: int, key: bytes) -> bytes:
+    """A PNG of one row with a transparent color, in forms that Pillow does not write."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        ends = struct.pack(">I", len(content)), struct.pack(">I", zlib.crc32(kind + content))
+        return ends[0] + kind + content + ends[1]
+
+    header = struct.pack(">IIBBBBB", width, 1, bits, color, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        chunk(kind, content)
+        for kind, content in (
+            (b"IHDR", header), (b"tRNS", key), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b""),
+        )
+    )  # fmt: skip
+
+
+GREY, RGB = 0, 2
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),  # red, green and blue of the row's pixels on (1, 2, 3)
+    [
+        (png(1, GREY, b"\x40", 2, b"\0\1"), [(0, 0, 0), (1, 2, 3)]),
+        (png(2, GREY, b"\x1b", 4, b"\0\1"), [(0,) * 3, (1, 2, 3), (170,) * 3, (255,) * 3]),
+        (png(2, GREY, b"\x1b", 4, b"\0\3"), [(0,) * 3, (85,) * 3, (170,) * 3, (1, 2, 3)]),
+        (png(4, GREY, b"\x12", 2, b"\0\1"), [(1, 2, 3), (34,) * 3]),
+        (png(4, GREY, b"\xf0", 2, b"\0\x0f"), [(1, 2, 3), (0,) * 3]),
+        (png(4, GREY, b"\x12", 2, b"\0\x11"), [(1, 2, 3), (34,) * 3]),  # only the lowest bits count
+        (png(4, GREY, b"\x12", 2, b"\0\3"), None),
+        (png(8, GREY, b"\1\x11", 2, b"\0\1"), [(1, 2, 3), (17,) * 3]),
+        (png(16, RGB, b"\xff" * 6 + b"\1\2\3\4\5\6", 2, b"\1\2\3\4\5\6"), [(255,) * 3, (1, 2, 3)]),
+        (png(16, RGB, b"\xff" * 6 + b"\1\2\3\4\5\6", 2, b"\xff" * 6), [(1, 2, 3), (1, 3, 5)]),
+        (png(16, RGB, b"\xff" * 6 + b"\1\2\3\4\5\6", 2, b"\0" * 6), None),
+        (png(8, RGB, b"\xff" * 3 + b"\1\3\5", 2, b"\0\1\0\3\0\5"), [(255,) * 3, (1, 2, 3)]),
+    ],
+)  # fmt: skip
+def test_the_transparent_color_of_a_png_counts_at_every_bit_depth(
+    data: bytes, wanted: list[Color] | None
+) -> None:
+    plain = decode_image(data)
+    decoded = decode_file(data, decoding=Decoding(background=(1, 2, 3)))
+    assert decoded.pixels[0].tolist() == (
+        plain[0].tolist() if wanted is None else [list(one) for one in wanted]
+    )
+    assert decoded.traits == decode_file(data).traits == Traits(transparent=wanted is not None)
+    assert np.array_equal(decode_file(data).pixels, plain)
+    squash = Preprocess(image_size=8, resize_mode="squash", background=(1, 2, 3))
+    opened = Image.open(io.BytesIO(data))
+    expected = eval_pixels(Image.fromarray(decoded.pixels), squash)
+    for _ in range(2):  # an image that the caller opened is read more than once
+        for source in (data, opened):
+            found, traits = pixels_and_traits(source, squash)
+            assert torch.equal(found, expected) and traits == decoded.traits
 
 
 @pytest.mark.parametrize("name", list(PICTURES))
