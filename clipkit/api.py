@@ -70,7 +70,7 @@ def load(
         raise ConfigError("context_length = 1 does not fit: at least 2, for the start and the end of a text")
     place = _device(device)
     if background is not None:
-        color_of(background)  # a mistake is told before weights are read
+        color_of(background)  # fails before weights are read
     _check_path(str(source))
     model = open_source(str(source), name=name, image_size=image_size, context_length=context_length)
     model.preprocess = model.preprocess.with_decoding(background=background, upright=upright)

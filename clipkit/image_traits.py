@@ -161,7 +161,7 @@ def hex_of(color: Color | None) -> str:
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Declare ``--background`` and ``--upright``; ``default`` tells what holds without them."""
+    """Declare ``--background`` and ``--upright``; ``default`` says what applies without them."""
     parser.add_argument(
         "--background",
         metavar="COLOR",

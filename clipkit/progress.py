@@ -151,12 +151,12 @@ class BadSampleLines:
 
 
 class TraitLines:
-    """Tells of transparent and of rotated images that are used as they are, once for each kind of them.
+    """Prints how many transparent and how many rotated images are used as they are, once per kind.
 
     Args:
         progress: where the lines go.
         decoding: of the training.
-        background: ``data.background`` of the run; where it is set, nothing is said of transparent images.
+        background: ``data.background`` of the run; where it is set, transparent images are not reported.
         upright: ``data.upright`` likewise.
     """
 
@@ -171,7 +171,7 @@ class TraitLines:
         self._told: set[tuple[str, str]] = set()
 
     def say(self, whose: str, counts: TraitCounts) -> None:
-        """Tell what some images have, unless it was told of the same ones already."""
+        """Print a note for each trait that some images have, once for each ``whose``."""
         for trait, line in counts.lines(self._decoding, **self._options).items():
             if (whose, trait) not in self._told:
                 self._told.add((whose, trait))

@@ -170,7 +170,7 @@ def packed_images(
 
 
 def _packed_folder(shard: str) -> str:
-    """The folder whose card tells of a shard's images; "" where there is none."""
+    """The folder whose card describes a shard's images; "" where there is none."""
     folder, _, split = shard.rpartition("/")[0].rpartition("/")
     named = split in ("train", "test") and not shard.startswith("pipe:") and "?" not in shard
     return folder if named else ""

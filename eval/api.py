@@ -61,7 +61,7 @@ def evaluate(
         ConfigError: a task is unknown.
         TypeError: the model is none, or there is no dataset.
     """
-    told = isinstance(model, Subject)
+    reported = isinstance(model, Subject)  # by whoever made it
     if not isinstance(model, Subject):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
@@ -84,7 +84,7 @@ def evaluate(
             append_results(
                 Path(out), found, step=step, provenance=facts, seconds=round(time.monotonic() - start, 3)
             )
-    for (name, split), counts in () if told else subject.encoder.counts.items():
+    for (name, split), counts in () if reported else subject.encoder.counts.items():
         for line in counts.lines(
             subject.encoder.model.preprocess.decoding,
             background="background='white' in clipkit.load",
