@@ -51,7 +51,8 @@ class Manifest:
 
 
 def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Why a folder that is made so cannot be gone on with so, or ""."""
+    """Why encoding into an existing folder cannot continue with these settings, or ""."""
+    changes = []
     for name, what in _SETTINGS.items():
         then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
         if then == now:
@@ -60,7 +61,9 @@ def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
             then, now = (
                 f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, wanted)
             )
-        return f"{what} was {then}, now it is {now}"
+        changes.append(f"{what} was {then}, now it is {now}")
+    if changes:
+        return "; ".join(changes)
     before, now = (list(map(_spelled, values.get("sources", []))) for values in (stored, wanted))
     missing = sorted((Counter(before) - Counter(now)).elements())
     if not missing:

@@ -36,9 +36,10 @@ _LARGEST = 64 * 2**20  # bytes of a results file or a configuration
 
 @dataclass(frozen=True, kw_only=True)
 class KnownScore:
-    """One score of the exported weights; values are 0–1, ``low`` and ``high`` the ends of the 95% interval.
+    """One score of the exported weights; ``low`` and ``high`` are the ends of the 95% interval.
 
-    ``chance`` is what guessing scores, where that is known.
+    Values are 0–1, those of metrics called ``…_rank`` count from 1. ``chance`` is what guessing scores, where
+    that is known; ``setting`` tells apart the scores of one task, such as "k=20".
     """
 
     dataset: str
@@ -49,6 +50,7 @@ class KnownScore:
     low: float
     high: float
     chance: float | None = None
+    setting: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +89,13 @@ def source_of(model: CLIP) -> Source:
 
 
 def _scores(results: str, step: int) -> tuple[KnownScore, ...]:
-    """The last line of each dataset, task and metric at one step; unfinished lines are passed over."""
-    latest: dict[tuple[str, str, str], KnownScore] = {}
+    """The last line of each dataset, task, setting and metric at one step; unfinished lines are skipped."""
+    latest: dict[tuple[str, str, str, str], KnownScore] = {}
     for text in results.splitlines():
         line = _object(text)
         wanted = {one.name: line.get(one.name) for one in fields(KnownScore)}
-        kinds = {"dataset": str, "task": str, "metric": str, "n": int}
+        wanted["setting"] = line.get("setting", "")
+        kinds = {"dataset": str, "task": str, "setting": str, "metric": str, "n": int}
         right = all(
             (isinstance(value, kinds.get(name, int | float)) and not isinstance(value, bool))
             or (name == "chance" and value is None)
@@ -100,7 +103,7 @@ def _scores(results: str, step: int) -> tuple[KnownScore, ...]:
         )
         if line.get("step") == step and right:
             score = KnownScore(**wanted)  # type: ignore[arg-type]
-            latest[score.dataset, score.task, score.metric] = score
+            latest[score.dataset, score.task, score.setting, score.metric] = score
     return tuple(latest.values())
 
 
@@ -253,12 +256,12 @@ def _score_table(source: Source) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for score in source.scores:
-        names = " | ".join(_cell(text) for text in (score.dataset, score.task, score.metric))
-        low, high = 100 * score.low, 100 * score.high
-        chance = "" if score.chance is None else f"{100 * score.chance:.2f}%"
-        lines.append(
-            f"| {names} | {100 * score.value:.1f}% | {low:.1f}–{high:.1f}% | {chance} | {score.n:,} |"
-        )
+        task = f"{score.task} {score.setting}".strip()
+        names = " | ".join(_cell(text) for text in (score.dataset, task, score.metric))
+        scale, unit = (1, "") if score.metric.endswith("_rank") else (100, "%")
+        value, low, high = (f"{scale * one:.1f}" for one in (score.value, score.low, score.high))
+        chance = "" if score.chance is None else f"{scale * score.chance:.2f}{unit}"
+        lines.append(f"| {names} | {value}{unit} | {low}–{high}{unit} | {chance} | {score.n:,} |")
     return "\n".join(lines)
 
 

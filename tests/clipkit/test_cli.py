@@ -480,6 +480,11 @@ def test_embeddings_follow_the_background_and_the_orientation(
     for out, options, cause in (
         ("as_is", ["--background", "white"], r"background \(--background\) was none, now it is #ffffff"),
         ("as_is", ["--upright"], r"\(--upright\) was False, now it is True"),
+        (
+            "as_is",
+            ["--upright", "--background", "red"],
+            r"is #ff0000; .*\(--upright\) was False, now it is True",
+        ),
         ("chosen", ["--upright"], r"background \(--background\) was #ffffff, now it is none"),
     ):
         with pytest.raises(ConfigError, match=cause):

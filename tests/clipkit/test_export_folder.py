@@ -308,9 +308,13 @@ def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capt
 
 def test_scores_can_be_given(model: CLIP, tmp_path: Path) -> None:
     score = KnownScore(dataset="birds", task="retrieval", metric="R@1", value=0.25, n=10, low=0.1, high=0.4)
-    export(model, tmp_path / "out", to=["timm"], source=Source(scores=(score,)))
+    rank = replace(score, metric="image_to_text_mean_rank", value=3.0, low=1.8, high=4.2)
+    knn = replace(score, task="knn", metric="acc1", setting="k=20 plain")
+    export(model, tmp_path / "out", to=["timm"], source=Source(scores=(score, rank, knn)))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| birds | retrieval | R@1 | 25.0% | 10.0–40.0% |  | 10 |" in card
+    assert "| birds | retrieval | image_to_text_mean_rank | 3.0 | 1.8–4.2 |  | 10 |" in card
+    assert "| birds | knn k=20 plain | acc1 | 25.0% |" in card
     assert "pipeline_tag" not in card and "## Training" not in card
 
 
