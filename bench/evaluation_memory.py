@@ -13,6 +13,7 @@ import threading
 import time
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from clipkit.text_input import ClipTokenizer
 from data.shards import Sample
 from eval.dataset import DEFAULT_TEMPLATES, EvalDataset
 from eval.encode import ImageFeatures
@@ -79,6 +81,7 @@ class MadeUp:
         labels[-1], order = 0, np.arange(rows)
         order[-1] = 0  # a picture that is there twice: the rows do not follow each other
         self._images = ImageFeatures(lambda name: table.column(name, order))
+        self.encoder = SimpleNamespace(model=SimpleNamespace(tokenizer=ClipTokenizer()))
         self.stored = rows * dim * 4
         classes = task == "zero-shot"
         self.dataset = EvalDataset(
@@ -114,7 +117,7 @@ def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="clipkit-bench-") as scratch:
         subject: Any = MadeUp(Path(scratch), task, rows, columns, dim)
-        watcher = threading.Thread(target=watch)
+        watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         began = time.perf_counter()
         outcome = KNOWN_TASKS[task].run(subject, Options())
