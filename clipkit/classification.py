@@ -269,9 +269,8 @@ class _Csv:
         self._write_row(safe_cell(guess.picture), safe_cell(guess.source), *cells)
 
     def _write_row(self, *cells: str) -> None:
-        row = (
-            io.StringIO()
-        )  # with a line terminator of "\n" Python before 3.13 does not quote a carriage return
+        # with a line terminator of "\n" Python before 3.13 does not quote a carriage return
+        row = io.StringIO()
         csv.writer(row).writerow(cells)
         self._file.write(row.getvalue().removesuffix("\r\n") + "\n")
 

@@ -93,7 +93,7 @@ class TraitCounts:
             self.rotated += traits.rotated
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
-        """By the name of each trait that some images have and that is not applied, a line that says so.
+        """Warnings for traits that some images have and that are not applied, by the trait's name.
 
         Args:
             decoding: how they were decoded.
@@ -180,10 +180,7 @@ def is_transparent(image: "Image") -> bool:
         return False
     try:
         low, _ = _alpha(image).getextrema()
-    except (
-        TypeError,
-        ValueError,
-    ):  # a transparent color that does not fit the mode, which Pillow ignores too
+    except (TypeError, ValueError):  # a transparent color of another mode, which Pillow ignores too
         return False
     assert isinstance(low, int | float)
     return low < 255
