@@ -1,5 +1,6 @@
 """Scores and the file that keeps them: ``results.jsonl``, appended to and never rewritten."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -86,8 +87,8 @@ def append_results(
 ) -> None:
     """Append one line a score: step, the score's fields, the seconds that its task took, then the provenance.
 
-    All lines go out in one write at the end of the file, so that programs which append at the same time do not
-    mix. If a killed program has left half a line there, it is closed first.
+    The file is locked while the lines are appended, so that lines of programs which append at the same time do
+    not mix. If a killed program has left an incomplete line at the end, it is terminated first.
 
     Raises:
         DataError: the file cannot be written.
@@ -100,6 +101,8 @@ def append_results(
     try:
         file = _open_to_append(path)
         try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
             size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":
                 data = b"\n" + data

@@ -78,14 +78,14 @@ def test_programs_that_append_at_once_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     program = (
         "import sys; from pathlib import Path; from eval import Score, append_results\n"
-        "one = Score(dataset=sys.argv[2] * 3000, task='t', metric='m', value=0, n=1, low=0, high=1, chance=0)\n"
-        "for step in range(50): append_results(Path(sys.argv[1]), [one] * 4, step=step, provenance={})"
-    )
-    programs = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "ab"]
-    assert [one.wait(60) for one in programs] == [0, 0]
+        "one = Score(dataset=sys.argv[2] * 60000, task='t', metric='m', value=0, n=1, low=0, high=1, chance=0)\n"
+        "for step in range(40): append_results(Path(sys.argv[1]), [one] * 4, step=step, provenance={})"
+    )  # lines of many pages: a write that long is visible in part while it goes on
+    programs = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "abc"]
+    assert [one.wait(60) for one in programs] == [0, 0, 0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 400
-    runs = [[line["dataset"][0] for line in lines[i : i + 4]] for i in range(0, 400, 4)]
+    assert len(lines) == 480
+    runs = [[line["dataset"][0] for line in lines[i : i + 4]] for i in range(0, 480, 4)]
     assert all(len(set(run)) == 1 for run in runs)
 
 
