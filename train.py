@@ -27,72 +27,91 @@ if __name__ == "__main__":
 
 import torch
 
-from clipkit import distributed, not_finite
-from clipkit.accumulation import check_rows
-from clipkit.architectures import Architecture, ClassTable
-from clipkit.arguments import Parser, number, whole
-from clipkit.averaging import AveragedWeights
-from clipkit.checkpoint import latest_checkpoint, passed_over
-from clipkit.checkpoint_writer import CheckpointWriter
-from clipkit.compile import compile_blocks
-from clipkit.config import Config
-from clipkit.config_file import load_config, to_toml
-from clipkit.cost_table import cost_table
-from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, nearest, run_command
-from clipkit.image_traits import TraitCounts
-from clipkit.locking import Unfreezing, lock
-from clipkit.machines import Machine, published_memory
-from clipkit.model import CLIP, MAX_LOGIT_SCALE
-from clipkit.not_finite import write_down
-from clipkit.optim import learning_rate, make_optimizer
-from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.peak_rate import PUBLISHED_BF16, measured_peak, published_peak
-from clipkit.process import StopRequest, end_with_launcher, launcher_of, loss_after
-from clipkit.profiling import Profile
-from clipkit.progress import BadSampleLines, MetricsLog, ProgressLine, TraitLines, drop_lines_after
-from clipkit.recompute import recompute_blocks
-from clipkit.resume import as_replayed, load_training
-from clipkit.run_costs import Costs, run_costs
-from clipkit.run_folder import (
+from clipkit import distributed
+from clipkit.config import Config, load_config, settings_reference, to_toml
+from clipkit.errors import (
+    CheckpointError,
+    ClipkitError,
+    ConfigError,
+    DataError,
+    Parser,
+    StopRequest,
+    end_with_launcher,
+    launcher_of,
+    loss_after,
+    nearest,
+    number,
+    run_command,
+    whole,
+)
+from clipkit.files.traits import TraitCounts
+from clipkit.files.urls import shown, without_secrets
+from clipkit.formats.checkpoint import latest_checkpoint, passed_over
+from clipkit.model.architectures import Architecture, ClassTable
+from clipkit.model.clip import CLIP, MAX_LOGIT_SCALE
+from clipkit.training import guards
+from clipkit.training.build import Unfreezing, first_model, flops_of_steps, lock, scored_weights, shape_of
+from clipkit.training.checkpoint import (
+    CheckpointWriter,
+    LoopState,
     append_bad_samples,
+    as_replayed,
     bad_share,
     check_bad_samples,
     drop_bad_samples_after,
     list_truncated,
+    load_training,
     only_trainer_of,
+    planned_steps,
     too_many_bad,
 )
-from clipkit.run_notes import beginning, notes
-from clipkit.running_statistics import RunningStatistics
-from clipkit.settings_reference import settings_reference
-from clipkit.spikes import is_spike, next_usual
-from clipkit.step_metrics import StepMetrics
-from clipkit.stopwatch import Stopwatch
-from clipkit.teacher import Teacher
-from clipkit.training_model import first_model, flops_of_steps, scored_weights, shape_of
-from clipkit.training_state import LoopState, planned_steps
-from clipkit.training_step import TrainingStep
-from clipkit.urls import shown, without_secrets
-from data.device_decode import require_nvjpeg
-from data.loader import Loader
-from data.order import Order
-from data.prefetch import DeviceBatches
-from data.shards import Shards
-from data.stages import small_stages
-from data.starvation import Starvation
-from data.training_data import (
+from clipkit.training.costs import Costs, cost_table, run_costs
+from clipkit.training.ema import AveragedWeights, RunningStatistics
+from clipkit.training.guards import is_spike, next_usual, write_down
+from clipkit.training.machines import PUBLISHED_BF16, Machine, measured_peak, published_memory, published_peak
+from clipkit.training.metrics import (
+    BadSampleLines,
+    MetricsLog,
+    Profile,
+    ProgressLine,
+    StepMetrics,
+    Stopwatch,
+    TraitLines,
+    beginning,
+    drop_lines_after,
+    notes,
+)
+from clipkit.training.optim import learning_rate, make_optimizer
+from clipkit.training.parallel import (
+    clip_gradients,
+    compile_blocks,
+    complete_gradients,
+    recompute_blocks,
+    replicated,
+    shard,
+    without_values,
+)
+from clipkit.training.step import Teacher, TrainingStep, check_rows
+from data.augment import require_nvjpeg
+from data.loader import (
+    DeviceBatches,
+    Loader,
+    Starvation,
     augmentation_of,
     open_training_data,
     other_data,
     other_teacher,
     packed_images,
+    small_stages,
     teacher_features,
     trained_preprocess,
 )
+from data.order import Order
+from data.shards.samples import Shards
 from eval import check_tasks, open_datasets
-from eval.ranks import Ranks
+from eval.features.encoder import Ranks
 from eval.report import build_report
-from eval.scorer import Scorer
+from eval.run import Scorer
 
 GPUS_OF_HOST = 8  # where nothing is said
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.toml"
@@ -237,7 +256,7 @@ def main() -> int:
         trained = replicated(model)
         if options.replay:
             batch = loader.on_device(loader.batch(state.step), state.step, device)
-            print("\n".join(not_finite.replayed(model, compute, batch, state.step, loader.names(batch.ids))))
+            print("\n".join(guards.replayed(model, compute, batch, state.step, loader.names(batch.ids))))
             return 0
 
         # 7. The loop.
@@ -354,7 +373,7 @@ def main() -> int:
                     write_down(run, loader.names(batch.ids), step=step, rank=rank)
                     statistics.put_back()
                     writer.save_now(model, optimizer, replace(state, seconds=clock() - began), averaged)
-                    raise ClipkitError(not_finite.line(run, step, loss, norm))
+                    raise ClipkitError(guards.line(run, step, loss, norm))
 
                 # 7d. One update, unless the gradient is a spike.
                 watch.begin("optimizer")

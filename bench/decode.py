@@ -54,12 +54,12 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
-from clipkit.decode import decode_image
+from clipkit.files.decode import decode_image
 from data.augment import Augmentation, empty_batch, random_of, training_pixels
 from data.loader import Loader
 from data.order import Order
-from data.shard_file import ShardFile
-from data.shards import Shards
+from data.remote.shard_file import ShardFile
+from data.shards.samples import Shards
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, SHARDS = 32, 2

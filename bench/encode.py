@@ -35,11 +35,10 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 import clipkit
-from clipkit.encode import encode
-from clipkit.feature_stream import FeatureStream
-from clipkit.pictures import Stream
-from clipkit.preprocess import batch_of
-from clipkit.read_ahead import one_core_each
+from clipkit.inference.encode import encode
+from clipkit.inference.inputs import Stream
+from clipkit.inference.stream import FeatureStream, one_core_each
+from clipkit.model.preprocess import batch_of
 
 RESULTS = Path(__file__).parent / "results"
 

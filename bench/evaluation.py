@@ -38,14 +38,8 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 import torch
 
 import clipkit
-from bench.evaluation_data import (
-    FAMILY,
-    publish,
-    publish_family,
-    templates,
-    tiny_twins,
-)
-from clipkit.flops import text_flops
+from bench.evaluation_data import FAMILY, publish, publish_family, templates, tiny_twins
+from clipkit.training.flops import text_flops
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("classifier", "three_tasks", "counted", "memory")
@@ -280,7 +274,7 @@ def counted(_: argparse.Namespace) -> Row:
 
     import eval.run
     from eval import Encoder
-    from eval.targets import find_targets
+    from eval.datasets.targets import find_targets
 
     cli = clip_benchmark()
     ours, theirs, transform, tokenizer = tiny_twins()

@@ -10,8 +10,8 @@ import open_clip
 from PIL import Image
 
 from clipkit import CLIP
-from clipkit.architectures import Architecture, TextTower, VisionTower
-from data.writer import DatasetWriter, Record
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from data.shards.writer import DatasetWriter, Record
 
 __all__ = ["FAMILY", "photo", "publish", "publish_family", "templates", "tiny_twins"]
 

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from clipkit.text_input import ClipTokenizer
-from data.shards import Sample
-from eval.dataset import DEFAULT_TEMPLATES, EvalDataset
-from eval.encode import ImageFeatures
-from eval.feature_store import FeatureTable, digest_of
+from clipkit.model.tokenizer import ClipTokenizer
+from data.shards.samples import Sample
+from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset
+from eval.features.encoder import ImageFeatures
+from eval.features.store import FeatureTable, digest_of
 from eval.tasks import KNOWN_TASKS, Options
 
 __all__ = ["MadeUp", "peak_of"]

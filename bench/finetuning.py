@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import eval as evaluation
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "finetuning.json"

@@ -15,8 +15,8 @@ GPU are timed on their own.
   bf16, AdamW as torch makes it; as it is, and compiled as a whole. At the same batch, or half of it until it fits.
 * open_clip itself, where it is installed, as it is.
 
-Rounds take turns, so that a GPU that slows down slows all. MFU counts what the mathematics needs (clipkit/flops.py)
-and is the same for all, over a product's rate measured here and over the data sheet's.
+Rounds take turns, so that a GPU that slows down slows all. MFU counts what the mathematics needs
+(clipkit/training/flops.py) and is the same for all, over a product's rate measured here and over the data sheet's.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from torch import Tensor
 from bench.gpu_checks import TINY, check
 from bench.gpu_steps import Batch, Contestant, clipkit_steps, make_batch, open_clip_steps, other_steps
 from bench.plain_clip import PlainCLIP, plain_loss
-from clipkit.architectures import ARCHITECTURES, Architecture
-from clipkit.compile import compile_blocks
-from clipkit.flops import step_flops
-from clipkit.loss import clip_loss
-from clipkit.model import create
-from clipkit.peak_rate import measured_peak, published_peak
+from clipkit.model.architectures import ARCHITECTURES, Architecture
+from clipkit.model.clip import create
+from clipkit.objectives.clip import clip_loss
+from clipkit.training.flops import step_flops
+from clipkit.training.machines import measured_peak, published_peak
+from clipkit.training.parallel import compile_blocks
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("ViT-B-32", "ViT-L-14", "ViT-B-16")

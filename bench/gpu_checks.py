@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.architectures import ARCHITECTURES
-from clipkit.compile import compile_blocks
 from clipkit.errors import ConfigError
-from clipkit.loss import clip_loss, siglip_loss
-from clipkit.model import CLIP, create
-from clipkit.patch_dropout import kept_patches
-from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.model.architectures import ARCHITECTURES
+from clipkit.model.clip import CLIP, create
+from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.model.towers import kept_patches
+from clipkit.objectives.clip import clip_loss, siglip_loss
+from clipkit.training.parallel import compile_blocks
 
 __all__ = ["TINY", "check"]
 
@@ -151,7 +151,7 @@ def _nvjpeg(device: torch.device) -> float | None:
         return None
     from torchvision.io import decode_jpeg, encode_jpeg
 
-    from data.device_decode import jpeg_decoder
+    from data.augment import jpeg_decoder
 
     try:
         decode = jpeg_decoder()

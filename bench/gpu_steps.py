@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from bench.plain_clip import plain_loss
-from clipkit.architectures import Architecture
 from clipkit.config import OptimConfig
-from clipkit.loss import clip_loss
-from clipkit.model import CLIP
-from clipkit.optim import adamw
-from clipkit.preprocess import OPENAI_MEAN, OPENAI_STD
-from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.model.architectures import Architecture
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import OPENAI_MEAN, OPENAI_STD
+from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.objectives.clip import clip_loss
+from clipkit.training.optim import adamw
 
 __all__ = ["Batch", "Contestant", "clipkit_steps", "make_batch", "open_clip_steps", "other_steps"]
 

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.tasks.feature_rows import Rows
-from eval.tasks.linear_probe import halving_search, penalty_of, sweep
-from eval.tasks.logistic import LogisticProblem
+from eval.tasks.logistic import LogisticProblem, Rows
+from eval.tasks.probe import halving_search, penalty_of, sweep
 
 RESULTS = Path(__file__).parent / "results"
 Split = tuple[Tensor, Tensor]

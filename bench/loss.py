@@ -39,7 +39,7 @@ Row = dict[str, float]
 def loss_of(side: str, name: str) -> Callable[..., Tensor]:
     """A loss of image features, text features, scale and, for siglip, bias."""
     if side == "clipkit":
-        from clipkit.loss import clip_loss, siglip_loss
+        from clipkit.objectives.clip import clip_loss, siglip_loss
 
         return clip_loss if name == "clip" else siglip_loss
     from open_clip.loss import ClipLoss, SigLipLoss
@@ -106,7 +106,7 @@ def carried_on(table: list[Row], dim: int) -> list[Row]:
 
     Memory needs two sizes of more rows than a tile has, time one.
     """
-    from clipkit.loss_tiles import tile_height
+    from clipkit.objectives.tiles import tile_height
 
     def parts(rows: float) -> list[float]:
         return [4.0 * rows * dim, 4.0 * rows * tile_height(int(rows), int(rows))]  # bytes: features, a tile

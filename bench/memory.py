@@ -29,14 +29,13 @@ import torch
 import webdataset
 from PIL import Image
 
-from clipkit.text_input import ClipTokenizer
-from data.captions import CaptionRule
+from clipkit.model.tokenizer import ClipTokenizer
+from data.captions import CaptionRule, Filter, Selection
 from data.loader import Loader
-from data.manifest import make_manifest
 from data.order import Order
-from data.selection import Filter, Selection
-from data.shards import Shards
-from data.sources import find_shards
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 50

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.array_file import Strings
-from data.manifest import Manifest
+from data.captions import Selection
 from data.order import Order
-from data.selection import Selection
+from data.shards.index import Strings
+from data.shards.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.architectures import TextTower
-from clipkit.family import from_open_clip, open_clip_config
-from clipkit.model import CLIP
-from clipkit.sources import from_open_clip_tensors
+from clipkit.formats.load import from_open_clip_tensors
+from clipkit.model.architectures import TextTower
+from clipkit.model.clip import CLIP
+from clipkit.model.names import from_open_clip, open_clip_config
 
 RESULTS = Path(__file__).with_name("results") / "parity_open_clip.json"
 # plain ViTs, ResNets, ConvNeXt, other backbones of timm, CoCa, EVA, SigLIP 1 and 2, MobileCLIP 1 and 2, CLIPA,

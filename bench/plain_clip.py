@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipkit.architectures import Architecture
+from clipkit.model.architectures import Architecture
 
 __all__ = ["PlainCLIP", "plain_loss"]
 

@@ -30,10 +30,10 @@ from pathlib import Path
 
 import webdataset
 
-from clipkit.tar import tar_files
-from data.index import index_of_members, with_content
-from data.shard_file import ShardFile
-from data.shards import Shards
+from clipkit.files.tar import tar_files
+from data.remote.shard_file import ShardFile
+from data.shards.index import index_of_members, with_content
+from data.shards.samples import Shards
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 import clipkit
-from clipkit.accumulation import backward
-from clipkit.architectures import Architecture
 from clipkit.config import OptimConfig
-from clipkit.family import architecture
-from clipkit.optim import adamw
-from clipkit.preprocess import OPENAI_MEAN, OPENAI_STD
-from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.model.architectures import Architecture
+from clipkit.model.names import architecture
+from clipkit.model.preprocess import OPENAI_MEAN, OPENAI_STD
+from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.training.optim import adamw
+from clipkit.training.step import backward
 
 RESULTS = Path(__file__).parent / "results"
 CONFIG = OptimConfig(lr=1e-5, warmup=0)

@@ -16,10 +16,10 @@ from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from clipkit.api import classify, encode_image, encode_text, load
-    from clipkit.loss import clip_loss
-    from clipkit.model import CLIP, create
-    from clipkit.tokenizer import tokenize
-    from clipkit.zero_shot import zero_shot_classifier
+    from clipkit.model.clip import CLIP, create
+    from clipkit.model.tokenizer import tokenize
+    from clipkit.model.zero_shot import zero_shot_classifier
+    from clipkit.objectives.clip import clip_loss
 
 __version__ = "0.1.0"
 
@@ -40,8 +40,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CLIP": "model", "classify": "api", "clip_loss": "loss", "create": "model", "encode_image": "api",
-    "encode_text": "api", "load": "api", "tokenize": "tokenizer", "zero_shot_classifier": "zero_shot",
+    "CLIP": "model.clip", "classify": "api", "clip_loss": "objectives.clip", "create": "model.clip",
+    "encode_image": "api", "encode_text": "api", "load": "api", "tokenize": "model.tokenizer",
+    "zero_shot_classifier": "model.zero_shot",
 }  # fmt: skip
 
 

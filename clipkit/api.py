@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.image_traits import Color, TraitCounts, color_of
-from clipkit.model import CLIP
-from clipkit.preprocess import ImageLike, pixels_and_traits
-from clipkit.zero_shot import (
+from clipkit.files.traits import Color, TraitCounts, color_of
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import ImageLike, pixels_and_traits
+from clipkit.model.zero_shot import (
     DEFAULT_TEMPLATES,
     check_batch_size,
     encode_prompts,
@@ -60,7 +60,7 @@ def load(
             cannot be had, or ``background`` is no color.
         TypeError: an argument is of another kind.
     """
-    from clipkit.sources import open_source
+    from clipkit.formats.load import open_source
 
     for what, given, kinds in (("source", source, (str, PathLike)), ("name", name, (str,))):
         if not isinstance(given, kinds):

@@ -1,31 +1,294 @@
 """The configuration of a run: frozen dataclasses, checked when they are made; nothing here loads torch.
 
-Each setting is explained here and nowhere else (``data`` in clipkit/data_config.py): ``train.py --settings`` prints
-it. ``clipkit.config_file`` reads and writes configurations. One never changes once it is read.
+Each setting is explained here and nowhere else (``data`` in clipkit/config.py): ``train.py --settings`` prints
+it. ``clipkit.config`` reads and writes configurations. One never changes once it is read.
 """
 
-from dataclasses import dataclass, field
+import re
+import sys
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from clipkit.data_config import DataConfig
-from clipkit.family import check_names
-from clipkit.setting import (
-    MOST,
-    Within,
-    above,
-    at_least,
-    between,
-    check,
-    default_of,
-    one_of,
-    require,
-    require_use,
-    setting,
-)
+from clipkit.errors import ConfigError, nearest
+from clipkit.files import urls
+from clipkit.files.traits import color_of
+from clipkit.model.names import check_names
 
 __all__ = [
-    "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig", "LockConfig", "LogConfig",
-    "LossConfig", "ModelConfig", "OptimConfig", "SmallConfig",
-]  # fmt: skip
+    "MOST",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DistillConfig",
+    "EvalConfig",
+    "LockConfig",
+    "LogConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "SmallConfig",
+    "Within",
+    "above",
+    "at_least",
+    "between",
+    "changes",
+    "check",
+    "default_of",
+    "fits",
+    "literal",
+    "load_config",
+    "nearest_key",
+    "one_of",
+    "require",
+    "require_use",
+    "setting",
+    "settings_reference",
+    "shown",
+    "text_of",
+    "to_toml",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What a setting is: a field of a dataclass with its explanation and what fits it, checked when it is made.
+#
+# The one place where a setting is explained is its ``setting(…)`` in clipkit/config.py and
+# clipkit/config.py: checks, messages and ``train.py --settings`` all read it there. Nothing here loads
+# torch.
+
+MOST = 2**40  # more than any count here can mean, and yet a number that an index can be computed with
+_SHOWN = 200  # characters of a value in a message
+_TEXT, _WITHIN = "text", "within"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Within:
+    """Which values fit a setting, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(least: float) -> Within:
+    """A number of at least so much."""
+    return Within(words=f"at least {least}", holds=lambda value: value >= least)
+
+
+def above(bound: float, *, at_most: float | None = None) -> Within:
+    """A number above a bound, and at most another."""
+    words = f"above {bound}" + ("" if at_most is None else f", at most {at_most:,}")
+    return Within(words=words, holds=lambda value: bound < value and (at_most is None or value <= at_most))
+
+
+def between(least: float, most: float, *, below: bool = False) -> Within:
+    """A number from one bound to another, or ``below`` the other."""
+    shown_most = "2^40" if most == MOST else str(most)
+    if below:
+        return Within(
+            words=f"at least {least} and below {shown_most}", holds=lambda value: least <= value < most
+        )
+    return Within(words=f"{least} to {shown_most}", holds=lambda value: least <= value <= most)
+
+
+def one_of(*names: str) -> Within:
+    """One of these names."""
+    words = " or ".join([", ".join(names[:-1]), names[-1]])
+    return Within(words=words, holds=lambda value: value in names)
+
+
+def setting(default: T, text: str, within: Within | None = None) -> T:
+    """A field of a configuration.
+
+    Args:
+        default: its value where none is given.
+        text: what it does, for ``train.py --settings``; without the values that fit.
+        within: which values fit, if not all of its type do.
+    """
+    return field(default=default, metadata={_TEXT: text, _WITHIN: within})
+
+
+def text_of(one: Field[Any]) -> str:
+    """The explanation of a field; "" where it has none."""
+    return cast(str, one.metadata.get(_TEXT, ""))
+
+
+def fits(one: Field[Any]) -> Within | None:
+    """Which values fit a field; None where all of its type do."""
+    return cast(Within | None, one.metadata.get(_WITHIN))
+
+
+def check(config: Any, section: str = "") -> None:
+    """See that each setting of a section's dataclass fits.
+
+    Raises:
+        ConfigError: one does not; it is named with its value and what is wanted.
+    """
+    for one in fields(config):
+        within = fits(one)
+        if within is not None:
+            value = getattr(config, one.name)
+            require(within.holds(value), f"{section}{one.name}", value, within.words)
+
+
+def require(holds: bool, name: str, value: object, wanted: str) -> None:
+    """ConfigError unless a setting's value is what is wanted."""
+    if not holds:
+        raise ConfigError(f"{name} = {shown(value)} does not fit: {wanted}")
+
+
+def require_use(name: str, value: object, other: str, used: bool = False) -> None:
+    """ConfigError where a setting would do nothing for want of another."""
+    require(used, name, value, f"it does nothing without {other}; leave it out, or set that")
+
+
+def default_of(kind: type[Any], name: str) -> object:
+    """What a setting of a section's dataclass is where it is not given."""
+    return next(one.default for one in fields(kind) if one.name == name)
+
+
+def shown(value: object) -> str:
+    """A value in a message; Python writes no number of over 4,300 digits, which TOML may hold as 0xff…"""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The settings of what is trained on and how it is read: the section ``data`` of a configuration.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on, and how it is read."""
+
+    train: str | tuple[str, ...] = setting(
+        "glyphs",
+        "Built-in corpus (glyphs or icons), folder, tar, brace pattern or URL of pairs; or a list of "
+        "several.",
+    )
+    weights: tuple[float, ...] = setting(
+        (), "Of each source, its share of every batch; empty: all sources are one."
+    )
+    captions: tuple[str, ...] = setting(
+        ("txt",), 'Where captions are: "txt", the caption file, or the names of fields of the json.'
+    )
+    caption_choice: str = setting(
+        "first",
+        "Which of them is taken: the first that a sample has, one at random, one by data.caption_weights, or all, "
+        "each as a sample of its own.",
+        one_of("first", "random", "weighted", "all"),
+    )
+    caption_weights: tuple[float, ...] = setting(
+        (), "How often each of data.captions is taken, with data.caption_choice=weighted."
+    )
+    caption_templates: tuple[str, ...] = setting(
+        (), 'What a caption is written into, one of these at random, such as "a photo of {}".'
+    )
+    caption_prefix: str = setting("", "What is written before each caption.")
+    filters: tuple[str, ...] = setting(
+        (), 'Conditions on fields of the json that all must hold, such as "width >= 256".'
+    )
+    last: str = setting(
+        "drop",
+        "An epoch's last samples that fill no batch: drop them, or wrap them into the next epoch.",
+        one_of("drop", "wrap"),
+    )
+    resample: bool = setting(
+        False, "Draw with replacement, as some recipes do, instead of each sample once an epoch."
+    )
+    cache_gb: float = setting(
+        100.0,
+        "How many gigabytes of remote shards each machine keeps on its disk; 0 reads samples over the network.",
+        between(0, MOST),
+    )
+    workers: int = setting(
+        2, "Loader processes of each rank; 0 reads in the training process.", between(0, 512)
+    )
+    window: int = setting(64, "How many shards are mixed at a time.", between(1, MOST))
+    crop_scale: float = setting(
+        0.9,
+        "Smallest share of a picture's area that a random crop keeps; 1 always cuts the centre.",
+        above(0, at_most=1),
+    )
+    flip: float = setting(
+        0.0, "Probability of the mirror image; not for captions that tell left from right.", between(0, 1)
+    )
+    color_jitter: float = setting(
+        0.0,
+        "Largest relative change of brightness, contrast and saturation; of hue a quarter of it.",
+        between(0, 2),
+    )
+    grayscale: float = setting(0.0, "Probability that a picture loses its colours.", between(0, 1))
+    background: str = setting(
+        "",
+        "Color that transparent images are laid on, such as white or #ffffff; none drops their alpha channel. "
+        "Empty: as the data were packed, else as model.weights say, else none.",
+    )
+    upright: bool | str = setting(
+        "auto",
+        "Apply the EXIF orientation of images. auto: as the data were packed, else as model.weights say, else "
+        "false.",
+        Within(words="auto, true or false", holds=lambda value: value in (True, False, "auto")),
+    )
+    scaled_decode: bool = setting(
+        False, "Decode large JPEGs at a part of their size: faster, and changes values by 0.7 of 255."
+    )
+    nvjpeg: bool = setting(
+        False, "Decode plain JPEGs on the GPU, through torchcodec; values differ by rounding."
+    )
+    truncated: str = setting(
+        "error",
+        "A shard that is cut short: an error before training, or use the samples of its intact part.",
+        one_of("error", "use"),
+    )
+    max_bad: float = setting(
+        0.05,
+        "Share of all samples drawn, again in each epoch, that may be bad before the run saves and stops; 0: none "
+        "may be. Of fewer than 1,000 it is a share of 1,000: 0.05 bears 50 bad ones at the start.",
+        between(0, 1),
+    )
+
+    def __post_init__(self) -> None:
+        require(bool(self.train) and all(self.sources), "data.train", self.train, "name at least one source")
+        self._check_captions()
+        check(self, "data.")
+        if self.background:
+            color_of(self.background, setting="data.background")
+        require(not (self.nvjpeg and self.scaled_decode), "data.nvjpeg", True, "not with data.scaled_decode")
+
+    def _check_captions(self) -> None:
+        sources, places = len(self.sources), len(self.captions)
+        for name, weights, of, count in (
+            ("data.weights", self.weights, "data.train", sources),
+            ("data.caption_weights", self.caption_weights, "data.captions", places),
+        ):
+            require(len(weights) in (0, count), name, weights, f"one for each of {of}: {count}")
+            require(all(weight > 0 for weight in weights), name, weights, "each above 0")
+        require(bool(self.captions) and all(self.captions), "data.captions", self.captions, "name some")
+        if self.caption_choice == "weighted":
+            require(bool(self.caption_weights), "data.caption_weights", (), "one for each of data.captions")
+        elif self.caption_weights:
+            require_use("data.caption_weights", self.caption_weights, "data.caption_choice=weighted")
+        for template in self.caption_templates:
+            require("{}" in template, "data.caption_templates", template, "{} stands for the caption")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """``train`` as a tuple, whichever way it was given."""
+        return (self.train,) if isinstance(self.train, str) else self.train
+
+
+# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +331,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What is minimized over the global batch, see clipkit/loss.py."""
+    """What is minimized over the global batch, see clipkit/objectives/clip.py."""
 
     name: str = setting(
         "clip",
@@ -136,7 +399,7 @@ _LOCKS = Within(
 
 @dataclass(frozen=True, kw_only=True)
 class LockConfig:
-    """What is not trained, see clipkit/locking.py. The temperature always is."""
+    """What is not trained, see clipkit/training/build.py. The temperature always is."""
 
     image: str | int = setting(
         "",
@@ -363,3 +626,303 @@ class Config:
             same, teacher = self.loss.same, self.distill.teacher or self.distill.features
             require(same == "negatives", "loss.same", same, "negatives with loss.name=classes")
             require(not teacher, "distill", teacher, "no teacher with loss.name=classes")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Configurations as TOML: reading a file with ``dotted.key=value`` overrides, writing one, comparing two.
+#
+# A value comes from the defaults, then from the file, then from the command line. Nothing here loads torch.
+
+# what may differ when a run is resumed: it changes neither the data's order nor the maths, but for ``steps``, which
+# a run is extended by, and whose schedule of the rate train.py then tells of
+RESUMABLE = (
+    "out",
+    "steps",
+    "accumulate",
+    "sharding",
+    "reshard",
+    "recompute",
+    "compile",
+    "model.weights",  # may be moved or gone: a checkpoint holds all weights
+    "data.train",  # data may be moved; the manifest tells whether they are the same
+    "data.workers",
+    "data.max_bad",
+    "data.truncated",  # the manifest tells whether it makes a difference
+    "data.cache_gb",
+    "checkpoint",
+    "eval",
+    "log",
+)
+_SHORT_FRACTION = re.compile(
+    r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?"
+)  # .5 and 5. are no numbers of TOML
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply ``dotted.key=value`` overrides.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown or given twice, or a value does not fit.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # tomllib's own errors, no UTF-8, numbers of 5,000 digits
+        raise ConfigError(f"config {path} is not TOML: {error}") from error
+    _refuse_given_twice(overrides)
+    for override in overrides:
+        _set(values, override)
+    config = _build(Config, values, "")
+    assert isinstance(config, Config)
+    return config if config.out else replace(config, out=str(Path("runs") / path.stem))
+
+
+def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
+    """The configuration as a TOML file that ``load_config`` reads back: the whole, or what differs from another."""
+    lines: list[str] = []
+    sections: list[str] = []
+    for name, value in _items(config):
+        other = getattr(differing_from, name) if differing_from is not None else None
+        if is_dataclass(value):
+            settings = [(k, v) for k, v in _items(value) if other is None or v != getattr(other, k)]
+            if settings:
+                sections.append("\n".join([f"\n[{name}]", *(f"{k} = {literal(v)}" for k, v in settings)]))
+        elif differing_from is None or value != other:
+            lines.append(f"{name} = {literal(value)}")
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """The settings that differ and may not when a run is resumed, as ``key: before → after``."""
+    old, new = _flat(before), _flat(after)
+    return [
+        f"{key}: {literal(old[key])} → {literal(new[key])}"
+        for key in old
+        if old[key] != new[key] and key not in RESUMABLE and key.split(".")[0] not in RESUMABLE
+    ]
+
+
+def _items(config: Any) -> list[tuple[str, Any]]:
+    return [(one.name, getattr(config, one.name)) for one in fields(config)]
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in _items(config):
+        if is_dataclass(value):
+            flat.update({f"{name}.{key}": inner for key, inner in _items(value)})
+        else:
+            flat[name] = value
+    return flat
+
+
+def literal(value: Any) -> str:
+    """A value as TOML has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+        return f'"{escaped}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    return repr(value)
+
+
+def _refuse_given_twice(overrides: Sequence[str]) -> None:
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or key not in given:
+            given[key] = text
+        elif key == "data.train":
+            raise ConfigError(
+                "data.train is given twice: quote a brace pattern, which the shell takes apart otherwise, and "
+                f"write several sources as {_list_form(key, ['a', 'b'])}"
+            )
+        else:
+            takes_list = isinstance(_flat(Config()).get(key), tuple)
+            instead = f"give one list, {_list_form(key, ['a', 'b'])}" if takes_list else "leave one out"
+            first, second = (shown(urls.shown(one)) for one in (given[key], text))
+            raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
+
+
+def _list_form(key: str, values: Sequence[Any]) -> str:
+    """How a list is written on a command line."""
+    return f"{key}='[{','.join(map(literal, values))}]'"
+
+
+def _set(values: dict[str, Any], override: str) -> None:
+    """Apply one ``dotted.key=value``; the value is TOML, or else a plain string."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not of the form key=value, such as optim.lr=1e-3")
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        parsed = {}
+    # what has more lines, or is a date, was meant as text
+    is_value = parsed.keys() == {"value"} and isinstance(
+        parsed["value"], bool | int | float | str | list | dict
+    )
+    if not is_value and text.startswith("[") and text.endswith("]"):
+        raise ConfigError(
+            f"{override!r} is no list: write its strings in quotes, as in {_list_form(key, ['a', 'b'])}, and its "
+            "numbers as 0.5"
+        )
+    value = parsed["value"] if is_value else text
+    *sections, name = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key} is unknown: {section} is no section")
+    values[name] = value
+
+
+def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            unknown = prefix + key
+            while isinstance(value, Mapping) and value:  # of an unknown section, the setting that was meant
+                inner, value = next(iter(value.items()))
+                unknown += f".{inner}"
+            raise ConfigError(f"{unknown} is unknown: {nearest_key(unknown)}")
+    given = {key: _fit(hints[key], value, prefix + key) for key, value in values.items()}
+    return kind(**given)
+
+
+# what other trainers call the same
+_ALSO_CALLED = {
+    "learning_rate": "optim.lr", "wd": "optim.weight_decay", "warmup_steps": "optim.warmup",
+    "num_workers": "data.workers", "train_data": "data.train", "max_steps": "steps", "epochs": "steps",
+    "local_batch_size": "batch_size", "accum_freq": "accumulate", "amp": "precision", "output": "out",
+    "output_dir": "out", "pretrained": "model.weights", "dataset_resampled": "data.resample",
+}  # fmt: skip
+
+
+def nearest_key(key: str) -> str:
+    """A hint for an unknown setting: the one that may be meant."""
+    known = list(_flat(Config()))
+    if also := _ALSO_CALLED.get(key.rsplit(".", 1)[-1]):
+        return f"did you mean {also!r}?"
+    last = {one.rsplit(".", 1)[-1]: one for one in reversed(known)}
+    name = key.rsplit(".", 1)[-1]
+    hint = f"did you mean {last[name]!r}?" if name in last else nearest(key, known)
+    return hint if hint.startswith("did") else "`train.py --settings` lists and explains them all"
+
+
+def _fit(hint: Any, value: Any, key: str) -> Any:
+    """A TOML value as the field's type wants it."""
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{key} = {shown(value)} does not fit: it is a section, set {key}.<name> instead"
+            )
+        return _build(typing.cast(type[Any], hint), value, key + ".")
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and isinstance(value, str) and _SHORT_FRACTION.fullmatch(value):
+        value = float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and not abs(value) <= sys.float_info.max:  # infinite, not a number, or a giant whole one
+        raise ConfigError(f"{key} = {shown(value)} does not fit: a finite number")
+    if float in kinds and is_number:
+        return float(value)
+    if int in kinds and is_number and value == int(value):  # 1e4 is a whole number too
+        require(abs(value) < 2**63, key, value, "less than 2^63")
+        return int(value)
+    for kind in (bool, str):
+        if kind in kinds and isinstance(value, kind):
+            return _text(value, key) if isinstance(value, str) else value
+    if any(typing.get_origin(kind) is tuple for kind in kinds):
+        of = float if any(typing.get_args(kind)[:1] == (float,) for kind in kinds) else str
+        many = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, str) and (several := _several(value, of, key)):
+            raise ConfigError(
+                f"{key} = {shown(value)} does not fit: write several as {_list_form(key, several)}"
+            )
+        if all(isinstance(one, str) for one in many) and of is str:
+            return tuple(_text(one, key) for one in many)
+        if of is float and not any(isinstance(one, str | Mapping | list | tuple) for one in many):
+            return tuple(_fit(float, one, key) for one in many)
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    lists = {tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers"}
+    wanted = " or ".join((names | lists)[kind] for kind in kinds)
+    raise ConfigError(f"{key} = {shown(value)} does not fit: {wanted}")
+
+
+def _several(value: str, of: type, key: str) -> list[Any]:
+    """What a text lists with commas between, where that cannot be one value; empty otherwise."""
+    parts = [part.strip() for part in value.split(",")]
+    if len(parts) < 2 or not all(parts):
+        return []
+    if of is str:  # elsewhere commas are part of templates, filters and paths
+        return parts if key == "data.captions" else []
+    try:
+        return [float(part) for part in parts]
+    except ValueError:
+        return []
+
+
+def _text(value: str, key: str) -> str:
+    """A string that can be written to a file: an argument of other bytes than UTF-8 cannot."""
+    require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "valid Unicode")
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Every setting with its default, what it does and which values fit, as ``train.py --settings`` prints it.
+#
+# All of it is read from the dataclasses of clipkit/config.py; nothing here loads torch.
+
+_WIDTH, _INDENT = 80, "    "
+
+
+def settings_reference(prefix: str = "") -> list[str]:
+    """Lines of at most 80 columns.
+
+    Args:
+        prefix: what the names begin with, such as "optim" or "optim.l"; or a name without its section, as "lr".
+
+    Raises:
+        ConfigError: no name does.
+    """
+    chosen: list[tuple[str, list[tuple[str, Field[Any]]]]] = []
+    for heading, section in _sections():
+        if kept := [one for one in section if _begins(one[0], prefix)]:
+            chosen.append((heading, kept))
+    if not chosen:
+        raise ConfigError(f"--settings {prefix}: no setting begins so: {nearest_key(prefix)}")
+    lines: list[str] = []
+    for heading, section in chosen:
+        lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)] if heading else []
+        for name, one in section:
+            lines += ["", *_entry(name, one)]
+    return lines[1:]
+
+
+def _begins(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) or name.rpartition(".")[2] == prefix
+
+
+def _sections() -> Iterator[tuple[str, list[tuple[str, Field[Any]]]]]:
+    """The heading of each section and its settings, those of no section first."""
+    hints = typing.get_type_hints(Config)
+    yield "", [(one.name, one) for one in fields(Config) if not is_dataclass(hints[one.name])]
+    for section in fields(Config):
+        kind = hints[section.name]
+        if is_dataclass(kind):
+            assert kind.__doc__ is not None
+            heading = f"[{section.name}] {' '.join(kind.__doc__.split())}"
+            yield heading, [(f"{section.name}.{one.name}", one) for one in fields(kind)]
+
+
+def _entry(name: str, one: Field[Any]) -> list[str]:
+    within = fits(one)
+    words = "true or false" if isinstance(one.default, bool) else "" if within is None else within.words
+    text = text_of(one) + (f" ({words})" if words else "")
+    wrapped = textwrap.wrap(
+        text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+    )
+    return [f"{name} = {literal(one.default)}", *wrapped]

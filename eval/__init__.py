@@ -11,14 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eval.api import evaluate
-    from eval.dataset import EvalDataset
-    from eval.encode import Encoder
-    from eval.ranks import Ranks
+    from eval.datasets.dataset import EvalDataset
+    from eval.features.encoder import Encoder, Ranks
     from eval.readers import open_dataset, open_datasets
-    from eval.results import Score, append_results, latest_results, provenance, read_results, weights_id
-    from eval.subject import Subject
+    from eval.results.scores import (
+        Score,
+        append_results,
+        latest_results,
+        provenance,
+        read_results,
+        weights_id,
+    )
+    from eval.run import evaluate
     from eval.tasks import KNOWN_TASKS, check_tasks
+    from eval.tasks.subject import Subject
 
 __all__ = [
     "KNOWN_TASKS",
@@ -39,10 +45,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KNOWN_TASKS": "tasks", "Encoder": "encode", "EvalDataset": "dataset", "Ranks": "ranks", "Score": "results",
-    "Subject": "subject", "append_results": "results", "check_tasks": "tasks", "evaluate": "api",
-    "latest_results": "results", "open_dataset": "readers", "open_datasets": "readers", "provenance": "results",
-    "read_results": "results", "weights_id": "results",
+    "KNOWN_TASKS": "tasks",
+    "Encoder": "features.encoder",
+    "EvalDataset": "datasets.dataset",
+    "Ranks": "features.encoder",
+    "Score": "results.scores",
+    "Subject": "tasks.subject",
+    "append_results": "results.scores",
+    "check_tasks": "tasks",
+    "evaluate": "run",
+    "latest_results": "results.scores",
+    "open_dataset": "readers",
+    "open_datasets": "readers",
+    "provenance": "results.scores",
+    "read_results": "results.scores",
+    "weights_id": "results.scores",
 }  # fmt: skip
 
 

@@ -3,15 +3,12 @@
 import argparse
 from collections.abc import Sequence
 
-from clipkit.arguments import Parser
-from clipkit.errors import run_command
-from clipkit.process import leaving_at_once
+from clipkit.errors import Parser, leaving_at_once, run_command
 
 with leaving_at_once("nothing was scored"):
     from clipkit import distributed
-    from eval.new_card import add_new_command
-    from eval.page_commands import add_page_commands
-    from eval.score_commands import add_score_commands
+    from eval.commands import add_page_commands, add_score_commands
+    from eval.datasets.new import add_new_command
 
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs

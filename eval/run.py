@@ -3,7 +3,9 @@
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,103 @@ from typing import Any
 import torch
 
 from clipkit import CLIP
-from clipkit.architectures import ClassTable, VisionTower
-from clipkit.encode import model_hash
 from clipkit.errors import ClipkitError, ConfigError, DataError
-from clipkit.flops import counted_flops, image_flops
-from clipkit.image_traits import TraitCounts
-from eval.dataset import EvalDataset, NoSplit
-from eval.details_file import write_details
-from eval.encode import Encoder
-from eval.ranks import ONE_RANK, Ranks
-from eval.results import Score, append_results, provenance, read_results, time_now
-from eval.subject import Subject
-from eval.targets import Target
+from clipkit.files.traits import TraitCounts
+from clipkit.formats.checkpoint import is_complete
+from clipkit.inference.encode import model_hash
+from clipkit.model.architectures import ClassTable, VisionTower
+from clipkit.training.flops import counted_flops, image_flops
+from eval.datasets.dataset import EvalDataset, NoSplit
+from eval.datasets.targets import Target
+from eval.features.encoder import ONE_RANK, Encoder, Ranks
+from eval.readers import open_dataset
+from eval.results.records import write_details
+from eval.results.scores import Score, append_results, provenance, read_results, time_now, weights_id
+from eval.results.snapshot import take_snapshot, write_snapshot
 from eval.tasks import KNOWN_TASKS, Options, Outcome, check_tasks
+from eval.tasks.subject import Subject
 
-__all__ = ["Scored", "run_model"]
+__all__ = ["Scored", "Scorer", "evaluate", "run_model"]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# ``eval.evaluate``: one model on one dataset, from Python.
+
+
+def evaluate(
+    model: CLIP | Subject,
+    data: str | Path | EvalDataset | None = None,
+    *,
+    tasks: Sequence[str] | None = None,
+    batch_size: int = 256,
+    ranks: Ranks = ONE_RANK,
+    out: str | Path | None = None,
+    step: int | None = None,
+    weights: str = "",
+    origin: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Score]:
+    """Score a model on a dataset; the pictures are encoded once for all tasks.
+
+    With several ranks all of them call this, share the work, and return the same scores. It draws no random
+    numbers and leaves the model in the mode it had, so a training may call it between two steps.
+
+    Args:
+        model: to be scored; or a subject, which is a model on a dataset, what it has encoded included. Under
+            autocast the towers run in its type, similarities never do.
+        data: a dataset, or what ``open_dataset`` takes; None for a subject's own.
+        tasks: of ``KNOWN_TASKS``; None for those that the dataset itself names.
+        batch_size: pictures that the model takes at a time.
+        ranks: who shares the work.
+        out: a results file to which rank 0 appends a line a score.
+        step: of the training, for those lines.
+        weights: what the weights are, for those lines; else the model's hash tells.
+        origin: further facts for them, such as the name of the model.
+        progress: called with the number of pictures after each batch.
+
+    Warns:
+        UserWarning: images are transparent or have an EXIF orientation, and the model's preprocessing has neither a
+            background nor ``upright`` (see ``clipkit.load``). Not of a subject, whose encoder has the counts.
+
+    Raises:
+        DataError: the dataset is missing or broken, or has not what a task needs.
+        ConfigError: a task is unknown.
+        TypeError: the model is none, or there is no dataset.
+    """
+    reported = isinstance(model, Subject)  # by whoever made it
+    if not isinstance(model, Subject):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
+        if data is None:
+            raise TypeError("a model needs data to be scored on: a dataset, its name or its folder")
+        encoder = Encoder(model, ranks=ranks, batch_size=batch_size, progress=progress)
+        dataset = data if isinstance(data, EvalDataset) else open_dataset(data)
+        others = None if isinstance(data, EvalDataset) else lambda split: open_dataset(data, split=split)
+        model = Subject(encoder, dataset, open_split=others)
+    subject, options = model, Options(details=False)
+    scores: list[Score] = []
+    for task in check_tasks(subject.dataset, tasks):
+        start = time.monotonic()
+        found = KNOWN_TASKS[task].run(subject, options).scores
+        scores += found
+        if out is not None and subject.encoder.ranks.rank == 0:
+            whose = {} if weights else {"model": "in memory", "model_hash": model_hash(subject.encoder.model)}
+            facts = provenance(subject.encoder.model, subject.dataset, weights=weights)
+            facts |= {**whose, **(origin or {})}
+            append_results(
+                Path(out), found, step=step, provenance=facts, seconds=round(time.monotonic() - start, 3)
+            )
+    for (name, split), counts in () if reported else subject.encoder.counts.items():
+        for line in counts.lines(
+            subject.encoder.model.preprocess.decoding,
+            background="background='white' in clipkit.load",
+            upright="upright=True in clipkit.load",
+        ).values():
+            warnings.warn(f"dataset {name}, split {split}: {line}", stacklevel=2)
+    return scores
+
+
+# --------------------------------------------------------------------------------------------------------------
 
 _DIGITS = 16
 
@@ -230,3 +314,95 @@ def _gflops(model: CLIP) -> float | None:
     else:
         return None
     return float(f"{flops.forward / 1e9:.4g}")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Scores one model again and again while it changes, and keeps what a run's page shows of it.
+#
+# RUN/results.jsonl             a line a score, see eval/results/scores.py
+# RUN/snapshots/                pictures and guesses of each moment, see eval/results/records.py
+
+_TOLD = ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Scores a model on some datasets, by all ranks together.
+
+    Attributes:
+        model: as it is at each call.
+        datasets: what it is scored on.
+        run: the folder that rank 0 writes to.
+        ranks: who shares the work.
+        batch_size: pictures encoded at a time on each rank.
+        bf16: whether the towers run in bfloat16.
+        say: is given a line for each of the main scores.
+        record: is given the step and all scores of a dataset by ``dataset/task/metric``; called on rank 0 only.
+        note: is given, for each dataset and split, how many of its images are transparent or rotated by EXIF.
+        as_scored: puts the model into the state that is scored, and back.
+    """
+
+    model: CLIP
+    datasets: Sequence[EvalDataset]
+    run: Path
+    ranks: Ranks
+    batch_size: int
+    bf16: bool
+    say: Callable[[str], None]
+    record: Callable[[int, Mapping[str, float]], None]
+    note: Callable[[str, TraitCounts], None] = lambda whose, counts: None
+    as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def score_if_owed(self, step: int) -> None:
+        """Score this step unless rank 0 finds it in the results already."""
+        owed = 0.0
+        if self.ranks.rank == 0:
+            lines = read_results(self._results)
+            done = {str(line.get("dataset")) for line in lines if line.get("step") == step}
+            owed = float(any(dataset.name not in done for dataset in self.datasets))
+        if self.ranks.gather(torch.tensor(owed)).item():
+            self.score(step)
+
+    def score(self, step: int) -> None:
+        """Append a line a score to the results, and take a snapshot."""
+        weights = self._weights(step)
+        with self.as_scored():
+            for dataset in self.datasets:
+                self._score(dataset, step, weights)
+
+    def _weights(self, step: int) -> str:
+        """What other scores of these weights call them: the hash of their file, where it is written already.
+
+        At the end of a training it is; before, the run and the step tell which they are.
+        """
+        folder = self.run / "checkpoints" / f"step_{step:08d}"
+        if self.ranks.rank == 0 and is_complete(folder):
+            return weights_id(str(folder))[0]
+        return f"{self.run.name} at step {step}"
+
+    @property
+    def _results(self) -> Path:
+        return self.run / "results.jsonl"
+
+    def _score(self, dataset: EvalDataset, step: int, weights: str) -> None:
+        with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
+            subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
+            scores = evaluate(
+                subject, out=self._results, step=step, weights=weights, origin={"model": str(self.run)}
+            )
+            # every rank takes it, since they share the texts; one writes it
+            snapshot = take_snapshot(subject, step=step)
+        for (name, split), counts in subject.encoder.counts.items():
+            self.note(f"dataset {name}, split {split}", counts)
+        if self.ranks.rank == 0:
+            write_snapshot(self.run, snapshot)
+            self._tell(scores, step)
+
+    def _tell(self, scores: Sequence[Score], step: int) -> None:
+        for score in scores:
+            if score.metric in _TOLD:
+                self.say(
+                    f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
+                    f"[{score.low or 0:.1%}, {score.high or 1:.1%}] chance {score.chance or 0:.1%}"
+                )
+        self.record(step, {f"{score.dataset}/{score.task}/{score.metric}": score.value for score in scores})

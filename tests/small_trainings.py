@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 from tests.forked import Ended, Forked
 
 __all__ = [

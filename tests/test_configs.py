@@ -1,7 +1,7 @@
 """The configurations: each loads, says truly what it costs, and fits the GPUs that it is launched on.
 
 What a file says of itself stands in its first comment, as ``# name: value``. Memory is that of
-``clipkit.estimate`` with as many ranks as the file has GPUs; there is no GPU here to try it on.
+``clipkit.training.costs`` with as many ranks as the file has GPUs; there is no GPU here to try it on.
 """
 
 import re
@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipkit.config import Config
-from clipkit.config_file import load_config
+from clipkit.config import Config, load_config
 from clipkit.errors import ConfigError
-from clipkit.estimate import Estimate, estimate
-from clipkit.locking import lock
-from clipkit.model import CLIP
-from clipkit.training_model import patch_counts, shape_of
+from clipkit.model.clip import CLIP
+from clipkit.training.build import lock, patch_counts, shape_of
+from clipkit.training.costs import Estimate, estimate
 from tests.forked import Ended, Forked
 
 ROOT = Path(__file__).parents[1]

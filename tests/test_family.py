@@ -18,18 +18,17 @@ from PIL import Image
 import clipkit
 import eval as evaluation
 from bench.parity import compare
-from clipkit.accumulation import backward
-from clipkit.architectures import ARCHITECTURES, Architecture, TimmVision, VisionTower
-from clipkit.checkpoint import load_model
-from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError
-from clipkit.family import architecture, check_names, from_open_clip, open_clip_config, to_open_clip
-from clipkit.loss import clip_loss
-from clipkit.model import CLIP, create
-from clipkit.optim import adamw
-from clipkit.training_state import LoopState
-from data.writer import DatasetWriter, Record
+from clipkit.formats.checkpoint import load_model
+from clipkit.model.architectures import ARCHITECTURES, Architecture, TimmVision, VisionTower
+from clipkit.model.clip import CLIP, create
+from clipkit.model.names import architecture, check_names, from_open_clip, open_clip_config, to_open_clip
+from clipkit.objectives.clip import clip_loss
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from clipkit.training.optim import adamw
+from clipkit.training.step import backward
+from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[1]
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
@@ -165,7 +164,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
     """What training does once, what evaluation does, and what a checkpoint keeps."""
-    from clipkit.preprocess import batch_of
+    from clipkit.model.preprocess import batch_of
 
     names = list(COLOURS) * 2
     images = batch_of([picture(name, i) for i, name in enumerate(names)], model.preprocess)

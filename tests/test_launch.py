@@ -14,8 +14,8 @@ import pytest
 import simplejpeg
 import yaml  # type: ignore[import-untyped]
 
-from clipkit.config_file import load_config
-from data.writer import DatasetWriter, Record
+from clipkit.config import load_config
+from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "configs" / "launch"

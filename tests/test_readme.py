@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clipkit.config_file import load_config
+from clipkit.config import load_config
 from tests.readme_commands import readme_command
 
 ROOT = Path(__file__).parent.parent

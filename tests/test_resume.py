@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 from tests.forked import Forked
 
 ROOT = Path(__file__).parent.parent

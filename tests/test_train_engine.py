@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import clipkit
-from clipkit.model_folder import save_model
+from clipkit.formats.checkpoint import save_model
 from tests.small_trainings import (
     BATCH,
     SAMPLES,

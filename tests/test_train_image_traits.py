@@ -14,16 +14,16 @@ import pytest
 from PIL import Image
 
 import clipkit
-from clipkit.data_config import DataConfig
-from clipkit.image_traits import Decoding
-from clipkit.preprocess import Preprocess
-from clipkit.training_state import loop_state
-from data.manifest import make_manifest
+from clipkit.config import DataConfig
+from clipkit.files.traits import Decoding
+from clipkit.model.preprocess import Preprocess
+from clipkit.training.checkpoint import loop_state
+from data.captions import Selection
+from data.loader import packed_images, trained_preprocess
 from data.pack import pack
-from data.selection import Selection
-from data.shards import Shards
-from data.sources import find_shards
-from data.training_data import packed_images, trained_preprocess
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 from tests.forked import Forked
 from tests.small_trainings import SETTINGS, checkpoint, digests, error_of, go_back, metrics, write_pairs
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 from tests.forked import Forked
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import clipkit
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 from tests.small_trainings import (
     Trainings,
     checkpoint,

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 import clipkit
-from clipkit.family import architecture, from_open_clip
-from clipkit.model_folder import save_model
+from clipkit.formats.checkpoint import save_model
+from clipkit.model.names import architecture, from_open_clip
 from tests.small_trainings import (
     Trainings,
     checkpoint,

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parent.parent
 STEPS, SAVED_EVERY, LOST_AFTER = 18, 5, 11  # the second checkpoint has waited until the first was whole

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipkit.architectures import ClassTable, OpenClipText
 from clipkit.errors import ConfigError
+from clipkit.export.checks import Samples, difference, texts_of
 from clipkit.export.open_clip import store_tokenizer
-from clipkit.export.samples import Samples, difference, texts_of
 from clipkit.export.transformers import write_clip_tokenizer
-from clipkit.model import CLIP
+from clipkit.model.architectures import ClassTable, OpenClipText
+from clipkit.model.clip import CLIP
 
 __all__ = ["OPSET", "check", "obstacle", "write"]
 

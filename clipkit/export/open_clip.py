@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipkit.architectures import OpenClipText
 from clipkit.errors import ConfigError
-from clipkit.export.samples import Samples, difference
-from clipkit.family import to_open_clip
-from clipkit.model import CLIP
-from clipkit.open_clip_package import load_folder
-from clipkit.text_input import LibraryTokenizer, TransformersTokenizer
+from clipkit.export.checks import Samples, difference
+from clipkit.files.open_clip import load_folder
+from clipkit.model.architectures import OpenClipText
+from clipkit.model.clip import CLIP
+from clipkit.model.names import to_open_clip
+from clipkit.model.tokenizer import LibraryTokenizer, TransformersTokenizer
 
 __all__ = ["check", "obstacle", "store_tokenizer", "write"]
 

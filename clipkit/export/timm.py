@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from clipkit.architectures import Architecture, OpenClipVision, TimmVision, VisionTower
-from clipkit.export.samples import Samples, difference
-from clipkit.model import CLIP
+from clipkit.export.checks import Samples, difference
+from clipkit.model.architectures import Architecture, OpenClipVision, TimmVision, VisionTower
+from clipkit.model.clip import CLIP
 
 __all__ = ["check", "obstacle", "timm_name", "write"]
 

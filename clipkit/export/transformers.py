@@ -28,14 +28,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipkit.architectures import TextTower, VisionTower
+from clipkit.export.checks import Samples, difference
 from clipkit.export.open_clip import store_tokenizer
-from clipkit.export.samples import Samples, difference
-from clipkit.folder_tokenizer import ANY_END, end_of_texts
-from clipkit.huggingface import to_transformers, transformers_configs
-from clipkit.model import CLIP
-from clipkit.text_input import ClipTokenizer, TransformersTokenizer
-from clipkit.tokenizer import END_OF_TEXT, START_OF_TEXT, pair_merges, tokens_in_order
+from clipkit.formats.transformers import to_transformers, transformers_configs
+from clipkit.model.architectures import TextTower, VisionTower
+from clipkit.model.clip import CLIP
+from clipkit.model.tokenizer import (
+    ANY_END,
+    END_OF_TEXT,
+    START_OF_TEXT,
+    ClipTokenizer,
+    TransformersTokenizer,
+    end_of_texts,
+    pair_merges,
+    tokens_in_order,
+)
 
 __all__ = [
     "check", "check_sentence_transformers", "obstacle", "write", "write_clip_tokenizer",

@@ -1,16 +1,38 @@
 """The built-in data sets: nothing to download, made on first use and kept in the user's cache."""
 
 import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from pathlib import Path
+from threading import Thread
 
 from clipkit.errors import DataError, nearest
-from data.cache import cache_folder
+from data.remote.cache_folder import cache_folder
 
-__all__ = ["BUILTIN", "BuiltIn", "built_in"]
+__all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent"]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Processes that work for another one: they end with it, however it ends.
+
+
+def end_with_parent() -> None:
+    """From here on this process, a child of ``multiprocessing``, is gone as soon as its parent is."""
+    Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 
 from clipkit.errors import DataError
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 
 __all__ = ["CLASS_NAMES", "REVISION", "TEMPLATES", "make"]
 

@@ -12,8 +12,10 @@ its dark one) are the test split, so that evaluation sees artists that training 
 * A test picture that is identical or nearly identical to any training picture is dropped.
 """
 
+import configparser
 import hashlib
 import io
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +28,288 @@ from rich.console import Console
 from rich.progress import track
 
 from clipkit.errors import DataError
-from data.corpora.icon_names import TEMPLATES, caption
-from data.corpora.icon_themes import LARGEST, SMALLEST, Icon, families_of, licenses, scan, settle_names
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["make"]
+__all__ = [
+    "CONTEXTS",
+    "LARGEST",
+    "SMALLEST",
+    "TEMPLATES",
+    "Icon",
+    "caption",
+    "families_of",
+    "is_symbolic",
+    "licenses",
+    "make",
+    "pick",
+    "scan",
+    "settle_names",
+    "words",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Turns the names of icons ("network-wireless-signal-excellent") into words and captions.
+#
+# Icon themes share the names of the freedesktop icon naming specification, with habits of their own on top:
+# prefixes of old toolkits ("gtk-", "stock_", "gnome-mime-"), MIME types ("application-x-tar"), abbreviations
+# ("-rtl"), sizes, and the mark "-symbolic" for one-coloured drawings.
+
+TEMPLATES = (
+    "{c}",
+    "{c} icon",
+    "an icon of {c}",
+    "a symbol for {c}",
+    "a picture of {c}",
+    "a small drawing of {c}",
+)
+
+# what index.theme calls a folder of icons -> the word for one of them
+CONTEXTS = {
+    "actions": "action",
+    "animations": "animation",
+    "applications": "application",
+    "apps": "application",
+    "categories": "category",
+    "devices": "device",
+    "emblems": "emblem",
+    "emotes": "face",
+    "filesystems": "place",
+    "international": "flag",
+    "mimetypes": "file type",
+    "places": "place",
+    "status": "status",
+    "stock": "action",
+}
+
+_PLAIN = (
+    *TEMPLATES,
+    "{c}",
+    "{c} symbol",
+    "a computer icon of {c}",
+    "an icon that stands for {c}",
+    "a sign that means {c}",
+)
+_WITH_CONTEXT = (
+    "{c}, {context}",
+    "an icon of {c}, {context}",
+    "{context} icon: {c}",
+    "{c} {context} icon",
+    "a picture of the {context} {c}",
+)
+_WITH_COMMA = ("{head}, {rest}", "an icon of {head}, {rest}", "a symbol for {head}, {rest}")
+_SYMBOLIC = ("a black symbol for {c}", "{c} in black", "a plain black icon of {c}", "{c}, one colour")
+
+_PREFIXES = re.compile(r"^(gnome-stock-|gnome-dev-|gnome-fs-|gnome-mime-|gtk-|stock[-_])", re.IGNORECASE)
+_MIME = re.compile(
+    r"^(application|audio|font|image|inode|message|model|multipart|package|text|video)(?:[-_/.](.*))?$"
+)
+_KINDS = {
+    "application": "file",
+    "audio": "audio file",
+    "font": "font file",
+    "image": "image file",
+    "inode": "",
+    "message": "message",
+    "model": "model file",
+    "multipart": "message",
+    "package": "package",
+    "text": "text file",
+    "video": "video file",
+}
+_SPLIT = re.compile(r"[-_.,:;@()\s]+|(?<!\+)\+(?=\w)|(?<=\+\+)(?=\w)")  # "svg+xml", "c++src"
+_CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_SPOKEN = {"rtl": "right to left", "ltr": "left to right", "symbolic": ""}
+_NOT_SPOKEN_IN_MIME = {"x", "vnd"}
+_LONGEST_WORD = 19  # longer ones are identifiers of web applications, not words
+_MOST_WORDS = 8
+
+
+def is_symbolic(name: str) -> bool:
+    """Whether a name is that of a one-coloured drawing."""
+    return "symbolic" in re.split(r"[-.]", name)
+
+
+def words(name: str, context: str) -> str | None:
+    """The readable form of an icon's name, in lower case; None for a name that says nothing.
+
+    Args:
+        name: the file's name without its suffix, as in "folder-open" or "application-x-tar".
+        context: the word for the icon's context, one of the values of ``CONTEXTS`` or "".
+    """
+    mime = context == "file type" or name.startswith("gnome-mime-")
+    name = _PREFIXES.sub("", name)
+    kind = ""
+    if mime and (match := _MIME.match(name.lower())):
+        kind, name = _KINDS[match[1]], match[2] or ""
+    tokens: list[str] = []
+    for token in _CAMEL.sub(" ", " ".join(_SPLIT.split(name))).lower().split():
+        if re.fullmatch(r"\d+x\d+", token) or (mime and token in _NOT_SPOKEN_IN_MIME):
+            continue
+        if len(token) > _LONGEST_WORD:
+            return None
+        tokens += _spoken(token).split()
+    tokens += kind.split()
+    if not 0 < len(tokens) <= _MOST_WORDS or not any(re.search(r"[a-z]", token) for token in tokens):
+        return None
+    return " ".join(tokens)
+
+
+def _spoken(token: str) -> str:
+    if token.isdecimal():
+        return str(int(token))  # "040" and "40" are one word
+    return _SPOKEN.get(token, token)
+
+
+def pick(key: str, count: int) -> int:
+    """A number in [0, count) that follows from ``key`` alone, on every machine."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % count
+
+
+def caption(text: str, *, context: str, symbolic: bool, key: str) -> str:
+    """A caption for a picture of ``text``, in one of several phrasings, chosen by ``key``."""
+    phrasings = [*_PLAIN]
+    if context and not {context, "file"} & set(text.split()):  # no "emblem new, emblem"
+        phrasings += _WITH_CONTEXT
+    head, _, rest = text.partition(" ")
+    if rest and context in ("place", "device", "status"):
+        phrasings += _WITH_COMMA
+    if symbolic:
+        phrasings += _SYMBOLIC * 2  # twice: it is what one sees first
+    return phrasings[pick(key, len(phrasings))].format(c=text, context=context, head=head, rest=rest)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Reads freedesktop icon themes: which picture files they hold, under which names, and whose they are.
+
+SMALLEST, LARGEST = 48, 512  # pixels a side
+LARGEST_FILE = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Icon:
+    """One picture file, under all the names that lead to it."""
+
+    path: Path
+    theme: str  # where the file lies
+    themes: frozenset[str]  # that show it, by a link or a copy
+    name: str
+    names: tuple[str, ...]  # all of them
+    context: str  # a value of CONTEXTS, or ""
+    side: int  # pixels, as the index says
+    text: str  # the name in words
+    symbolic: bool  # one-coloured
+
+
+def scan(root: Path) -> list[Icon]:
+    """Every picture file of 48 to 512 pixels that a theme's index names, once, with all its names."""
+    names: dict[Path, set[str]] = defaultdict(set)
+    themes: dict[Path, set[str]] = defaultdict(set)
+    places: dict[Path, tuple[str, str, int]] = {}  # file -> theme, context, side
+    for theme in sorted(root.iterdir()) if root.is_dir() else []:
+        if theme.name == "hicolor" or not (theme / "index.theme").is_file():
+            continue  # hicolor is where applications leave icons of their own: no artist's set
+        for folder, context, side in _folders(theme):
+            home = folder.resolve()
+            for link in sorted(folder.glob("*.png")):
+                path = link.resolve()
+                if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+                    continue
+                names[path] |= {link.stem, path.stem}
+                themes[path].add(theme.name)
+                if path == home / link.name or path not in places:  # the file's own place wins
+                    places[path] = (theme.name, context, side)
+    copies: dict[str, list[Path]] = defaultdict(list)
+    for path in sorted(places):
+        copies[hashlib.sha256(path.read_bytes()).hexdigest()].append(path)
+    icons = []
+    for paths in copies.values():
+        path = min(paths, key=lambda copy: (len(places[copy][0]), copy))  # a theme before its variants
+        name, (own_theme, context, side) = path.stem, places[path]
+        icons.append(
+            Icon(
+                path=path,
+                theme=own_theme,
+                themes=frozenset().union(*(themes[copy] for copy in paths)),
+                name=name,
+                names=tuple(sorted(set().union(*(names[copy] for copy in paths)))),
+                context=context,
+                side=side,
+                text=words(name, context) or "",
+                symbolic=is_symbolic(name),
+            )
+        )
+    return icons
+
+
+def _folders(theme: Path) -> Iterator[tuple[Path, str, int]]:
+    """The folders of a theme that hold icons of a fitting size, each with its context and nominal side."""
+    index = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        index.read(theme / "index.theme", encoding="utf-8")
+        main = index["Icon Theme"]
+    except (configparser.Error, KeyError, UnicodeDecodeError):
+        return  # not an icon theme: cursors alone, or a broken index
+    listed = f"{main.get('Directories', '')},{main.get('ScaledDirectories', '')}".split(",")
+    for name in dict.fromkeys(part.strip() for part in listed):
+        if not index.has_section(name) or not (theme / name).is_dir():
+            continue
+        section = index[name]
+        try:
+            side = int(section.get("Size", "0")) * int(section.get("Scale", "1"))
+        except ValueError:
+            continue
+        if SMALLEST <= side <= LARGEST:
+            yield theme / name, CONTEXTS.get(section.get("Context", "").strip().lower(), ""), side
+
+
+def families_of(themes: set[str]) -> dict[str, str]:
+    """The family of each theme: a theme's variants are named after it, as Faenza-Dark is after Faenza."""
+    return {
+        theme: min((base for base in themes if theme == base or theme.startswith(base + "-")), key=len)
+        for theme in themes
+    }
+
+
+def settle_names(icons: Sequence[Icon], families: Mapping[str, str]) -> list[Icon]:
+    """Settle each icon's name and its words; icons whose names say nothing are left out.
+
+    The name is the file's own, unless another of its names is a file's own in more than twice as many
+    families: an artist may have filed a plain folder as "inode-directory".
+    """
+    known: dict[str, set[str]] = defaultdict(set)
+    for icon in icons:
+        known[icon.name].add(families[icon.theme])  # not the names of links: many are of old applications
+    settled = []
+    for icon in icons:
+        readable = {name: text for name in icon.names if (text := words(name, icon.context))}
+        if not readable:
+            continue
+        best = min(readable, key=lambda name: (-len(known[name]), len(name), name))
+        if icon.name in readable and 2 * len(known[icon.name]) >= len(known[best]):
+            best = icon.name
+        settled.append(replace(icon, name=best, text=readable[best], symbolic=is_symbolic(best)))
+    return settled
+
+
+def licenses(root: Path, themes: Sequence[str]) -> dict[str, str]:
+    """What each theme's Debian package says about its license, as far as dpkg's own files tell."""
+    found = dict.fromkeys(themes, "unknown: see where the theme came from")
+    for listing in sorted(Path("/var/lib/dpkg/info").glob("*icon-theme*.list")):
+        package = listing.stem.partition(":")[0]
+        copyright_file = Path("/usr/share/doc", package, "copyright")
+        holds = set(listing.read_text(errors="replace").splitlines())
+        if not copyright_file.is_file():
+            continue
+        text = copyright_file.read_text(errors="replace")
+        named = sorted(set(re.findall(r"^License: *(.+?) *$", text, re.MULTILINE)))
+        for theme in themes:
+            if str(root / theme) in holds:
+                found[theme] = f"{package}: {', '.join(named) or 'see ' + str(copyright_file)}"
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------
 
 # The first that is installed, else the theme that shares most names. Oxygen's artists drew everything anew;
 # elementary-xfce and mate, which share as many names, redraw or copy gnome's pictures here and there.

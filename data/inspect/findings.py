@@ -7,13 +7,162 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
-from clipkit.image_traits import Decoding
-from data.inspect.shard_findings import Names, Place, ShardsFound
+from clipkit.files.traits import Decoding
 
 __all__ = [
-    "BadCause", "Captions", "Duplicates", "Field", "Fields", "Filtered", "Findings", "HeldOut", "Histogram",
-    "Pictures", "Sampled", "SheetEntry", "Speed", "Thumbnail", "WithTrait", "wilson",
-]  # fmt: skip
+    "BadCause",
+    "Broken",
+    "Captions",
+    "Duplicates",
+    "Field",
+    "Fields",
+    "Filtered",
+    "Findings",
+    "HeldOut",
+    "Histogram",
+    "Names",
+    "Pictures",
+    "Place",
+    "Sampled",
+    "ShardsFound",
+    "SheetEntry",
+    "Speed",
+    "Stated",
+    "Thumbnail",
+    "WithTrait",
+    "about",
+    "many",
+    "name_of",
+    "of_all",
+    "percent",
+    "place_of",
+    "plain",
+    "repeated_of",
+    "size_of",
+    "wilson",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What an inspection finds of the shards themselves and of how their members are named, as plain values.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a sample is."""
+
+    shard: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A shard that cannot be read; ``truncated`` says whether a part of it is intact."""
+
+    shard: str
+    cause: str
+    truncated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """What ``_stats.json`` files say of the shards looked into, against what is there.
+
+    Attributes:
+        shards: how many have such a file.
+        stated: samples that these say.
+        found: samples with a picture that these shards hold.
+        differ: the first shards where that is not the same, with both numbers.
+    """
+
+    shards: int
+    stated: int
+    found: int
+    differ: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsFound:
+    """The shards.
+
+    Attributes:
+        count: how many there are.
+        bytes: of those whose size is known.
+        looked_into: how many were opened.
+        beginnings: of how many of these only the first samples were seen.
+        ends_checked: of how many the first and last bytes were looked at.
+        suspicious: how many of these do not begin or end as a tar does.
+        missing: the numbers that lack between the first and the last one, as ranges.
+        missing_count: how many shards these are; more than ``missing`` shows.
+        refused: what a training would say of the list itself.
+        broken: those among the opened ones that cannot be read.
+        empty: shards without a sample that counts, among the opened sound ones.
+        least, median, greatest: samples of a shard, among those that are known and sound.
+        samples: that count, in all shards.
+        samples_known: whether that was counted (or stated by ``_stats.json``) for every shard, not extrapolated.
+        counted: shards whose samples are known.
+        stated: what the ``_stats.json`` files say.
+    """
+
+    count: int
+    bytes: int
+    looked_into: int
+    beginnings: int
+    ends_checked: int
+    suspicious: int
+    missing: tuple[str, ...]
+    missing_count: int
+    refused: tuple[str, ...]
+    broken: tuple[Broken, ...]
+    empty: tuple[str, ...]
+    least: int
+    median: float
+    greatest: int
+    samples: int
+    samples_known: bool
+    counted: int
+    stated: Stated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Keys and members of the shards looked into.
+
+    Attributes:
+        groups: samples, whether they count or not.
+        patterns: forms of keys and how many of those looked at have each; # is a digit.
+        extensions: members by extension, the most frequent first.
+        upper_case: extensions written in capitals, of local shards.
+        second_dot: members whose file name has a dot in the key, so that their extension is not known.
+        hidden: members that belong to no sample, as they are hidden or have no extension.
+        without_picture: samples that have a caption but no picture.
+        without_caption: samples that have a picture but no caption.
+        apart: keys that come back later in their shard: files of one sample do not lie together.
+        apart_example: one of them.
+        repeated: members whose sample already has one of that kind ("picture", or the extension), by kind; training
+            uses the first one.
+        repeated_at: some of these samples.
+        across: keys that are in more than one shard.
+        across_example: one of them.
+    """
+
+    groups: int
+    patterns: dict[str, int]
+    extensions: dict[str, int]
+    upper_case: dict[str, int]
+    second_dot: int
+    hidden: int
+    without_picture: int
+    without_caption: int
+    apart: int
+    apart_example: Place | None
+    repeated: dict[str, int]
+    repeated_at: tuple[Place, ...]
+    across: int
+    across_example: str
+
+
+# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,3 +514,62 @@ def wilson(part: int, whole: int) -> tuple[float, float]:
     middle = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / whole + spread / (4 * whole)) / (1 + spread)
     return (0.0 if not part else max(0.0, middle - half)), (1.0 if part == whole else min(1.0, middle + half))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# How numbers, names and places are written in a report; text from data cannot do more than be read.
+
+_LONG = 160  # characters of a caption or key
+
+
+def plain(text: str, most: int = _LONG) -> str:
+    """Text from data on one line, nothing in it that moves a cursor or turns the direction of writing."""
+    shown = text[:most] + "…" * (len(text) > most)
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode()
+        for one in shown
+    )
+
+
+def size_of(count: float) -> str:
+    """Bytes in the unit that fits."""
+    for unit, worth in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= worth:
+            return f"{count / worth:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def many(count: int, one: str) -> str:
+    """A number and what it counts, in the plural that ends in s."""
+    return f"{count:,} {one}" + ("" if count == 1 else "s")
+
+
+def percent(part: float, whole: float) -> str:
+    share = 100 * part / max(1, whole)
+    return f"{share:.2g}%" if 0 < share < 1 else f"{share:.1f}%" if 0 < share < 100 else f"{share:.0f}%"
+
+
+def of_all(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({percent(part, whole)})"
+
+
+def name_of(url: str) -> str:
+    return plain(url.rpartition("/")[2] or url, 60)
+
+
+def place_of(place: Place | None) -> str:
+    return f"{name_of(place.shard)}: {plain(place.key, 60)}" if place else ""
+
+
+def repeated_of(names: Names) -> str:
+    """How many files there are beyond the first of their kind in a sample, with examples."""
+    counts = ", ".join(
+        f"{count:,} more {plain(kind, 30)}" for kind, count in list(names.repeated.items())[:5]
+    )
+    places = "; ".join(map(place_of, names.repeated_at))
+    return f"{counts} (such as {places})" if places else counts
+
+
+def about(count: float) -> str:
+    """A count that was estimated, with the digits that it deserves."""
+    return f"about {float(f'{count:.3g}'):,.0f}"

@@ -17,30 +17,50 @@ compare.py         two models on the same items: McNemar, paired bootstrap
 intervals.py       Wilson's interval and the one seeded bootstrap
 """
 
-from eval.metrics.accuracy import (
+from eval.metrics.classes import (
+    CalibrationBins,
+    Confusion,
+    GroupAccuracy,
     PerClass,
+    calibration_bins,
+    confusion,
+    expected_calibration_error,
     f1_macro,
     f1_macro_statistic,
+    group_accuracy,
     mean_of_top1_and_top5,
     mean_per_class_interval,
     mean_per_class_recall,
     mean_per_class_statistic,
     per_class_accuracy,
+    superclass_confusion,
     top_k_accuracy,
+    worst_group_accuracy,
 )
-from eval.metrics.calibration import CalibrationBins, calibration_bins, expected_calibration_error
-from eval.metrics.compare import Comparison, compare_correct, compare_means, compare_statistics, mcnemar
-from eval.metrics.compositional import (
+from eval.metrics.intervals import (
+    Comparison,
+    Estimate,
+    Statistic,
+    compare_correct,
+    compare_means,
+    compare_statistics,
+    mcnemar,
+    mean_estimate,
+    proportion,
+    wilson_interval,
+)
+from eval.metrics.pairs import (
     Winoground,
+    chance_of_recall,
     jaccard_index,
     mean_jaccard,
+    mean_rank,
+    median_rank,
     pairwise_accuracy,
     pairwise_correct,
+    recall_at_k,
     winoground,
 )
-from eval.metrics.confusion import Confusion, confusion, superclass_confusion
-from eval.metrics.groups import GroupAccuracy, group_accuracy, worst_group_accuracy
-from eval.metrics.intervals import Estimate, Statistic, mean_estimate, proportion, wilson_interval
 from eval.metrics.ranking import (
     average_precisions,
     map_11_point,
@@ -50,7 +70,6 @@ from eval.metrics.ranking import (
     roc_auc_statistic,
 )
 from eval.metrics.ranks import TopClasses, class_ranks, class_scores, match_ranks, top_classes
-from eval.metrics.retrieval import chance_of_recall, mean_rank, median_rank, recall_at_k
 
 __all__ = [
     "CalibrationBins",

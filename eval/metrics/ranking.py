@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.metrics.accuracy import counting_of
+from eval.metrics.classes import counting_of
 from eval.metrics.intervals import Bools, Estimate, Floats, Ints, Statistic, estimate
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.mapped_rows import release
+from eval.features.store import release
 
 __all__ = ["TopClasses", "class_ranks", "class_scores", "full_float32", "match_ranks", "top_classes"]
 

@@ -19,9 +19,9 @@ text_files.py       files of text, read with care
 checks.py           whether what was found goes together
 """
 
-from eval.readers.hugging_face import open_hugging_face
 from eval.readers.opening import open_dataset, open_datasets
-from eval.readers.places import find_published
-from eval.readers.torchvision_sets import open_torchvision
+from eval.readers.parquet import open_hugging_face
+from eval.readers.shards import find_published
+from eval.readers.torchvision import open_torchvision
 
 __all__ = ["find_published", "open_dataset", "open_datasets", "open_hugging_face", "open_torchvision"]

@@ -13,18 +13,15 @@ from typing import Any
 
 from clipkit.errors import DataError, nearest
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote.patience import shown
-from data.shard_file import is_remote
-from eval.dataset import TEST, EvalDataset
-from eval.readers.caption_choices import open_caption_choices
-from eval.readers.caption_tables import how_to_pack, is_table
-from eval.readers.hugging_face import open_hugging_face
-from eval.readers.image_folder import open_image_folder, utf8_name
-from eval.readers.parquet_files import has_parquet
-from eval.readers.places import address_of, find_published
-from eval.readers.published import CACHE_GB, open_published
-from eval.readers.text_files import text_of
-from eval.readers.torchvision_sets import check_known, open_torchvision
+from data.remote.shard_file import is_remote
+from data.remote.store import shown
+from eval.datasets.dataset import TEST, EvalDataset
+from eval.readers.choices import open_caption_choices
+from eval.readers.files import how_to_pack, is_table, read_text_file
+from eval.readers.folders import open_image_folder, utf8_name
+from eval.readers.parquet import has_parquet, open_hugging_face
+from eval.readers.shards import CACHE_GB, address_of, find_published, open_published
+from eval.readers.torchvision import check_known, open_torchvision
 
 __all__ = ["open_dataset", "open_datasets"]
 
@@ -239,7 +236,7 @@ def _open_folder(folder: Path, name: str, options: _Options) -> EvalDataset:
 def _open_remote(address: str, name: str, options: _Options) -> EvalDataset:
     """Of a web server only the published layout is read, as it may not list its folders."""
     if not address.startswith(("http://", "https://")):
-        stated = text_of(f"{address}/{options.split}/nshards.txt")
+        stated = read_text_file(f"{address}/{options.split}/nshards.txt")
         if stated is None and has_parquet(address, options.split):
             return _open_parquet(address, name, options)
     return _open_published(address, name, options)

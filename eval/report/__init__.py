@@ -12,7 +12,7 @@ page_frame.py           what every page is: one file, with its own security poli
 json_lines.py           lines that may be cut short
 """
 
-from eval.report.comparison_page import build_comparison
+from eval.report.page import build_comparison
 from eval.report.run_page import build_report
 from eval.report.tables import as_csv, as_latex, as_markdown
 

@@ -6,22 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.text_input import ClassTokenizer
-from eval.dataset import TASKS, EvalDataset, Lacks, by_class_names
-from eval.details import prediction_details, retrieval_details, zero_shot_details
-from eval.details_file import Details
-from eval.image_models import TIMM, no_text_tower
-from eval.results import Score
-from eval.subject import Subject
-from eval.tasks.classification import labels_of
+from clipkit.model.tokenizer import ClassTokenizer
+from eval.datasets.dataset import TASKS, EvalDataset, Lacks, by_class_names
+from eval.features.image_models import TIMM, no_text_tower
+from eval.results.details import prediction_details, retrieval_details, zero_shot_details
+from eval.results.records import Details
+from eval.results.scores import Score
+from eval.tasks.classify import labels_of, report_captions, report_choices, report_classes, zero_shot
 from eval.tasks.compositional import choices_of, compositional
-from eval.tasks.few_shot import ESTIMATORS, SHOTS, few_shot
 from eval.tasks.fine_tune import RATES, fine_tune
-from eval.tasks.indistinguishable import report_captions, report_choices, report_classes
-from eval.tasks.knn import KS, knn
-from eval.tasks.linear_probe import linear_probes
+from eval.tasks.probe import ESTIMATORS, KS, SHOTS, few_shot, knn, linear_probes
 from eval.tasks.retrieval import captions_of, retrieval
-from eval.tasks.zero_shot import zero_shot
+from eval.tasks.subject import Subject
 
 __all__ = ["KNOWN_TASKS", "Options", "Outcome", "Task", "check_image_tasks", "check_tasks"]
 

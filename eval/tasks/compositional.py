@@ -19,17 +19,10 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset, Lacks
-from eval.metrics import (
-    Estimate,
-    jaccard_index,
-    mean_estimate,
-    pairwise_correct,
-    proportion,
-    winoground,
-)
-from eval.results import Score
-from eval.subject import Subject
+from eval.datasets.dataset import EvalDataset, Lacks
+from eval.metrics import Estimate, jaccard_index, mean_estimate, pairwise_correct, proportion, winoground
+from eval.results.scores import Score
+from eval.tasks.subject import Subject
 
 __all__ = ["choices_of", "compositional"]
 

@@ -20,18 +20,86 @@ divided by C·N. It has one minimum, so how it is found changes nothing but the 
 Letters in shape comments: N rows, W width of a feature, K classes, P = W + 1 parameters a class.
 """
 
+import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.metrics.ranks import full_float32
-from eval.tasks.feature_rows import Rows
 
-__all__ = ["LogisticFit", "LogisticProblem"]
+__all__ = [
+    "LogisticFit",
+    "LogisticProblem",
+    "Rows",
+    "carve",
+    "draw_shots",
+    "ridge_classifier",
+    "shuffled_classes",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Rows of feature tables as one list, read in blocks, for what learns from features.
+#
+# Letters in shape comments: N rows, W width of a feature.
+
+_HELD = 1 << 30  # bytes of chosen rows that are copied out of a table once; more are gathered block by block
+
+
+class Rows:
+    """Rows of feature tables as one list: whole tables, or chosen rows of them, perhaps memory-mapped.
+
+    Args:
+        parts: each a (N, W) table, or such a table and the (n,) int64 numbers of the rows to take of it.
+    """
+
+    def __init__(self, *parts: Tensor | tuple[Tensor, Tensor]) -> None:
+        self._parts: list[tuple[Tensor, Tensor | None]] = []
+        for part in parts:
+            table, chosen = part if isinstance(part, tuple) else (part, None)
+            if chosen is not None and chosen.numel() * table.shape[1] * 4 <= _HELD:
+                table, chosen = table[chosen], None
+            self._parts.append((table, chosen))
+        self.width = self._parts[0][0].shape[1] if parts else 0
+
+    def __len__(self) -> int:
+        return sum(len(table if chosen is None else chosen) for table, chosen in self._parts)
+
+    def __add__(self, other: "Rows") -> "Rows":
+        """These rows, then the others."""
+        both = Rows()
+        both._parts, both.width = self._parts + other._parts, self.width
+        return both
+
+    def on(self, device: torch.device) -> "Rows":
+        """These rows with their tables on an accelerator, if they fill at most half of what is free there."""
+        if device.type != "cuda" or len(self) * self.width * 4 > torch.cuda.mem_get_info(device)[0] // 2:
+            return self
+        return Rows(*(_taken(table, chosen).to(device, torch.float32) for table, chosen in self._parts))
+
+    def blocks(self, rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of at most so many rows with their places, (rows, W), as they are stored."""
+        start = 0
+        for table, chosen in self._parts:
+            n = len(table if chosen is None else chosen)
+            for first in range(0, n, rows):
+                last = min(first + rows, n)
+                block = table[first:last] if chosen is None else table[chosen[first:last]]
+                yield slice(start + first, start + last), block
+            start += n
+
+
+def _taken(table: Tensor, chosen: Tensor | None) -> Tensor:
+    return table if chosen is None else table[chosen]
+
+
+# --------------------------------------------------------------------------------------------------------------
 
 _BLOCK = 1 << 20  # logits (or features) at a time on a CPU, 4 MiB in float32
 _DEVICE_BLOCK = 1 << 26  # and on an accelerator
@@ -366,3 +434,104 @@ def _between(low: float, high: float, low_slope: float, high_slope: float) -> fl
         guess = (low + high) / 2
     margin = (high - low) / 10
     return min(max(guess, low + margin), high - margin)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Few-shot least squares in closed form, as in Scaling Vision Transformers (Zhai et al. 2021, arXiv 2106.04560).
+#
+# The details are those of the authors' published evaluation (big_vision, ``fewshot_lsr``): features before the
+# head, each made mean 0 and deviation 1 over the pictures that are learned from; a further feature of 100 for
+# the bias, which is then hardly penalized; targets 1 for a picture's class and -1 for the others; L2 penalty
+# 2¹⁰, fixed, on the sum of squares.
+#
+# Letters in shape comments: N pictures, W width of a feature, C classes.
+
+PENALTY = 2.0**10
+_BIAS = 100.0
+_LEAST = 1e-5  # is added to deviations, since a single picture a class leaves some at 0
+
+
+def ridge_classifier(features: Tensor, labels: Tensor, classes: int, *, penalty: float = PENALTY) -> Tensor:
+    """Least squares with an L2 penalty, from the smaller one of the two systems that give it.
+
+    Args:
+        features: (N, W), N ≥ 1.
+        labels: (N,) int64.
+        classes: C.
+        penalty: above 0.
+
+    Returns:
+        (W + 1, C) float32 on the CPU, for features as they were given with a last column of ones.
+    """
+    features = features.cpu().double()
+    mean = features.mean(dim=0)
+    deviation = features.std(dim=0, correction=0) + _LEAST
+    scaled = torch.nn.functional.pad((features - mean) / deviation, (0, 1), value=_BIAS)  # (N, W + 1)
+    targets = torch.full((len(labels), classes), -1.0, dtype=torch.float64)
+    targets[torch.arange(len(labels)), labels.cpu()] = 1.0
+    if len(scaled) < scaled.shape[1]:
+        weights = scaled.T @ _solved(scaled @ scaled.T, targets, penalty)
+    else:
+        weights = _solved(scaled.T @ scaled, scaled.T @ targets, penalty)  # (W + 1, C)
+    slopes = weights[:-1] / deviation[:, None]
+    bias = _BIAS * weights[-1] - mean @ slopes
+    return torch.cat([slopes, bias[None]]).float()
+
+
+def _solved(products: Tensor, right: Tensor, penalty: float) -> Tensor:
+    products.diagonal().add_(penalty)
+    return torch.cholesky_solve(right, torch.linalg.cholesky(products))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Which pictures a task draws from a split: a function of the split's revision and a seed, of no model.
+#
+# Letters in shape comments: N pictures, C classes.
+
+CARVED = 5  # one picture in so many is taken away to tune on
+
+
+def shuffled_classes(labels: Tensor, classes: int, *, revision: str, seed: int) -> list[Tensor]:
+    """The pictures of each class in a random order: C tensors of int64, empty for a class without pictures.
+
+    The order within a class depends on its pictures, its number, the revision and the seed alone.
+    """
+    order = torch.argsort(labels, stable=True)
+    ends = torch.bincount(labels, minlength=classes).cumsum(0).tolist()
+    starts = [0, *ends][:-1]
+    return [
+        _shuffled(order[start:end], f"{revision} {seed} {label}")
+        for label, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+def draw_shots(shuffled: list[Tensor], k: int) -> Tensor:
+    """The first k pictures of each shuffled class, sorted; those of a smaller k are among those of a greater."""
+    return torch.cat([own[:k] for own in shuffled]).sort().values
+
+
+def carve(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Split a training set in four fifths to learn from and one fifth to tune on.
+
+    Of pictures with one label, each class gives a fifth of its own, at least one; a class with a single picture
+    keeps it to learn from. Of pictures with several labels, (N, C) bool, it is a fifth of all.
+
+    Returns:
+        The numbers of the pictures, sorted, both int64; the second is empty where no class has two pictures.
+    """
+    if not len(labels):
+        return torch.arange(0), torch.arange(0)
+    if labels.ndim == 1:
+        of = shuffled_classes(labels, int(labels.max()) + 1, revision=revision, seed=seed)
+    else:
+        of = [_shuffled(torch.arange(len(labels)), f"{revision} {seed}")]
+    taken = [min(max(1, round(len(own) / CARVED)), max(0, len(own) - 1)) for own in of]
+    learn = torch.cat([own[n:] for own, n in zip(of, taken, strict=True)])
+    tune = torch.cat([own[:n] for own, n in zip(of, taken, strict=True)])
+    return learn.sort().values, tune.sort().values
+
+
+def _shuffled(numbers: Tensor, key: str) -> Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
+    random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    return numbers[torch.from_numpy(random.permutation(len(numbers)))]

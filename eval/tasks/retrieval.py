@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.dataset import EvalDataset, Lacks
+from eval.datasets.dataset import EvalDataset, Lacks
 from eval.metrics import Estimate, chance_of_recall, match_ranks, mean_rank, median_rank, recall_at_k
-from eval.results import Score
-from eval.subject import Subject
+from eval.results.scores import Score
+from eval.tasks.subject import Subject
 
 __all__ = ["Retrieved", "captions_of", "retrieval"]
 

@@ -13,10 +13,10 @@ import torch
 
 from bench.gpu_steps import make_batch
 from bench.plain_clip import PlainCLIP, plain_loss
-from clipkit.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
-from clipkit.loss import clip_loss
-from clipkit.model import create
-from clipkit.tokenizer import END_OF_TEXT
+from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
+from clipkit.model.clip import create
+from clipkit.model.tokenizer import END_OF_TEXT
+from clipkit.objectives.clip import clip_loss
 
 ROOT = Path(__file__).parents[2]
 # what a machine with torch, torchvision and timm alone may not have

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from clipkit.architectures import Architecture, TextTower, VisionTower
-from clipkit.model import CLIP
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.clip import CLIP
 
 
 @pytest.fixture

@@ -8,11 +8,18 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from clipkit.architectures import ARCHITECTURES, Architecture, BagOfWords, TextTower, TimmVision, VisionTower
 from clipkit.export import export
-from clipkit.family import from_open_clip
-from clipkit.model import CLIP, build
-from clipkit.preprocess import Preprocess
+from clipkit.model.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    BagOfWords,
+    TextTower,
+    TimmVision,
+    VisionTower,
+)
+from clipkit.model.clip import CLIP, build
+from clipkit.model.names import from_open_clip
+from clipkit.model.preprocess import Preprocess
 
 TEXT = TextTower(width=32, layers=1, heads=2, context_length=20)
 RESNET = from_open_clip(

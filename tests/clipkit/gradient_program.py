@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipkit import distributed
-from clipkit.accumulation import backward
-from clipkit.architectures import Architecture, ClassTable, TextTower, VisionTower
-from clipkit.class_loss import class_loss
-from clipkit.locking import lock
-from clipkit.loss import clip_loss, siglip_loss
-from clipkit.model import CLIP
-from clipkit.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.patch_dropout import kept_patches
+from clipkit.model.architectures import Architecture, ClassTable, TextTower, VisionTower
+from clipkit.model.clip import CLIP
+from clipkit.model.towers import kept_patches
+from clipkit.objectives.classes import class_loss
+from clipkit.objectives.clip import clip_loss, siglip_loss
+from clipkit.training.build import lock
+from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
+from clipkit.training.step import backward
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # no number of ranks or parts divides the batch
 ACCUMULATIONS = (1, 2, 5)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import clipkit.loss_tiles
+import clipkit.objectives.tiles
 from clipkit import distributed
-from clipkit.loss import in_batch_recall
+from clipkit.objectives.clip import in_batch_recall
 from tests.clipkit.plain_losses import LOSSES, given, gradients, ours
 
 # how many rows each rank has, by how many ranks there are
@@ -46,7 +46,7 @@ def found() -> dict[str, Tensor]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    clipkit.loss_tiles._TILE, clipkit.loss_tiles._LEAST_ROWS = 40, 2
+    clipkit.objectives.tiles._TILE, clipkit.objectives.tiles._LEAST_ROWS = 40, 2
     distributed.start()
     save_file(found(), Path(sys.argv[1]) / f"{distributed.rank()}.safetensors")
     distributed.stop()

@@ -1,4 +1,4 @@
-"""The losses as their papers state them, all logits at once: what those of clipkit/loss.py must come to.
+"""The losses as their papers state them, all logits at once: what those of clipkit/objectives/clip.py must come to.
 
 Everything here is for one process and imports torch alone, as the programs that run under torchrun do.
 """
@@ -103,7 +103,7 @@ def plain(loss: str, batch: Given) -> Tensor:
 
 def ours(loss: str, batch: Given) -> Tensor:
     """The same by clipkit, of this rank's rows."""
-    from clipkit.loss import clip_loss, distillation_loss, siglip_loss
+    from clipkit.objectives.clip import clip_loss, distillation_loss, siglip_loss
 
     name, _, same = loss.partition(" ")
     student = (batch.images, batch.texts, batch.scale)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config
-from clipkit.loss import clip_loss
-from clipkit.model import CLIP
-from clipkit.optim import adamw
-from clipkit.preprocess import Preprocess
-from clipkit.training_state import LoopState
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import Preprocess
+from clipkit.objectives.clip import clip_loss
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from clipkit.training.optim import adamw
 
 CONFIG = Config(out="runs/test")
 NO_COUNTS: tuple[Any, ...] = ("4", -3, None, True, [], math.nan, math.inf, 10**400)

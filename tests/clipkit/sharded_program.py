@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from clipkit import distributed
-from clipkit.architectures import Architecture, TextTower, VisionTower
-from clipkit.averaging import AveragedWeights
 from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
-from clipkit.locking import Unfreezing
-from clipkit.loss import clip_loss
-from clipkit.model import CLIP, create
-from clipkit.optim import OPTIMIZERS, make_optimizer
-from clipkit.parallel import complete_gradients, shard, without_values
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.clip import CLIP, create
+from clipkit.objectives.clip import clip_loss
+from clipkit.training.build import Unfreezing
+from clipkit.training.ema import AveragedWeights
+from clipkit.training.optim import OPTIMIZERS, make_optimizer
+from clipkit.training.parallel import complete_gradients, shard, without_values
 
 SHAPE = Architecture(
     embed_dim=7,  # no multiple of the ranks

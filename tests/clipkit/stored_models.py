@@ -12,8 +12,8 @@ from torch import Tensor
 
 import clipkit
 from bench.parity import build_theirs
-from clipkit.model import CLIP
-from clipkit.open_clip_package import config_files
+from clipkit.files.open_clip import config_files
+from clipkit.model.clip import CLIP
 
 TEXT = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
 VIT = {"image_size": 32, "patch_size": 8, "width": 64, "head_width": 32, "layers": 2}

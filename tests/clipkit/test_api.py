@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 import clipkit
-from clipkit.encode import model_hash
 from clipkit.errors import ConfigError
-from clipkit.model import CLIP
-from clipkit.model_folder import save_model
-from clipkit.preprocess import eval_pixels
+from clipkit.formats.checkpoint import save_model
+from clipkit.inference.encode import model_hash
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import eval_pixels
 
 
 @pytest.fixture

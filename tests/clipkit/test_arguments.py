@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipkit import cli
-from clipkit.arguments import Parser, number, whole
-from clipkit.errors import ConfigError
+from clipkit import __main__
+from clipkit.errors import ConfigError, Parser, number, whole
 from data.__main__ import _parser as data_parser
 from eval.__main__ import _parser as eval_parser
 
@@ -31,7 +30,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.
 def clipkit_parser() -> Parser:
     parser = Parser(prog="clipkit")
     commands = parser.add_subparsers()
-    for name, command in cli.COMMANDS.items():
+    for name, command in __main__.COMMANDS.items():
         command.arguments(commands.add_parser(name))
     return parser
 

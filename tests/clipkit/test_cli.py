@@ -17,18 +17,17 @@ import torch
 from PIL import Image
 
 import clipkit
-from clipkit import count_progress
-from clipkit.checkpoint_writer import save_checkpoint
-from clipkit.classification import Guess, guesses, labels_of, templates_of
-from clipkit.cli import COMMANDS, dispatch
+from clipkit.__main__ import COMMANDS, dispatch
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError, DataError, run_command
-from clipkit.feature_stream import FeatureStream
-from clipkit.model import CLIP
-from clipkit.optim import adamw
-from clipkit.pictures import Item, Stream
-from clipkit.table import Table
-from clipkit.training_state import LoopState
+from clipkit.files import count
+from clipkit.files.table import Table
+from clipkit.inference.classify import Guess, guesses, labels_of, templates_of
+from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.stream import FeatureStream
+from clipkit.model.clip import CLIP
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from clipkit.training.optim import adamw
 
 NEEDED = {
     "encode": ["x", "--model", "m", "--out", "o"],
@@ -86,9 +85,10 @@ def test_help_fits_80_columns(
 
 def test_help_loads_no_command(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom clipkit.cli import dispatch\n"
+        "import sys\nfrom clipkit.__main__ import dispatch\n"
         "try:\n    dispatch(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('clipkit.encode', 'clipkit.classification', 'rich', 'PIL', 'pyarrow') "
+        "names = 'clipkit.inference.encode', 'clipkit.inference.classify', 'rich', 'PIL', 'pyarrow'\n"
+        "print([name for name in names "
         "if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -98,7 +98,7 @@ def test_help_loads_no_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "command"), COMMANDS.items())
 def test_ctrl_c_while_a_command_is_imported_is_one_line(name: str, command: Any) -> None:
     code = (
-        "import signal\nfrom clipkit import cli\n"
+        "import signal\nfrom clipkit import __main__ as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def interrupted(module):\n"
         "    try:\n        signal.raise_signal(signal.SIGINT)\n"
@@ -169,11 +169,11 @@ def test_encode_where_nothing_works_is_exit_1(
 def test_progress_is_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(count_progress, "_PLAIN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(count, "_PLAIN_EVERY_SECONDS", 0.0)
     for total in (2000, None):
-        with count_progress.CountProgress("encoding", total=total, shown=True) as bar:
+        with count.CountProgress("encoding", total=total, shown=True) as bar:
             bar.show(1500, 2)
-    with count_progress.CountProgress("encoding", total=2000, shown=False) as bar:
+    with count.CountProgress("encoding", total=2000, shown=False) as bar:
         bar.show(1500, 2)
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"encoding 1,500 of 2,000, [\d,.]+/s, 2 failed, left 0m00s", first)
@@ -305,7 +305,7 @@ def test_classify_where_nothing_works_is_exit_1_and_an_empty_array(checkpoint: P
 def test_what_is_written_appears_when_it_is_complete(
     checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from clipkit import classification
+    from clipkit.inference import classify as classification
 
     guesses = classification.guesses
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clipkit
-from clipkit.architectures import ARCHITECTURES
 from clipkit.config import (
     CheckpointConfig,
     Config,
@@ -20,9 +19,12 @@ from clipkit.config import (
     LogConfig,
     ModelConfig,
     OptimConfig,
+    changes,
+    load_config,
+    to_toml,
 )
-from clipkit.config_file import changes, load_config, to_toml
 from clipkit.errors import ConfigError
+from clipkit.model.architectures import ARCHITECTURES
 
 # every character but halves of surrogate pairs, which no file can hold
 text = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
@@ -331,7 +333,7 @@ def test_configurations_need_no_torch() -> None:
         "import sys, types\n"
         "package = sys.modules['clipkit'] = types.ModuleType('clipkit')\n"  # without what its __init__ imports
         f"package.__path__ = {list(clipkit.__path__)}\n"
-        "import clipkit.config_file\n"
+        "import clipkit.config\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

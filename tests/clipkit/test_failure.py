@@ -13,8 +13,8 @@ import pytest
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from clipkit.distributed import _NO_ANSWER, _NO_WORD, Failures, failing_together
 from clipkit.errors import ClipkitError
-from clipkit.failure import _NO_ANSWER, _NO_WORD, Failures, failing_together
 
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
 # how the ranks fail, and what is said of it; nothing is said of the others
@@ -91,8 +91,8 @@ def test_a_lost_connection_is_one_line(
     def lose() -> int:
         raise RuntimeError(of_gloo)
 
-    monkeypatch.setattr("clipkit.failure._NOTE_SECONDS", 0.0)
-    monkeypatch.setattr("clipkit.failure._CHIEF_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("clipkit.distributed._NOTE_SECONDS", 0.0)
+    monkeypatch.setattr("clipkit.distributed._CHIEF_FIRST_SECONDS", 0.0)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     store, _, _ = next(rendezvous(f"file://{tmp_path}/store", rank=0, world_size=1))
     failures = Failures(PrefixStore("notes", store), rank=1, host=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import clipkit
-from clipkit.architectures import ARCHITECTURES
+from clipkit.model.architectures import ARCHITECTURES
 
 PUBLIC = {
     "CLIP", "CheckpointError", "ClipkitError", "ConfigError", "DataError", "classify", "clip_loss", "create",

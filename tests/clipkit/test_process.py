@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from clipkit.errors import Stopped
-from clipkit.process import StopRequest
+from clipkit.errors import Stopped, StopRequest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -55,7 +54,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
 RANK = """
 import os, sys, time
 parent = os.getppid()
-from clipkit.process import end_with_launcher
+from clipkit.errors import end_with_launcher
 end_with_launcher(parent, leaving=lambda: sys.argv[1] == "leaving")
 print(os.getpid(), flush=True)
 time.sleep(60)

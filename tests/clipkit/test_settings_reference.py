@@ -6,11 +6,8 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from clipkit.config import Config
-from clipkit.config_file import to_toml
+from clipkit.config import Config, fits, settings_reference, text_of, to_toml
 from clipkit.errors import ConfigError
-from clipkit.setting import fits, text_of
-from clipkit.settings_reference import settings_reference
 
 NAMED = re.compile(r"[a-z_.0-9]+ = ")
 

@@ -14,8 +14,8 @@ import traceback
 from pathlib import Path
 
 from clipkit.errors import DataError
-from data.shard_file import ShardFile
-from data.shards import Shards
+from data.remote.shard_file import ShardFile
+from data.shards.samples import Shards
 
 _SECONDS = 30
 _MOST = 1000  # samples that are read

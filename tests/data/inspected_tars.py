@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image
 
 from data.inspect import Findings, inspect
-from data.inspect.notes import notes
-from data.inspect.told import parts
+from data.inspect.report import notes, parts
 
 Members = Sequence[tuple[str, bytes]]
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from clipkit.decode import Decoded, decode_file, decode_image
 from clipkit.errors import DataError
-from clipkit.image_traits import Decoding, Traits
+from clipkit.files.decode import Decoded, decode_file, decode_image
+from clipkit.files.traits import Decoding, Traits
 from data.augment import Augmentation, _crop, empty_batch, random_of, training_pixels
 from tests.clipkit.made_pictures import PICTURES, encoded, scene
 from tests.clipkit.made_pictures import picture as picture_file

@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from clipkit.text_input import ClipTokenizer
-from data.batch import Batch, caption_hash, numbers_of, token_lengths
+from clipkit.model.tokenizer import ClipTokenizer
 from data.captions import CaptionRule
-from data.loader import Loader
+from data.loader import Batch, Loader, caption_hash, numbers_of, token_lengths
 from data.order import Order
-from data.shards import Shards
-from data.sources import find_shards
-from data.writer import DatasetWriter, Record
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[2]
 HASH, EMPTY = 6776802137977632137, 6510301506637419378
@@ -36,9 +35,7 @@ def test_captions_that_differ_have_other_hashes(one: str, other: str) -> None:
 
 
 def test_a_hash_is_the_same_in_every_process_and_release() -> None:
-    code = (
-        "from data.batch import caption_hash; print(caption_hash('A  photo\\n of Straße '), caption_hash(''))"
-    )
+    code = "from data.loader import caption_hash; print(caption_hash('A  photo\\n of Straße '), caption_hash(''))"
     printed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60
     )

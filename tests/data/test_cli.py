@@ -15,7 +15,7 @@ from PIL import Image
 
 from clipkit.errors import DataError, run_command
 from data.__main__ import main
-from data.writer import DatasetWriter, Record
+from data.shards.writer import DatasetWriter, Record
 
 REPOSITORY = Path(__file__).parents[2]
 

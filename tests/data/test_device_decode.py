@@ -11,17 +11,24 @@ import pytest
 import torch
 from PIL import Image
 
-from clipkit.decode import plain_jpeg_size
 from clipkit.errors import ConfigError
-from clipkit.text_input import ClipTokenizer
-from data.augment import Augmentation, draw_recipe, empty_batch, follow_recipe, random_of, training_pixels
-from data.batch import Batch
-from data.device_decode import jpeg_decoder, require_nvjpeg
-from data.loader import Loader
+from clipkit.files.decode import plain_jpeg_size
+from clipkit.model.tokenizer import ClipTokenizer
+from data.augment import (
+    Augmentation,
+    draw_recipe,
+    empty_batch,
+    follow_recipe,
+    jpeg_decoder,
+    random_of,
+    require_nvjpeg,
+    training_pixels,
+)
+from data.loader import Batch, Loader
 from data.order import Order
-from data.shards import Shards
-from data.sources import find_shards
-from data.writer import DatasetWriter, Record
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
 from tests.clipkit.made_pictures import PICTURES, encoded, picture, scene
 
 CHANGED = Augmentation(crop_scale=0.4, flip=0.5, color_jitter=0.4, grayscale=0.2)

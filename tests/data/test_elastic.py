@@ -10,15 +10,13 @@ import pytest
 import webdataset
 from PIL import Image
 
-from clipkit.text_input import ClipTokenizer
-from data.batch import Batch
-from data.captions import CaptionRule
-from data.loader import Loader
-from data.manifest import make_manifest
+from clipkit.model.tokenizer import ClipTokenizer
+from data.captions import CaptionRule, Selection
+from data.loader import Batch, Loader
 from data.order import Order
-from data.selection import Selection
-from data.shard_file import ShardFile
-from data.shards import Shards
+from data.remote.shard_file import ShardFile
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
 
 COUNTS, BATCH = (1, 7, 1000), 48
 STEPS = {"plain": 23, "mixture": 8}  # an epoch has 21

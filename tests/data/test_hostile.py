@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.tar import tar_files
-from data.captions import CaptionRule
-from data.manifest import make_manifest
-from data.selection import Filter, Selection
-from data.shard_file import ShardFile
-from data.shards import Shards
-from data.sources import find_shards
+from clipkit.files.tar import tar_files
+from data.captions import CaptionRule, Filter, Selection
+from data.remote.shard_file import ShardFile
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 from tests.data.hostile_tars import GOOD, HOSTILE, PAIRS, header, tar_of
 
 ROOT = Path(__file__).parents[2]

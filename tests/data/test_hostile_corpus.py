@@ -16,15 +16,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipkit.text_input import ClipTokenizer
-from data.batch import BadSample, Batch
-from data.captions import CaptionRule
-from data.loader import Loader
-from data.manifest import make_manifest
+from clipkit.model.tokenizer import ClipTokenizer
+from data.captions import CaptionRule, Selection
+from data.loader import BadSample, Batch, Loader
 from data.order import Order
-from data.selection import Selection
-from data.shards import Shards
-from data.sources import find_shards
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 from tests.clipkit.hostile_pictures import HOSTILE, PIXELS, made
 from tests.data.hostile_tars import tar_of
 

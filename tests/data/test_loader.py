@@ -14,17 +14,15 @@ import torch
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.image_traits import Decoding
-from clipkit.text_input import ClipTokenizer
-from clipkit.tokenizer import END_OF_TEXT, tokenize
+from clipkit.files.traits import Decoding
+from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from data.augment import Augmentation
-from data.batch import BadSample, Batch, caption_hash
 from data.captions import CaptionRule
-from data.loader import Loader
+from data.loader import BadSample, Batch, Loader, caption_hash
 from data.order import Order
-from data.shards import Shards
-from data.sources import find_shards
-from data.writer import DatasetWriter, Record
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
 
 CPU = torch.device("cpu")
 SAMPLES, BATCH = 40, 8  # five batches an epoch

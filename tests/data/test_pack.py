@@ -19,14 +19,13 @@ from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.table import Table
+from clipkit.files.table import Table
 from data.__main__ import main
-from data.captions import CaptionRule
-from data.manifest import make_manifest
+from data.captions import CaptionRule, Filter, Selection
 from data.pack import LONGEST_CAPTION, _split, pack
-from data.selection import Filter, Selection
-from data.shards import Shards
-from data.sources import find_shards
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 
 
 def encoded(kind: str, side: tuple[int, int] = (40, 30), mode: str = "RGB") -> bytes:

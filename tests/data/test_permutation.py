@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.permutation import hashed, key, permuted
+from data.order import hashed, key, permuted
 
 keys = st.integers(0, 2**64 - 1)
 

@@ -16,14 +16,12 @@ import torch
 from PIL import Image
 
 from clipkit.errors import DataError
-from clipkit.text_input import ClipTokenizer
-from data.batch import Batch
-from data.loader import Loader
+from clipkit.model.tokenizer import ClipTokenizer
+from data.loader import Batch, DeviceBatches, InputSeconds, Loader
 from data.order import Order
-from data.prefetch import DeviceBatches, InputSeconds
-from data.shards import Shards
-from data.sources import find_shards
-from data.writer import DatasetWriter, Record
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
 
 CPU = torch.device("cpu")
 BATCH, STEPS = 4, 8

@@ -14,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipkit.errors import ConfigError, DataError
-from data import open_shard
-from data.captions import CaptionRule
-from data.manifest import make_manifest
-from data.open_shard import OpenShard
+from data.captions import CaptionRule, Filter, Selection
 from data.order import Order
-from data.selection import Filter, Selection
-from data.shard_file import ShardFile
-from data.shards import Shards
+from data.remote.shard_file import ShardFile
+from data.shards import shard as open_shard
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
+from data.shards.shard import OpenShard
 from tests.data.json_shards import of_json, shard_of
 
 

@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 from clipkit.errors import ConfigError
-from clipkit.text_input import ClipTokenizer
-from clipkit.tokenizer import END_OF_TEXT, tokenize
+from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from data.augment import Augmentation
-from data.batch import Batch
-from data.loader import Loader
+from data.loader import Batch, Loader, Stage, stage_at
 from data.order import Order
-from data.shards import Shards
-from data.sources import find_shards
-from data.stages import Stage, stage_at
-from data.writer import DatasetWriter, Record
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
 
 BATCH, STEPS, FULL = 4, 7, 64
 STAGES = (

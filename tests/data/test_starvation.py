@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from data.batch import Batch
-from data.starvation import Starvation
+from data.loader import Batch, Starvation
 
 
 def batch(reading: float, making: float) -> Batch:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps, JpegImagePlugin
 
-from data.stored_picture import BadPicture, StoredPicture, Storing, store_picture
+from data.pack import BadPicture, StoredPicture, Storing, store_picture
 
 ORIENTATION = 0x0112
 WHITE = (255, 255, 255)

@@ -12,9 +12,9 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import clipkit.tar
+import clipkit.files.tar
 from clipkit.errors import DataError
-from clipkit.tar import tar_files_of
+from clipkit.files.tar import tar_files_of
 from tests.data.hostile_tars import header, pax
 
 BLOCK = 512
@@ -43,8 +43,8 @@ class Short:
 def ours(tar: bytes) -> tuple[Members, str]:
     """The members up to the end or to a fault, and the fault: the same however the headers are found."""
     found = listed(tar, at_hand=False)
-    for window in (BLOCK, 3 * BLOCK, clipkit.tar._WINDOW):
-        with patch.multiple(clipkit.tar, _WINDOW=window, _WORTH=0):
+    for window in (BLOCK, 3 * BLOCK, clipkit.files.tar._WINDOW):
+        with patch.multiple(clipkit.files.tar, _WINDOW=window, _WORTH=0):
             assert listed(tar, at_hand=True) == found
     return found
 
@@ -234,14 +234,14 @@ def test_the_scan_finds_nearly_all_headers_itself(monkeypatch: pytest.MonkeyPatc
         data = inner if number == 1460 else bytes(number)
         members.append((f"{number}.{'日' * 60 if long else 'jpg'}", data, tarfile.REGTYPE, ""))
     walked = []
-    follow = clipkit.tar._follow
+    follow = clipkit.files.tar._follow
 
     def counted(*given: Any, most: int) -> Any:
         walked.append(follow(*given, most=most))
         return walked[-1]
 
-    monkeypatch.setattr(clipkit.tar, "_follow", counted)
-    monkeypatch.setattr(clipkit.tar, "_WORTH", 200)
+    monkeypatch.setattr(clipkit.files.tar, "_follow", counted)
+    monkeypatch.setattr(clipkit.files.tar, "_WORTH", 200)
     for form in FORMATS[:2]:
         walked.clear()
         tar = by_tarfile(members, form)

@@ -18,8 +18,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from clipkit.errors import DataError
-from data.workers import Workers, leave_signals_to_the_trainer
-from data.writer import DatasetWriter, Record
+from data.loader import Workers, leave_signals_to_the_trainer
+from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,11 +149,11 @@ PROGRAM = """
 import multiprocessing, os, sys, time
 from pathlib import Path
 from clipkit.errors import run_command
-from clipkit.text_input import ClipTokenizer
+from clipkit.model.tokenizer import ClipTokenizer
 from data.loader import Loader
 from data.order import Order
-from data.shards import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 
 def main():
     shards = Shards.of(find_shards(sys.argv[1]))

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from clipkit import CLIP
-from clipkit.architectures import Architecture, TextTower, VisionTower
-from data.writer import DatasetWriter, Record
-from eval import subject
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from data.shards.writer import DatasetWriter, Record
+from eval.tasks import subject
 
 WriteDataset = Callable[..., Path]
 CLASSES = ("red", "green", "blue", "yellow", "black", "white", "grey")

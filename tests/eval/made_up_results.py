@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from eval.dataset import EvalDataset
-from eval.details import prediction_details, write_details
-from eval.snapshot_file import Example, Guess, Picture
+from eval.datasets.dataset import EvalDataset
+from eval.results.details import prediction_details, write_details
+from eval.results.records import Example, Guess, Picture
 
 __all__ = ["DATASETS", "EVIL", "MODELS", "PNG", "add_details", "line", "made_up", "write"]
 

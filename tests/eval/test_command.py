@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from clipkit import CLIP
-from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config
 from clipkit.errors import CheckpointError, DataError, run_command
-from clipkit.model import create
-from clipkit.training_state import LoopState
+from clipkit.model.clip import create
+from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results, weights_id
 from eval.__main__ import main
 from tests.forked import Forked
@@ -120,7 +119,7 @@ def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset
 def test_an_out_that_cannot_be_written_is_known_before_the_first_picture(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.score_commands.run_model", lambda *_, **__: pytest.fail("it was scored"))
+    monkeypatch.setattr("eval.commands.run_model", lambda *_, **__: pytest.fail("it was scored"))
     (tmp_path / "file").write_text("")
     data = write_dataset()
     for out, cause in ((tmp_path / "file" / "x.jsonl", "Not a directory"), (tmp_path, "Is a directory")):

@@ -11,11 +11,11 @@ from rich.console import Console
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from eval.comparison import ModelComparison, compare
-from eval.dataset import EvalDataset
-from eval.details import item_details, pack, prediction_details, write_details
+from eval.compare import ModelComparison, compare
+from eval.datasets.dataset import EvalDataset
 from eval.metrics import compare_correct, mcnemar, mean_per_class_recall, roc_auc
-from eval.terminal_table import comparison_table
+from eval.report.terminal import comparison_table
+from eval.results.details import item_details, pack, prediction_details, write_details
 
 N, C = 400, 5
 LABELS = torch.arange(N) ** 2 % C  # classes of different sizes

@@ -15,12 +15,12 @@ from torch import Tensor
 import clipkit
 import eval as evaluation
 from clipkit import CLIP
-from clipkit.class_head import with_class_head
 from clipkit.errors import ConfigError, DataError
+from clipkit.model.class_head import with_class_head
 from eval import Encoder, Ranks, Subject
-from eval.encode import dtype_name
+from eval.features.encoder import dtype_name
 from eval.report.result_set import read_result_set
-from eval.results import Score
+from eval.results.scores import Score
 
 WriteDataset = Callable[..., Path]
 

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from clipkit import CLIP
-from clipkit.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from eval import Encoder, Subject, evaluate, open_dataset
 from tests.eval.conftest import CLASSES
 

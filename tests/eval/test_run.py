@@ -18,15 +18,14 @@ import pytest
 import torch
 
 from clipkit import CLIP
-from clipkit.checkpoint_writer import save_checkpoint
-from clipkit.class_head import with_class_head
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError
-from clipkit.training_state import LoopState
+from clipkit.model.class_head import with_class_head
+from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results
 from eval.__main__ import main
+from eval.datasets.targets import find_targets
 from eval.report.result_set import read_result_set
-from eval.targets import find_targets
 from tests.eval.conftest import CLASSES, png
 from tests.forked import Forked
 
@@ -326,7 +325,7 @@ def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
     mine = write_dataset("digits")
     arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
     with monkeypatch.context() as patch:  # of the suite only the one that is quickly made
-        patch.setattr("eval.score_commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
+        patch.setattr("eval.commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
         with pytest.raises(DataError, match="two datasets would both be named digits, yours and the suite's"):
             main(["run", "--data", str(mine), "--suite", "builtin", *arguments])
     assert main(["run", "--data", str(mine), *arguments]) == 0

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from clipkit import CLIP
-from clipkit.checkpoint_writer import save_checkpoint
 from clipkit.config import Config
-from clipkit.training_state import LoopState
+from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import EvalDataset, open_dataset, weights_id
-from eval.ranks import ONE_RANK
-from eval.scorer import Scorer
+from eval.features.encoder import ONE_RANK
+from eval.run import Scorer
 
 
 def scorer_of(

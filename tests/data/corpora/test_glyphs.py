@@ -27,15 +27,8 @@ from PIL import Image
 
 from clipkit.errors import DataError
 from data.corpora import glyphs
-from data.corpora.glyph_captions import (
-    CLASS_CHARACTERS,
-    CLASS_NAMES,
-    TEMPLATES,
-    character_name,
-    write_caption,
-)
-from data.corpora.glyph_distortion import Distortion, draw_distortions, draw_pictures
-from data.corpora.glyph_fonts import (
+from data.corpora.distortion import Distortion, draw_distortions, draw_pictures
+from data.corpora.fonts import (
     CANVAS,
     FACES,
     HELD_OUT,
@@ -46,6 +39,7 @@ from data.corpora.glyph_fonts import (
     rasterize,
     skeleton_fields,
 )
+from data.corpora.glyphs import CLASS_CHARACTERS, CLASS_NAMES, TEMPLATES, character_name, write_caption
 
 SAMPLES = 700
 

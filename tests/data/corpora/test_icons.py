@@ -12,9 +12,7 @@ from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import DataError
-from data.corpora.icon_names import CONTEXTS, caption, is_symbolic, words
-from data.corpora.icon_themes import families_of, scan, settle_names
-from data.corpora.icons import make
+from data.corpora.icons import CONTEXTS, caption, families_of, is_symbolic, make, scan, settle_names, words
 
 
 def drawing(seed: int, side: int) -> Image.Image:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.remote import cache_room, shard_cache
-from data.remote.shard_cache import ShardCache
-from data.shard_file import ShardFile
+from data.remote import cache as cache_room
+from data.remote import cache as shard_cache
+from data.remote.cache import ShardCache
+from data.remote.shard_file import ShardFile
 
 
 @settings(max_examples=40, deadline=None)

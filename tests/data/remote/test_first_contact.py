@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from data.remote import clients, patience
-from data.remote.patience import Patience
-from data.remote.shard_cache import ShardCache
-from data.remote.store import describe, download, read_range
-from data.shard_file import ShardFile
-from data.sources import find_shards
+from data.remote import store
+from data.remote.cache import ShardCache
+from data.remote.shard_file import ShardFile
+from data.remote.store import Patience, describe, download, read_range
+from data.shards.sources import find_shards
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx, error_of, whole
 
@@ -62,7 +61,7 @@ def test_an_endpoint_of_s3_that_is_wrong(s3: S3, closed_port: int, monkeypatch: 
         ("http://no-such-host.invalid", "the host no-such-host.invalid is not known"),
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setattr(clients, "_clients", {})
+        monkeypatch.setattr(store, "_clients", {})
         message = error_of(lambda: describe(["s3://pairs/0.tar"]))
         assert said in message and "gave up after 3 tries" in message
 
@@ -111,7 +110,7 @@ def test_commands_told_by_a_program(closed_port: int, tmp_path: Path) -> None:
 def test_a_server_that_is_being_started(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     nginx.put("0.tar", bytes(1000))
     nginx.kill()
-    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, contact_waits=(0.6, 1.0)))
+    monkeypatch.setattr(store, "PATIENCE", replace(store.PATIENCE, contact_waits=(0.6, 1.0)))
     threading.Timer(0.3, nginx.start).start()
     assert describe([nginx.url("0.tar")])[0].size == 1000
     waits = Patience().contact_waits

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from data.remote import clients
-from data.remote.hub import HUB_FORM
-from data.remote.store import describe, list_folder
-from data.sources import find_shards
+from data.remote import store
+from data.remote.store import HUB_FORM, describe, list_folder
+from data.shards.sources import find_shards
 from tests.data.remote import servers
 from tests.data.remote.servers import Nginx, error_of
 
@@ -42,7 +41,7 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(clients, "_clients", {})
+    monkeypatch.setattr(store, "_clients", {})
     monkeypatch.setenv("HF_TOKEN", "t0ken")
 
 

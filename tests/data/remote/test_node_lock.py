@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data.remote.node_lock import NodeLock
+from data.remote.cache import NodeLock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

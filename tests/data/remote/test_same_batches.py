@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipkit.text_input import ClipTokenizer
-from data.batch import Batch
-from data.loader import Loader
+from clipkit.model.tokenizer import ClipTokenizer
+from data.loader import Batch, Loader
 from data.order import Order
-from data.remote.shard_cache import ShardCache
-from data.shards import Shards
-from data.sources import find_shards
-from data.writer import DatasetWriter, Record
+from data.remote.cache import ShardCache
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
 from tests.data.remote import servers
 
 ROOT = Path(__file__).parents[3]
@@ -184,7 +183,7 @@ PROGRAM = """
 import sys, time
 sys.path.insert(0, {root!r})
 from tests.data.remote import test_same_batches as own
-from data.remote.shard_cache import ShardCache
+from data.remote.cache import ShardCache
 from pathlib import Path
 source, folder, start = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 for batch in own.loader(source, ShardCache(folder / "shards", 10**9), workers=2).batches(start, own.STEPS):

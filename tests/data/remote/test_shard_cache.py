@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 
-from data.remote import shard_cache
-from data.remote.node_lock import NodeLock
-from data.remote.shard_cache import ShardCache
+from data.remote import cache as shard_cache
+from data.remote.cache import NodeLock, ShardCache
+from data.remote.shard_file import ShardFile
 from data.remote.store import describe
-from data.shard_file import ShardFile
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx, Unruly, error_of
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipkit.tar import tar_files, tar_files_of
-from data.remote import clients, patience, store
+from clipkit.files.tar import tar_files, tar_files_of
+from data.remote import store
+from data.remote.shard_file import ShardFile
 from data.remote.store import RangedBytes, describe, download, list_folder, read_range, read_text
-from data.shard_file import ShardFile
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx, error_of, whole
 
@@ -152,7 +152,7 @@ def test_a_repository_of_hugging_face(nginx: Nginx, tmp_path: Path, monkeypatch:
     template = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(clients, "_clients", {})
+    monkeypatch.setattr(store, "_clients", {})
     monkeypatch.setenv("HF_TOKEN", "t0ken")
     (tmp_path / "netrc").write_text(
         "machine 127.0.0.1 login u password p-word\n"
@@ -206,7 +206,7 @@ def test_the_output_of_a_command(tmp_path: Path) -> None:
 
 
 def test_a_command_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, tries=2))
+    monkeypatch.setattr(store, "PATIENCE", replace(store.PATIENCE, tries=2))
     message = error_of(lambda: download(whole("pipe:echo $$; exec sleep 77.7"), tmp_path / "got"))
     assert "has written nothing for" in message
     child = int((tmp_path / "got").read_text())

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
-from data.remote import clients, patience
-from data.remote.shard_cache import ShardCache
+from data.remote import store
+from data.remote.cache import ShardCache
+from data.remote.shard_file import ShardFile
 from data.remote.store import describe, download, list_folder, read_range, shown
-from data.shard_file import ShardFile
-from data.shards import Shards
-from data.sources import find_shards
-from data.writer import DatasetWriter, Record
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, SECRETS, Nginx, Unruly, error_of, whole
 
@@ -124,7 +124,7 @@ def test_what_begins_again_must_come_further(
     s3: S3, unruly: Unruly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a file of some MiB whose bytes are never right would be fetched for ever."""
-    monkeypatch.setattr(patience, "PATIENCE", replace(patience.PATIENCE, stall_seconds=20.0))
+    monkeypatch.setattr(store, "PATIENCE", replace(store.PATIENCE, stall_seconds=20.0))
     unruly.data = os.urandom(3 << 19)
     unruly.etag = f'"{hashlib.md5(unruly.data).hexdigest()}"'
     unruly.script = ["other"] * 99
@@ -277,7 +277,7 @@ def test_a_library_that_is_missing(
     protocol: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = pytest.importorskip("fsspec.registry")
-    monkeypatch.setattr(clients, "_clients", {})
+    monkeypatch.setattr(store, "_clients", {})
     monkeypatch.delitem(registry._registry, protocol, raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     message = error_of(lambda: describe([f"{protocol}://datasets/who/0.tar"]))
@@ -288,14 +288,14 @@ def test_a_library_that_is_missing(
 def test_patience_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(patience, "PATIENCE", patience.Patience())
-    attempts = patience.Attempts("s3://pairs/0.tar")
-    error = patience.of_status(503, wait=9e9)
+    monkeypatch.setattr(store, "PATIENCE", store.Patience())
+    attempts = store.Attempts("s3://pairs/0.tar")
+    error = store.of_status(503, wait=9e9)
     with pytest.raises(DataError, match="gave up after 8 tries"):
         while True:
             attempts.failed(error)
     assert len(slept) == 7 and max(slept) <= 30.0
-    attempts = patience.Attempts("s3://pairs/0.tar")
+    attempts = store.Attempts("s3://pairs/0.tar")
     for _ in range(20):  # much comes between the failures
-        attempts.failed(patience.of_status(500))
+        attempts.failed(store.of_status(500))
         attempts.received(2 << 20)

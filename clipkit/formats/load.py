@@ -1,0 +1,396 @@
+"""What ``clipkit.load`` takes: finds out what a source is, reads its weights without running anything of it.
+
+    a clipkit run or checkpoint       model.json + model.safetensors
+    a hub-style folder of open_clip   open_clip_config.json + open_clip_model.safetensors
+    a folder of transformers          config.json of a CLIPModel + model.safetensors
+    a training folder of open_clip    params.txt + checkpoints/epoch_N.pt
+    a weights file                    .pt, .bin, .safetensors: open_clip's, OpenAI's, TorchScript archives
+    open_clip:NAME[/TAG]              open_clip's registry of published weights
+    hf-hub:OWNER/REPOSITORY           a repository on the Hugging Face hub
+
+The activation follows what is stored with the weights. Where nothing says whether it is GELU or QuickGELU, the
+caller has to: the two have the same tensors, and the wrong one is a worse score and no error.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError
+from clipkit.files.hub import HUB, fetch_published, fetch_repository
+from clipkit.files.open_clip import published_tags, published_weights
+from clipkit.formats.checkpoint import load_model, resolve_checkpoint, with_weights
+from clipkit.formats.open_clip import TrainingRecord, newest_epoch, training_record
+from clipkit.formats.shapes import OPENAI_MARKS, check_claims, fitting_names, inferred, own_names
+from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
+from clipkit.formats.weights import read_weights
+from clipkit.model.architectures import (
+    ARCHITECTURES,
+    QUICKGELU,
+    Architecture,
+    ClassTable,
+    OpenClipText,
+    Text,
+    TextTower,
+    TransformersText,
+)  # fmt: skip
+from clipkit.model.clip import CLIP
+from clipkit.model.names import OPEN_CLIP, architecture, check_names, from_open_clip, open_clip_config
+from clipkit.model.preprocess import Preprocess
+from clipkit.model.tokenizer import Tokenizer, folder_tokenizer, has_tokenizer
+
+__all__ = ["from_open_clip_tensors", "open_source"]
+
+_OPEN_CLIP_WEIGHTS = (
+    "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin",
+)  # fmt: skip
+_TRANSFORMERS_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+# settings of a text tower's tokenizer that run nothing
+_TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
+_NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
+_FIRST_NUMBERS = 2**18
+_LARGEST_JSON = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What the caller asks for besides the source."""
+
+    name: str = ""
+    image_size: int = 0
+    context_length: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"image_size": self.image_size, "context_length": self.context_length}
+
+
+def open_source(source: str, *, name: str = "", image_size: int = 0, context_length: int = 0) -> CLIP:
+    """The model that a source holds, on the CPU in float32, in evaluation mode; ``origin`` says what was found.
+
+    Args:
+        source: see above.
+        name: the architecture, for weights that come without one; it must agree with what is stored.
+        image_size: side of the pictures; 0 leaves it. Position embeddings are resampled.
+        context_length: longest text in tokens; 0 leaves it.
+
+    Raises:
+        CheckpointError: nothing is there, it is damaged, or does not fit together.
+        ConfigError: a name is unknown, or cannot be had without a network.
+    """
+    wanted = _Wanted(name=name, image_size=image_size, context_length=context_length)
+    if name:
+        check_names(name, called="name")
+    if source.startswith(OPEN_CLIP):
+        model = _published(source, wanted)
+    elif source.startswith(HUB):
+        model = _local(fetch_repository(source), wanted)
+        model.origin = f"{source}: {model.origin}"
+    else:
+        model = _local(Path(source).expanduser(), wanted)
+    _check_finite(model)
+    if any(wanted.sizes.values()) and not model.architecture.is_own:
+        _try_sizes(model)
+    return model
+
+
+def _local(path: Path, wanted: _Wanted) -> CLIP:
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if is_file:
+        return _file(path, wanted)
+    if not is_folder:
+        raise CheckpointError(
+            f"no model at {path}: give a run, a checkpoint, a weights file, a folder of open_clip or transformers, "
+            f"{OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
+        )
+    if (path / "open_clip_config.json").is_file():
+        return _open_clip_folder(path, wanted)
+    if (path / "config.json").is_file():
+        return _transformers_folder(path, wanted)
+    if (newest := newest_epoch(path)) is not None:
+        return _file(newest, wanted)
+    if (path / "params.txt").is_file():
+        raise CheckpointError(f"{path} is a training folder of open_clip without a checkpoints/epoch_N.pt")
+    folder = resolve_checkpoint(path)
+    model = load_model(folder, **wanted.sizes)
+    _agree(wanted, model.architecture, folder)
+    model.origin = f"clipkit checkpoint {folder}"
+    return model
+
+
+def _published(source: str, wanted: _Wanted) -> CLIP:
+    """Weights of open_clip's registry."""
+    name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
+    check_names(OPEN_CLIP + name, called="model")
+    tags = published_tags(name)
+    if not tag and len(tags) == 1:
+        tag = tags[0]
+    published = published_weights(name, tag)
+    if not published:
+        known = ", ".join(tags) or "none"
+        raise CheckpointError(
+            f"{source}: give one of the published weights as {OPEN_CLIP}{name}/TAG; known: {known}"
+        )
+    file = fetch_published(source, published)
+    config = open_clip_config(name)
+    quick_gelu = bool(config.get("quick_gelu") or published.get("quick_gelu"))
+    shape = from_open_clip({**config, "quick_gelu": quick_gelu})
+    _agree(wanted, shape, source)
+    tensors = read_weights(file).tensors
+    model = _built(shape, tensors, file, wanted, name=OPEN_CLIP + name, preprocess=published)
+    model.origin = f"open_clip's published weights {name}/{tag}"
+    return model
+
+
+def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
+    config = _read_json(folder / "open_clip_config.json")
+    if not isinstance(model_config := config.get("model_cfg"), dict):
+        raise CheckpointError(f"{folder}/open_clip_config.json has no model_cfg")
+    preprocess = config.get("preprocess_cfg") or {}
+    if not isinstance(preprocess, dict):
+        raise CheckpointError(f"{folder}/open_clip_config.json: preprocess_cfg is no object")
+    with _naming(folder):
+        shape = from_open_clip(model_config)
+        _agree(wanted, shape, folder)
+        shape = replace(shape, text=_with_tokenizer(shape.text, folder))
+    file = file or _first(folder, _OPEN_CLIP_WEIGHTS)
+    model = _built(shape, read_weights(file).tensors, file, wanted, preprocess=preprocess)
+    model.origin = f"open_clip folder {folder}"
+    return model
+
+
+def _with_tokenizer(text: Text, folder: Path) -> Text:
+    """The text tower with the tokenizer that lies in the folder, where it is of another kind than CLIP's."""
+    lies_here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if isinstance(text, TransformersText):
+        return replace(text, model=str(folder)) if lies_here else text
+    if not isinstance(text, OpenClipText):
+        return text
+    source, mode, options = (
+        text.config.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")
+    )
+    if not isinstance(options or {}, dict) or (options or {}).keys() - _TOKENIZER_OPTIONS:
+        raise ConfigError(
+            f"tokenizer_kwargs = {options!r} is not one of {', '.join(sorted(_TOKENIZER_OPTIONS))}"
+        )
+    if not source:
+        if options:
+            raise ConfigError(
+                f"tokenizer_kwargs = {options!r} without hf_tokenizer_name is unknown to clipkit"
+            )
+        return text
+    if not isinstance(source, str) or mode not in (None, "", "clips"):
+        raise ConfigError(f"hf_tokenizer_name = {source!r} or tokenizer_mode = {mode!r} is unknown")
+    return replace(text, config={**text.config, "hf_tokenizer_name": str(folder)}) if lies_here else text
+
+
+def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
+    config = _read_json(folder / "config.json")
+    processor: Any = None
+    if (folder / "processor_config.json").is_file():  # of the text's processor too
+        processor = _read_json(folder / "processor_config.json").get("image_processor")
+    if processor is None and (folder / "preprocessor_config.json").is_file():
+        processor = _read_json(folder / "preprocessor_config.json")
+    file = file or _first(folder, _TRANSFORMERS_WEIGHTS)
+    with _naming(folder):
+        if not isinstance(processor, dict | None):
+            raise CheckpointError("processor_config.json: image_processor is no object")
+        shape, tensors = from_transformers(config, read_weights(file).tensors)
+        _, text = shape.own_towers()
+        tokenizer = folder_tokenizer(folder, text, end_of_text(config))
+        preprocess = preprocess_from_transformers(processor or {}, shape.vision.image_size)
+    _agree(wanted, shape, folder)
+    model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict(), tokenizer=tokenizer)
+    model.origin = f"transformers folder {folder}"
+    if not has_tokenizer(folder):
+        model.origin += " without a tokenizer, so with CLIP's"
+    return model
+
+
+def _file(path: Path, wanted: _Wanted) -> CLIP:
+    """Weights alone: the architecture is asked for, recorded beside them, or OpenAI's by its marks."""
+    folder = path.parent
+    if path.name == "model.safetensors" and (folder / "model.json").is_file():
+        return _local(folder, wanted)
+    if path.name in _OPEN_CLIP_WEIGHTS and (folder / "open_clip_config.json").is_file():
+        return _open_clip_folder(folder, wanted, path)
+    if path.name in _TRANSFORMERS_WEIGHTS and (folder / "config.json").is_file():
+        return _transformers_folder(folder, wanted, path)
+    stored = read_weights(path)
+    if any(key.startswith(("vision_model.", "text_model.")) for key in stored.tensors):
+        raise CheckpointError(f"{path} has transformers' names: give the folder with its config.json")
+    if all(mark in stored.tensors or mark in stored.notes for mark in OPENAI_MARKS):
+        with _naming(path):
+            record = TrainingRecord(architecture=replace(inferred(stored.tensors), quick_gelu=True))
+        kind = "OpenAI's weights"
+    else:
+        record, kind = training_record(path), "open_clip checkpoint"
+    _agree(wanted, record.architecture, path)
+    shape = record.architecture or (architecture(wanted.name) if wanted.name else None)
+    if shape is None:
+        raise CheckpointError(f"{path}: {record.lacking}: {_how_to_name(stored.tensors)}")
+    model = _built(
+        shape, stored.tensors, path, wanted, name=wanted.name or record.name, preprocess=record.preprocess
+    )
+    told = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
+    model.origin = f"{kind} {path}" + (f" ({', '.join(told)})" if told else "")
+    return model
+
+
+def _how_to_name(tensors: Mapping[str, Tensor]) -> str:
+    names = list(dict.fromkeys(name.removesuffix(QUICKGELU) for name in fitting_names(tensors)))
+    told = f", such as {' or '.join(map(repr, names))}" if names else ""
+    ending = f"{names[0]}{QUICKGELU}" if names else f"NAME{QUICKGELU}"
+    return (
+        f"give the name of the architecture by --name on the command line or clipkit.load(…, name=…){told}, "
+        f"with QuickGELU {ending!r}"
+    )
+
+
+def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
+    """An architecture that was asked for must be the one that was found; a wrong activation is no detail.
+
+    Sizes may differ, as they do where training has changed them.
+    """
+    if not wanted.name or found is None:
+        return
+    asked = architecture(wanted.name)
+    asked = replace(asked, small_data=found.small_data, logit_bias=found.logit_bias)
+    with suppress(ConfigError):  # no multiple of its patches: another architecture
+        asked = asked.resized(image_size=found.vision.image_size, context_length=found.text.context_length)
+    if asked == found:
+        return
+    if replace(asked, quick_gelu=found.quick_gelu) == found:
+        activations = {True: "QuickGELU", False: "GELU"}
+        raise CheckpointError(
+            f"{origin}: the weights are for {activations[found.quick_gelu]}, {wanted.name} is for "
+            f"{activations[asked.quick_gelu]}"
+        )
+    raise CheckpointError(f"{origin}: the weights are of another architecture than {wanted.name}")
+
+
+def _built(
+    shape: Architecture,
+    tensors: Mapping[str, Tensor],
+    origin: Path,
+    wanted: _Wanted,
+    *,
+    name: str = "",
+    preprocess: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> CLIP:
+    original, shape = shape, shape.resized(**wanted.sizes)
+    known = {one.name for one in fields(Preprocess)}
+    given = {key: value for key, value in (preprocess or {}).items() if key in known and value is not None}
+    with _naming(origin):
+        made = Preprocess.from_dict({**given, "image_size": shape.vision.image_size})
+    plain = [key for key, own in ARCHITECTURES.items() if replace(own, small_data=False) == original]
+    try:
+        return from_open_clip_tensors(
+            shape,
+            tensors,
+            origin=origin,
+            name=plain[0] if plain else name,
+            preprocess=made,
+            tokenizer=tokenizer and tokenizer.of_length(shape.text.context_length),
+            resample=any(wanted.sizes.values()),
+        )
+    except CheckpointError as error:
+        if not (names := fitting_names(tensors)):
+            raise
+        raise CheckpointError(f"{error}; they are of the shape of {' or '.join(map(repr, names))}") from error
+
+
+def from_open_clip_tensors(
+    shape: Architecture,
+    tensors: Mapping[str, Tensor],
+    *,
+    origin: Path,
+    name: str = "",
+    preprocess: Preprocess | None = None,
+    tokenizer: Tokenizer | None = None,
+    resample: bool = False,
+) -> CLIP:
+    """A model that holds a state dict of open_clip's; see ``clipkit.formats.checkpoint.with_weights``.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    for key, value in tensors.items():
+        if value.dtype in _NO_WEIGHTS:
+            raise CheckpointError(f"{origin}: {key} is of {value.dtype}; quantized weights are not read")
+    shape = replace(shape, logit_bias="logit_bias" in tensors)
+    own = own_names(tensors, flat=isinstance(shape.text, TextTower))
+    check_claims(shape, own, origin=origin, resample=resample)
+    return with_weights(
+        shape, own, origin=origin, name=name, preprocess=preprocess, tokenizer=tokenizer, resample=resample
+    )
+
+
+def _check_finite(model: CLIP) -> None:
+    """Refuse what a diverged training leaves: then every tensor has NaN, so the first of each many numbers tell.
+
+    All of ViT-L's would take a sixth of the time of loading; embeddings are checked where they are made.
+    """
+    for name, value in model.named_parameters():
+        if not value.detach().reshape(-1)[:_FIRST_NUMBERS].isfinite().all():
+            raise CheckpointError(
+                f"{model.origin}: {name} holds NaN or infinity, as after a diverged training"
+            )
+
+
+def _try_sizes(model: CLIP) -> None:
+    """Towers of other libraries may have been built and yet take nothing of another size."""
+    size, length = model.architecture.vision.image_size, model.architecture.text.context_length
+    token = 0 if isinstance(model.architecture.text, ClassTable) else 3  # a head may have one class only
+    tries: tuple[tuple[str, Callable[[], Tensor]], ...] = (
+        (f"pictures of {size} pixels", lambda: model.encode_image(torch.zeros(1, 3, size, size))),
+        (f"texts of {length} tokens", lambda: model.encode_text(torch.full((1, length), token))),
+    )
+    for what, attempt in tries:
+        try:
+            with torch.no_grad():
+                attempt()
+        except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{model.origin}: its tower does not take {what}: {error}") from error
+
+
+@contextmanager
+def _naming(origin: object) -> Iterator[None]:
+    """What does not fit in something stored is told with its place."""
+    try:
+        yield
+    except ClipkitError as error:
+        raise CheckpointError(f"{origin}: {error}") from error
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f"{folder} has no weights: expected {' or '.join(names)}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise CheckpointError(f"{path} is too large for a configuration")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold an object")
+    return value

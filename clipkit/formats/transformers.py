@@ -1,0 +1,282 @@
+"""Plain ViT CLIPs in the names and configuration of transformers' ``CLIPModel``, both ways.
+
+transformers has a projection each for queries, keys and values where we have one for the three, and stores
+projections transposed.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.files.traits import Decoding
+from clipkit.formats.shapes import mlp_ratio
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.preprocess import Preprocess
+from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
+
+__all__ = [
+    "end_of_text", "from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs",
+]  # fmt: skip
+
+# our name, theirs; what ends in a dot is a module with weight and bias
+_NAMES = (
+    ("logit_scale", "logit_scale"),
+    ("visual.class_embedding", "vision_model.embeddings.class_embedding"),
+    ("visual.conv1.weight", "vision_model.embeddings.patch_embedding.weight"),
+    ("visual.positional_embedding", "vision_model.embeddings.position_embedding.weight"),
+    ("visual.ln_pre.", "vision_model.pre_layrnorm."),
+    ("visual.transformer.resblocks.", "vision_model.encoder.layers."),
+    ("visual.ln_post.", "vision_model.post_layernorm."),
+    ("visual.proj", "visual_projection.weight"),
+    ("token_embedding.weight", "text_model.embeddings.token_embedding.weight"),
+    ("positional_embedding", "text_model.embeddings.position_embedding.weight"),
+    ("transformer.resblocks.", "text_model.encoder.layers."),
+    ("ln_final.", "text_model.final_layer_norm."),
+    ("text_projection", "text_projection.weight"),
+)
+_BLOCK = (
+    ("ln_1.", "layer_norm1."),
+    ("ln_2.", "layer_norm2."),
+    ("attn.in_proj_", "self_attn."),
+    ("attn.out_proj.", "self_attn.out_proj."),
+    ("mlp.c_fc.", "mlp.fc1."),
+    ("mlp.c_proj.", "mlp.fc2."),
+)
+_TRANSPOSED = {"visual.proj", "text_projection"}
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+# CLIPImageProcessor's defaults
+_SIZES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
+_OWN = "clipkit"  # the key of clipkit's own settings in preprocessor_config.json, which transformers ignores
+_QKV = ("q_proj", "k_proj", "v_proj")
+_ACTIVATIONS = {"quick_gelu": True, "gelu": False}
+# CLIPVisionConfig's and CLIPTextConfig's defaults: a config.json may leave out what equals them
+_VISION: dict[str, Any] = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_channels": 3, "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
+}  # fmt: skip
+_TEXT: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+    "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
+    "eos_token_id": END_OF_TEXT,
+}  # fmt: skip
+
+
+def from_transformers(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[Architecture, dict[str, Tensor]]:
+    """A ``CLIPModel``'s config.json and state dict → the architecture and the weights in our names.
+
+    Raises:
+        CheckpointError: it is another model, or has something that a plain ViT CLIP has not.
+    """
+    if config.get("model_type") != "clip":
+        raise CheckpointError(f"config.json is of a {config.get('model_type')!r} model, not of CLIPModel")
+    if config.get("auto_map"):
+        raise CheckpointError("config.json names code of its own (auto_map), and none is run")
+    try:
+        vision, text = _tower(config, "vision", _VISION), _tower(config, "text", _TEXT)
+        shape = Architecture(
+            embed_dim=config.get("projection_dim", 512),
+            vision=VisionTower(
+                image_size=vision["image_size"],
+                patch_size=vision["patch_size"],
+                width=vision["hidden_size"],
+                layers=vision["num_hidden_layers"],
+                heads=vision["num_attention_heads"],
+                mlp_ratio=mlp_ratio(vision["intermediate_size"], vision["hidden_size"]),
+            ),
+            text=TextTower(
+                width=text["hidden_size"],
+                layers=text["num_hidden_layers"],
+                heads=text["num_attention_heads"],
+                context_length=text["max_position_embeddings"],
+                vocab_size=text["vocab_size"],
+                mlp_ratio=mlp_ratio(text["intermediate_size"], text["hidden_size"]),
+            ),
+            quick_gelu=_quick_gelu(vision, text),
+        )
+    except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
+        raise CheckpointError(f"config.json does not fit: {error}") from error
+    return shape, _own_names(tensors)
+
+
+def end_of_text(config: Mapping[str, Any]) -> int:
+    """The token at which a ``CLIPModel`` reads a text; see ``clipkit.model.tokenizer``.
+
+    Raises:
+        CheckpointError: it is none of the vocabulary's.
+    """
+    text = _tower(config, "text", _TEXT)
+    end, size = text["eos_token_id"], text["vocab_size"]
+    if type(end) is not int or not 0 <= end < size:
+        raise CheckpointError(f"config.json: eos_token_id = {end!r} is no token of {size}")
+    return end
+
+
+def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> dict[str, Any]:
+    """One tower's settings; where an old file has both forms, transformers takes the second."""
+    plain, old = config.get(f"{kind}_config") or {}, config.get(f"{kind}_config_dict")
+    tower = {**defaults, **(plain if old is None else old)}
+    for name, needed in (("layer_norm_eps", 1e-5), ("num_channels", 3)):
+        if tower.get(name, needed) != needed:
+            raise ConfigError(f"{kind}: {name} = {tower[name]!r}, and only {needed} is known")
+    return tower
+
+
+def _quick_gelu(vision: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    one, other = vision["hidden_act"], text["hidden_act"]
+    if one != other or one not in _ACTIVATIONS:
+        raise ConfigError(f"activations {one!r} and {other!r} are not one of CLIP's two")
+    return _ACTIVATIONS[one]
+
+
+def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    own: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for theirs, value in tensors.items():
+        if theirs.endswith(".position_ids"):  # written by old versions
+            continue
+        name = _renamed(theirs, [(b, a) for a, b in _NAMES], [(b, a) for a, b in reversed(_BLOCK)])
+        split = re.fullmatch(r"(.*\.attn\.in_proj_)(q_proj|k_proj|v_proj)\.(weight|bias)", name)
+        if split:
+            parts.setdefault(split[1] + split[3], {})[split[2]] = value
+        else:
+            own[name] = value.T if name in _TRANSPOSED and value.ndim == 2 else value
+    for name, three in parts.items():
+        if set(three) == set(_QKV) and len({part.shape for part in three.values()}) == 1:
+            own[name] = torch.cat([three[part] for part in _QKV])
+    return own
+
+
+def to_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict in ``CLIPModel``'s names."""
+    theirs: dict[str, Tensor] = {}
+    for own, value in tensors.items():
+        name = _renamed(own, _NAMES, _BLOCK)
+        if ".attn.in_proj_" in own:
+            stem, kind = name.rsplit(".", 1)
+            for part, rows in zip(_QKV, value.chunk(3), strict=True):
+                theirs[f"{stem}.{part}.{kind}"] = rows.contiguous()
+        else:
+            theirs[name] = (value.T if own in _TRANSPOSED else value).contiguous()
+    return theirs
+
+
+def _renamed(name: str, names: Any, block: Any) -> str:
+    for source, target in names:
+        if name == source or (source.endswith(".") and name.startswith(source)):
+            name = target + name[len(source) :]
+            number, dot, rest = name[len(target) :].partition(".")
+            if dot and number.isdecimal():
+                for inner, outer in block:
+                    if rest.startswith(inner):
+                        return f"{target}{number}.{outer}{rest[len(inner) :]}"
+            break
+    return name
+
+
+def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict[str, Any]]:
+    """The files beside the weights that ``CLIPModel`` and ``CLIPImageProcessor`` read, by name."""
+    vision, text = shape.own_towers()
+    activation = "quick_gelu" if shape.quick_gelu else "gelu"
+    both = {"hidden_act": activation, "layer_norm_eps": 1e-5, "projection_dim": shape.embed_dim}
+    size = preprocess.image_size
+    decoding = preprocess.decoding
+    own = {} if decoding == Decoding() else {_OWN: asdict(decoding)}
+    return {
+        "config.json": {
+            "architectures": ["CLIPModel"],
+            "model_type": "clip",
+            "projection_dim": shape.embed_dim,
+            "vision_config": {
+                **both,
+                "model_type": "clip_vision_model",
+                "hidden_size": vision.width,
+                "intermediate_size": int(vision.mlp_ratio * vision.width),
+                "num_hidden_layers": vision.layers,
+                "num_attention_heads": vision.heads,
+                "image_size": vision.image_size,
+                "patch_size": vision.patch_size,
+            },
+            "text_config": {
+                **both,
+                "model_type": "clip_text_model",
+                "hidden_size": text.width,
+                "intermediate_size": int(text.mlp_ratio * text.width),
+                "num_hidden_layers": text.layers,
+                "num_attention_heads": text.heads,
+                "max_position_embeddings": text.context_length,
+                "vocab_size": text.vocab_size,
+                "bos_token_id": START_OF_TEXT,
+                "eos_token_id": END_OF_TEXT,
+                "pad_token_id": END_OF_TEXT,
+            },
+        },
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": size},
+            "resample": 3,  # bicubic
+            "do_center_crop": True,
+            "crop_size": {"height": size, "width": size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(preprocess.mean),
+            "image_std": list(preprocess.std),
+            **own,
+        },
+    }
+
+
+def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> Preprocess:
+    """What preprocessor_config.json says, for a model of this image size; {} is CLIP's own.
+
+    Raises:
+        CheckpointError: it asks for another kind of preprocessing than CLIP's.
+    """
+    where = "preprocessor_config.json"
+    for step in ("do_resize", "do_rescale", "do_normalize"):
+        if config.get(step) not in (None, True):
+            raise CheckpointError(f"{where}: {step} = {config[step]!r}, and CLIP's pictures need it")
+    if config.get("rescale_factor") not in (None, 1 / 255):
+        raise CheckpointError(f"{where}: rescale_factor = {config['rescale_factor']!r} is not 1/255")
+    resample = 3 if config.get("resample") is None else config["resample"]
+    if not isinstance(resample, int) or resample not in _RESAMPLE:
+        raise CheckpointError(f"{where}: resample = {resample!r} is neither bilinear nor bicubic")
+    values: dict[str, Any] = {"interpolation": _RESAMPLE[resample], "resize_mode": _resize_mode(config)}
+    for theirs, ours in (("image_mean", "mean"), ("image_std", "std")):
+        if config.get(theirs) is not None:
+            values[ours] = config[theirs]
+    own = config.get(_OWN, {})
+    if not isinstance(own, Mapping) or own.keys() - {"background", "upright"}:
+        raise CheckpointError(f"{where}: {_OWN} = {own!r} is not a background and upright")
+    values.update(own)
+    return Preprocess.from_dict({**Preprocess(image_size=image_size).to_dict(), **values})
+
+
+def _resize_mode(config: Mapping[str, Any]) -> str:
+    """Which of clipkit's ways to a square ``size`` and ``crop_size`` describe."""
+    size, crop = (_edges(config.get(name) or default) for name, default in _SIZES.items())
+    cropped = config.get("do_center_crop") in (None, True)
+    sides = [*size.values(), *(crop.values() if cropped else ())]
+    if all(side == sides[0] for side in sides):
+        if size.keys() == {"height", "width"}:
+            return "squash"
+        if size.keys() == {"shortest_edge"} and cropped:
+            return "shortest"
+    raise CheckpointError(
+        f"preprocessor_config.json: size {size} and crop_size {crop if cropped else None} are not one square: "
+        "the shortest edge cropped, or height and width"
+    )
+
+
+def _edges(size: Any) -> dict[str, Any]:
+    """Old files have a number alone."""
+    return dict(size) if isinstance(size, Mapping) else {"shortest_edge": size}

@@ -1,0 +1,519 @@
+"""A folder of embeddings in the layout of clip-retrieval, written so that a kill at any moment does no harm.
+
+    OUT/img_emb/img_emb_0.npy            (N, O) float16, unit norm; for texts text_emb/text_emb_0.npy
+    OUT/metadata/metadata_0.parquet      a row for each embedding: image_path, caption where there are any, source
+                                         (for texts: caption, key, source)
+    OUT/failures.jsonl                   what could not be encoded: source, key, cause; missing if there is nothing
+    OUT/manifest.json                    what all of it was made from, and how
+    OUT/.parts/0.jsonl                   that file 0 is complete: digests of its items, its counts, its failures
+    OUT/.lock-0                          held by the process with that number while it writes
+
+Items are cut into parts of equal length; a part is a file, and has a row less for each of its failures. Numbers are
+padded with zeros to the digits of how many files there are, as clip-retrieval does, because its readers sort names.
+A part is written aside, synced, renamed, and only then does its record in ``.parts`` appear.
+
+Sources may have changed since a folder was begun: parts whose items have changed are removed first, and made again.
+A part is unchanged if its items have the same names and their files the same sizes, times and inodes. Where only
+the latter differ, as after a copy to another disk, the content decides: it is read, not encoded. What lies in the
+folder is at any time what the manifest says, or a part of it.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.inference.inputs import Item, user_path
+from clipkit.inference.stream import Failure, Features
+
+__all__ = [
+    "ContentDigest",
+    "EmbeddingFolder",
+    "Manifest",
+    "Part",
+    "PartDigest",
+    "Totals",
+    "difference",
+    "only_writer",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What a folder of embeddings was made from and how, and whether another run may go on with it.
+
+_FORMAT = 2
+# what must be the same for a run to be gone on with, and how an error names it
+_SETTINGS = {
+    "format": "the format", "kind": "the kind (pictures or texts)", "background": "the background (--background)",
+    "upright": "whether the EXIF orientation is applied (--upright)", "weights": "the model",
+    "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
+    "device": "--device",
+}  # fmt: skip
+_EARLIER = {"background": "none", "upright": False}  # what a manifest without these was made with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What embeddings were made from, and how."""
+
+    kind: str  # "image" or "caption"
+    model: str  # as it was named
+    weights: str  # hash of the weights and of what else makes the model
+    sources: Sequence[str]  # as they were named
+    items: int
+    digest: str  # of all parts' digests
+    captions: bool  # whether the metadata of pictures have captions
+    rows_per_file: int
+    batch_size: int
+    precision: str
+    device: str  # its type: other devices round differently
+    background: str = "none"  # that transparent images are laid on, as #rrggbb
+    upright: bool = False  # whether the EXIF orientation is applied
+    format: int = _FORMAT
+
+    @property
+    def files(self) -> int:
+        """How many files the items fill."""
+        return -(-self.items // self.rows_per_file)
+
+    def items_of(self, part: int) -> int:
+        """How many items a part has."""
+        return min(self.rows_per_file, self.items - part * self.rows_per_file)
+
+
+def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Why encoding into an existing folder cannot continue with these settings, or ""."""
+    changes = []
+    for name, what in _SETTINGS.items():
+        then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
+        if then == now:
+            continue
+        if name == "weights":
+            then, now = (
+                f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, wanted)
+            )
+        changes.append(f"{what} was {then}, now it is {now}")
+    if changes:
+        return "; ".join(changes)
+    before, now = (list(map(_spelled, values.get("sources", []))) for values in (stored, wanted))
+    missing = sorted((Counter(before) - Counter(now)).elements())
+    if not missing:
+        return ""
+    places = {os.path.abspath(source): source for source in now}  # noqa: PTH100 (Path keeps "..")
+    if other := places.get(os.path.abspath(missing[0])):  # noqa: PTH100
+        return f"the source {missing[0]} was spelled so, now it is {other}, and so would be the paths"
+    shown = ", ".join(now[:3]) + (", …" if len(now) > 3 else "")
+    return f"{missing[0]} was among the sources, which now are {shown}"
+
+
+def _spelled(source: object) -> str:
+    """A source as paths below it begin: ``./photos/`` and ``photos`` are the same."""
+    return str(user_path(str(source)))
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+_CONTENT = ("sources", "items", "digest", "captions")  # what may change
+_NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
+_LONGEST_NAME = 200  # characters of a process's name
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartDigest:
+    """What identifies the items of a part without reading them.
+
+    Attributes:
+        names: digest of their sources, keys and texts.
+        files: digest of the sizes, times and inodes of the files that hold them.
+    """
+
+    names: str
+    files: str
+
+
+class ContentDigest:
+    """A digest of the items of a part with the bytes that were read for them, in any order."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def add(self, item: Item, content: bytes) -> None:
+        """Add an item with the digest of its content."""
+        name = f"{item.source}\0{item.key}\0".encode("utf-8", "surrogatepass")
+        self._sum += int.from_bytes(hashlib.sha256(name + content).digest()[:16])
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits."""
+        return f"{self._sum % 2**128:032x}"
+
+
+class Part:
+    """The rows and failures of one part, gathered in memory until all of its items are there."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.rows: list[npt.NDArray[np.float16]] = []
+        self.metadata: list[tuple[str, str | None, str]] = []  # key, caption, source
+        self.failures: list[Failure] = []
+        self.content = ContentDigest()
+
+    def __len__(self) -> int:
+        return len(self.metadata) + len(self.failures)
+
+    def add(self, outcome: Features | Failure) -> None:
+        """Take in some of the part's items."""
+        if isinstance(outcome, Failure):
+            self.failures.append(outcome)
+            self.content.add(outcome.item, outcome.content)
+            return
+        self.rows.append(outcome.rows.astype(np.float16))
+        for item, caption in zip(outcome.items, outcome.captions, strict=True):
+            self.metadata.append((item.key, caption, item.source))
+        for item, content in zip(outcome.items, outcome.contents, strict=True):
+            self.content.add(item, content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What a complete folder holds."""
+
+    rows: int
+    width: int  # O
+    failures: int
+
+
+@contextmanager
+def only_writer(out: Path, process: int) -> Iterator[None]:
+    """Make the folder if need be, and hold it against another process of the same number.
+
+    Raises:
+        ConfigError: another one holds it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f".lock-{process}").open("a+", encoding="utf-8", errors="replace") as lock:
+        _hold(lock, out)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.ftruncate(lock.fileno(), 0)
+
+
+def _hold(lock: TextIO, out: Path) -> None:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+    except OSError as error:
+        if error.errno in _NO_LOCKS:  # of the file system: no name that we write can be another's
+            return
+        if not isinstance(error, BlockingIOError | PermissionError):
+            raise
+        lock.seek(0)
+        who = f" ({name})" if (name := lock.read(_LONGEST_NAME).strip()) else ""
+        raise ConfigError(
+            f"another encode{who} is writing to {out}: wait for it, or give another --out"
+        ) from error
+    with suppress(OSError):  # the name is a help and no more
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+class EmbeddingFolder:
+    """Embeddings that are being written, by one or more processes.
+
+    Args:
+        out: the folder, see ``only_writer``.
+        manifest: what is to be in it.
+        digests: of the items of each part.
+        process: this one's number among those that write; every so many-th part is its own.
+        processes: how many there are.
+        retry_failed: whether parts with failures are to be made again.
+        contents: reads the items of some parts as they are now and gives a ``ContentDigest`` of each. It is called
+            for parts whose files have other times or inodes than when they were encoded.
+
+    Raises:
+        ConfigError: the folder holds embeddings of other sources, or made by another model or setting.
+        DataError: it holds embeddings without a manifest, or a damaged one.
+
+    Attributes:
+        stale: how many of this process's parts were there, and have to be made again.
+        unknown: how many of these were made by an earlier version, which did not record the content.
+        compared: how many were kept because their content is the same.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        manifest: Manifest,
+        digests: Sequence[PartDigest],
+        *,
+        process: int = 0,
+        processes: int = 1,
+        retry_failed: bool = False,
+        contents: Callable[[Sequence[int]], Mapping[int, str]] = lambda _: {},
+    ) -> None:
+        assert len(digests) == manifest.files
+        self.out, self.manifest, self._digests = out, manifest, digests
+        self._process, self._processes = process, processes
+        self.embeddings = "img_emb" if manifest.kind == "image" else "text_emb"
+        self._records = out / ".parts"
+        self._folders = (out / self.embeddings, out / "metadata", self._records)
+        self._settle_manifest()
+        for folder in self._folders:
+            folder.mkdir(exist_ok=True)
+        self.stale = self.unknown = self.compared = 0
+        self._remove_stale(retry_failed, contents)
+
+    def is_done(self, part: int) -> bool:
+        """Whether a part is complete on the disk, and made from the items that it has now."""
+        return all(path.is_file() for path in self._files(part)) and self._is_current(
+            part, self._record(part)
+        )
+
+    def write(self, part: Part) -> None:
+        """Bring a complete part to the disk; one all of whose items failed has rows too, (0, O)."""
+        assert len(part) == self.manifest.items_of(part.number)
+        array = np.concatenate(part.rows)
+        writers: list[Callable[[BinaryIO], None]] = [
+            lambda file: _write_array(file, array),
+            lambda file: _write_parquet(file, self._columns(part)),
+            lambda file: _write_record(
+                file, self._digests[part.number], part.content.hexdigest(), len(array), part.failures
+            ),
+        ]
+        finals = [*self._files(part.number), self._record(part.number)]
+        asides = [_aside(final) for final in finals]
+        try:
+            for aside, write in zip(asides, writers, strict=True):
+                with aside.open("wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for aside, final in zip(asides, finals, strict=True):  # the record comes last
+                aside.replace(final)
+                _sync(final.parent)
+        except OSError:
+            for aside in asides:  # a full disk should not stay so
+                aside.unlink(missing_ok=True)
+            raise
+
+    def finish(self) -> Totals | None:
+        """List all failures and clean up, if every part is complete; else None.
+
+        Of several processes the last one gets the totals; all of them do where they end at the same time.
+
+        Raises:
+            DataError: another process saw other items in the same sources.
+        """
+        if any(self._stored().get(name) != getattr(self.manifest, name) for name in ("items", "digest")):
+            raise DataError("the sources have changed while they were read: run the same command again")
+        if not all(self.is_done(part) for part in range(self.manifest.files)):
+            return None
+        rows = failures = 0
+        listing = self.out / "failures.jsonl"
+        aside = _aside(listing)
+        with aside.open("wb") as file:
+            for part in range(self.manifest.files):
+                with self._record(part).open("rb") as record:
+                    counts = _first_line(record)
+                    rows, failures = rows + counts["rows"], failures + counts["failures"]
+                    file.writelines(record)
+            file.flush()
+            os.fsync(file.fileno())
+        if failures:
+            with suppress(
+                FileNotFoundError
+            ):  # another process was as far at the same time, and has cleaned up
+                aside.replace(listing)
+        for folder in (self.out, *self._folders):
+            for left in folder.glob(".*.partial"):  # by processes that were killed
+                left.unlink(missing_ok=True)
+        _sync(self.out)
+        width = np.load(self._files(0)[0], mmap_mode="r").shape[1]
+        return Totals(rows=rows, width=width, failures=failures)
+
+    def _files(self, part: int) -> tuple[Path, Path]:
+        number = self._number(part)
+        return (
+            self.out / self.embeddings / f"{self.embeddings}_{number}.npy",
+            self.out / "metadata" / f"metadata_{number}.parquet",
+        )
+
+    def _record(self, part: int) -> Path:
+        return self._records / f"{part}.jsonl"
+
+    def _number(self, part: int) -> str:
+        return str(part).zfill(len(str(self.manifest.files)))
+
+    def _is_current(self, part: int, record: Path) -> bool:
+        try:
+            with record.open("rb") as file:
+                stored = _first_line(file)
+                return part < len(self._digests) and stored["digest"] == asdict(self._digests[part])
+        except (FileNotFoundError, ValueError, KeyError):
+            return False
+
+    def _remove_stale(
+        self, retry_failed: bool, contents: Callable[[Sequence[int]], Mapping[int, str]]
+    ) -> None:
+        """Remove those of this process's parts that are not what they should be, and count them.
+
+        Names get the zeros that they now need. The record goes first and comes last: what has one is complete.
+        """
+        records = dict(self._own(self._records))
+        current = {part for part, path in records.items() if self._is_current(part, path)}
+        current |= self._with_same_content({p: r for p, r in records.items() if p not in current}, contents)
+        if retry_failed:
+            current = {part for part in current if not _has_failures(records[part])}
+        for part in records.keys() - current:
+            records[part].unlink()
+        for folder in self._folders[:2]:
+            for part, path in self._own(folder):
+                wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
+                if part not in current:
+                    path.unlink()
+                elif path != wanted:
+                    path.replace(wanted)
+        if records.keys() - current:
+            (self.out / "failures.jsonl").unlink(missing_ok=True)
+        self.stale = sum(part < self.manifest.files for part in records.keys() - current)
+
+    def _with_same_content(
+        self, records: Mapping[int, Path], contents: Callable[[Sequence[int]], Mapping[int, str]]
+    ) -> set[int]:
+        """The parts whose files have other times or inodes but the same content; their records are renewed."""
+        then: dict[int, str] = {}  # content
+        for part, path in records.items():
+            with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
+                stored = _first_line(file)
+                if isinstance(stored["digest"], str):
+                    self.unknown += part < self.manifest.files
+                elif part < self.manifest.files and stored["digest"]["names"] == self._digests[part].names:
+                    then[part] = stored["content"]
+        now = contents(sorted(then)) if then else {}
+        same = {part for part, content in then.items() if now.get(part) == content}
+        for part in same:
+            aside = _aside(records[part])
+            with records[part].open("rb") as old, aside.open("wb") as file:
+                counts = _first_line(old) | {"digest": asdict(self._digests[part])}
+                file.write(json.dumps(counts).encode() + b"\n")
+                file.writelines(old)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(records[part])
+        self.compared = len(same)
+        return same
+
+    def _own(self, folder: Path) -> list[tuple[int, Path]]:
+        """The files of this process's parts in a folder, with the parts' numbers."""
+        found = ((_NUMBERED.fullmatch(path.name), path) for path in folder.iterdir())
+        numbered = ((int(match[1]), path) for match, path in found if match)
+        return [(part, path) for part, path in numbered if part % self._processes == self._process]
+
+    def _columns(self, part: Part) -> dict[str, list[str | None]]:
+        keys, captions, sources = zip(*part.metadata, strict=True) if part.metadata else ((), (), ())
+        if self.manifest.kind == "caption":
+            return {"caption": list(captions), "key": list(keys), "source": list(sources)}
+        middle = {"caption": list(captions)} if self.manifest.captions else {}
+        return {"image_path": list(keys), **middle, "source": list(sources)}
+
+    def _settle_manifest(self) -> None:
+        path, wanted = self.out / "manifest.json", asdict(self.manifest)
+        if not path.exists():
+            if any(folder.exists() for folder in self._folders):
+                raise DataError(f"{self.out} holds embeddings but no manifest.json: give another --out")
+            self.out.mkdir(parents=True, exist_ok=True)
+            aside = self._manifest_aside(wanted)
+            # of several processes that start at the same time one comes first; the others compare with it
+            try:
+                os.link(aside, path)
+                aside.unlink()
+            except FileExistsError:
+                aside.unlink()
+            except OSError:  # a file system without links
+                aside.replace(path)
+            _sync(self.out)
+        stored = self._stored()
+        if differing := difference(stored, wanted):
+            raise ConfigError(f"{self.out} holds embeddings of another run: {differing}; give another --out")
+        if any(stored.get(name) != wanted[name] for name in _CONTENT):
+            self._manifest_aside(wanted).replace(path)
+            _sync(self.out)
+
+    def _manifest_aside(self, manifest: dict[str, Any]) -> Path:
+        aside = _aside(self.out / "manifest.json")
+        aside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _sync(aside)
+        return aside
+
+    def _stored(self) -> dict[str, Any]:
+        path = self.out / "manifest.json"
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}; give another --out") from error
+        if not isinstance(stored, dict) or not isinstance(stored.get("sources", []), list):
+            raise DataError(f"{path} cannot be read: it is no manifest; give another --out")
+        return stored
+
+
+def _write_parquet(file: BinaryIO, columns: dict[str, list[str | None]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({name: pyarrow.array(values, pyarrow.string()) for name, values in columns.items()})
+    pyarrow.parquet.write_table(table, file)
+
+
+def _write_array(file: BinaryIO, array: npt.NDArray[np.float16]) -> None:
+    """As ``np.save`` does, which does not say what the system says where it cannot write."""
+    header = np.lib.format.header_data_from_array_1_0(array)
+    np.lib.format.write_array_header_1_0(file, header)
+    file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _write_record(
+    file: BinaryIO, digest: PartDigest, content: str, rows: int, failures: Sequence[Failure]
+) -> None:
+    counts = {"digest": asdict(digest), "content": content, "rows": rows, "failures": len(failures)}
+    file.write(json.dumps(counts).encode() + b"\n")
+    for one in failures:
+        line = {"source": one.item.source, "key": one.item.key, "cause": one.cause}
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def _first_line(record: BinaryIO) -> dict[str, Any]:
+    counts: dict[str, Any] = json.loads(record.readline())
+    return counts
+
+
+def _has_failures(record: Path) -> bool:
+    with record.open("rb") as file:
+        return bool(_first_line(file)["failures"])
+
+
+def _aside(path: Path) -> Path:
+    """Where a file is written before it is complete; no two processes anywhere get the same name."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

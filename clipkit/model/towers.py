@@ -1,0 +1,527 @@
+"""The transformer that both towers are made of, and the image tower.
+
+Letters in shape comments: B batch, L tokens of a row, T tokens of a packed batch, D width, H heads, E width of a
+head, P patches, K of them that are kept, S image side in pixels, p side of a patch, g patches along a side, O
+output dimension.
+
+Parameter names are those of OpenAI's CLIP and of open_clip, so that state dicts load with no renaming.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from clipkit.model.resample import fitted_grid
+
+__all__ = [
+    "Attention",
+    "AttentionFunction",
+    "BagOfWordsTower",
+    "ClassTableTower",
+    "Kernel",
+    "Packed",
+    "Padded",
+    "QuickGELU",
+    "ResidualAttentionBlock",
+    "Rows",
+    "Transformer",
+    "VisionTransformer",
+    "attention_by_length",
+    "attention_varlen",
+    "kept_patches",
+    "pack",
+    "varlen_runs",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# How a batch of tokens lies in memory, and which token sees which: padded rows, or texts packed into one row.
+#
+# Under a causal mask nothing behind end-of-text reaches a text's features, so a packed batch holds each text to
+# its true length and nothing else: every layer but attention works on single tokens and does not see where
+# texts begin. Attention over a packed row is torch's ``varlen_attn`` on CUDA in half precision, and elsewhere
+# plain attention over all texts of one length at a time; both give what the padded tower gives.
+#
+# Letters in shape comments: B texts or pictures, L tokens of a row, T tokens of all texts, D width, H heads,
+# E width of a head.
+
+_HALF = (torch.bfloat16, torch.float16)
+_AMPERE = (8, 0)  # the oldest GPUs that flash attention runs on
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Padded:
+    """Rows of equal length (B, L, …), of which one token each is read in the end.
+
+    Attributes:
+        ends: (B,) int64, the token that is read, in a causal batch; None reads the first one, which sees all.
+    """
+
+    ends: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Three of (B, L, H, E) → what each token gathers (B, L, H, E)."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L, E)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.ends is not None).transpose(1, 2)
+
+    def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, 1, H, E) of the tokens that are read, and all keys and values → (B, 1, H, E)."""
+        mask = None
+        if self.ends is not None:
+            visible = torch.arange(k.shape[1], device=k.device) <= self.ends[:, None]  # (B, L)
+            mask = visible[:, None, None, :]  # (B, 1, 1, L)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+    def read(self, x: Tensor) -> Tensor:
+        """(B, L, D) → (B, 1, D), the tokens that are read."""
+        if self.ends is None:
+            return x[:, :1]
+        return x.gather(1, self.ends[:, None, None].expand(-1, 1, x.shape[-1]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """Texts one behind the other (T, …), shortest first, each of which is read at its last token.
+
+    Attributes:
+        rows: (T,) int64, the row of the padded batch that each token is from.
+        places: (T,) int64, its place there.
+        starts: (B + 1,) int32, where each text begins, and the end of the last.
+        order: (B,) int64, the row of each text of the packed batch; its inverse puts features back.
+        counts: (texts, length) for each length that occurs, ascending.
+        longest: no text is longer.
+        attention: how tokens see each other.
+    """
+
+    rows: Tensor
+    places: Tensor
+    starts: Tensor
+    order: Tensor
+    counts: tuple[tuple[int, int], ...]
+    longest: int
+    attention: "AttentionFunction"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Three of (T, H, E) → what each token gathers from those of its text up to itself (T, H, E)."""
+        return self.attention(q, k, v, self, ends_only=False)
+
+    def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, H, E) of the last tokens, and all keys and values (T, H, E) → (B, H, E)."""
+        return self.attention(q, k, v, self, ends_only=True)
+
+    def read(self, x: Tensor) -> Tensor:
+        """(T, D) → (B, D), the last token of each text."""
+        return x[self.starts[1:].long() - 1]
+
+    def in_order(self, features: Tensor) -> Tensor:
+        """(B, O) of the packed batch → (B, O) in the order of the padded one."""
+        inverse = torch.empty_like(self.order)
+        inverse[self.order] = torch.arange(len(self.order), device=self.order.device)
+        return features[inverse]
+
+
+AttentionFunction: TypeAlias = Callable[..., Tensor]  # (q, k, v, packed, *, ends_only) → (T or B, H, E)
+
+
+def pack(
+    lengths: Sequence[int], *, longest: int, attention: AttentionFunction, device: torch.device
+) -> Packed:
+    """The layout of texts of the given lengths.
+
+    Args:
+        lengths: of each row, from 1, end of text included; known here, so that the device is not waited for.
+        longest: a bound of them. The same number for each batch spares a compiled kernel for each of its own.
+        attention: see ``Packed``.
+        device: of the tensors.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    ascending = [lengths[row] for row in order]
+    counts = tuple((len(list(same)), length) for length, same in groupby(ascending))
+    assert not ascending or (ascending[0] >= 1 and ascending[-1] <= longest), (ascending, longest)
+    both = torch.tensor([order, ascending], dtype=torch.int64)
+    both = (both.pin_memory() if device.type == "cuda" else both).to(device, non_blocking=True)
+    rows_of, sizes = both  # (B,) each
+    total = sum(ascending)
+    starts = F.pad(sizes.cumsum(0), (1, 0))  # (B + 1,)
+    texts = torch.arange(len(order), device=device)
+    text = texts.repeat_interleave(
+        sizes, output_size=total
+    )  # (T,); the size given spares a wait for the device
+    return Packed(
+        rows=rows_of[text],
+        places=torch.arange(total, device=device) - starts[text],
+        starts=starts.to(torch.int32),
+        order=rows_of,
+        counts=counts,
+        longest=longest,
+        attention=attention,
+    )
+
+
+def varlen_runs(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
+    """Whether ``attention_varlen`` has a kernel there, for weights of the given type."""
+    if device.type != "cuda" or head_width % 8 or torch.cuda.get_device_capability(device) < _AMPERE:
+        return False
+    if (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype) not in _HALF:
+        return False
+    # it registers operators, which should not happen first while a block is compiled
+    importlib.import_module("torch.nn.attention.varlen")
+    return True
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
+    """By ``torch.nn.attention.varlen``: CUDA, float16 or bfloat16."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, longest = packed.starts, packed.longest
+    if ends_only:  # one query a text, which sees it all
+        each = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
+        out = varlen_attn(q, k, v, each, starts, 1, longest)
+    else:
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
+    """By plain attention over all texts of one length at a time: any device and type.
+
+    Texts of one length lie together, so each of these is a view of the packed row and nothing is padded.
+    """
+    if not packed.counts:
+        return q
+    sizes = [texts * length for texts, length in packed.counts]
+    queries = q.split([texts for texts, _ in packed.counts] if ends_only else sizes)
+    parts = []
+    for (texts, _), *three in zip(packed.counts, queries, k.split(sizes), v.split(sizes), strict=True):
+        a, b, c = (one.unflatten(0, (texts, -1)).transpose(1, 2) for one in three)  # (texts, H, length, E)
+        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=not ends_only)
+        parts.append(mixed.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+Rows: TypeAlias = Padded | Packed
+Kernel: TypeAlias = Callable[["ResidualAttentionBlock", Tensor, Rows], Tensor]
+
+
+class QuickGELU(nn.Module):
+    """x · sigmoid(1.702 x), the approximation of GELU that OpenAI's weights were trained with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one projection for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * width))
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """(B, L, D) or packed (T, D) → the same shape."""
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)  # (…, 3D)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(-3)  # three of (…, H, E)
+        out: Tensor = self.out_proj(rows.attend(q, k, v).flatten(-2))
+        return out
+
+    def read(self, x: Tensor, query: Tensor, rows: Rows) -> Tensor:
+        """What the tokens ``query``, one of each row of ``x``, gather: the shape of ``query``."""
+        width = x.shape[-1]
+        q_weight, kv_weight = self.in_proj_weight.split((width, 2 * width))
+        q_bias, kv_bias = self.in_proj_bias.split((width, 2 * width))
+        q = F.linear(query, q_weight, q_bias).unflatten(-1, (self.heads, -1))  # (…, H, E)
+        k, v = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        out: Tensor = self.out_proj(rows.attend_read(q, k, v).flatten(-2))
+        return out
+
+
+class Mlp(nn.Module):
+    """The two linear layers of a block, ``ratio`` times as wide inside."""
+
+    def __init__(self, width: int, *, ratio: float, quick_gelu: bool) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, int(ratio * width))
+        self.gelu = QuickGELU() if quick_gelu else nn.GELU()
+        self.c_proj = nn.Linear(int(ratio * width), width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c_proj(self.gelu(self.c_fc(x)))
+        return out
+
+
+class ResidualAttentionBlock(nn.Module):
+    """A pre-norm transformer block.
+
+    Attributes:
+        kernels: how it is computed while it trains, for all tokens and for those that are read, if not plainly;
+            see clipkit/training/parallel.py.
+        recompute: whether its inner values are computed again in the backward pass instead of kept; see
+            clipkit/training/parallel.py.
+    """
+
+    def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
+        self.kernels: tuple[Kernel, Kernel] | None = None
+        self.recompute = False
+
+    def forward(self, x: Tensor, rows: Rows, *, read: bool = False) -> Tensor:
+        """All tokens, (B, L, D) → (B, L, D); with ``read`` one of each row, (B, L, D) → (B, D).
+
+        Packed rows are (T, D). What is read equals those tokens of the whole, without the work for the others.
+        """
+        # functions that take the block, not methods bound to it: a copy of the block must compute with itself
+        plain = (ResidualAttentionBlock.whole, ResidualAttentionBlock.read)
+        kernel = (self.kernels if self.kernels is not None and self.training else plain)[read]
+        if self.recompute and torch.is_grad_enabled():
+            # nothing in a block is drawn at random
+            out: Tensor = checkpoint(kernel, self, x, rows, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return kernel(self, x, rows)
+
+    def whole(self, x: Tensor, rows: Rows) -> Tensor:
+        """All tokens, computed plainly."""
+        x = x + self.attn(self.ln_1(x), rows)
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+    def read(self, x: Tensor, rows: Rows) -> Tensor:
+        """One token of each row, computed plainly."""
+        normed = self.ln_1(x)
+        out = rows.read(x) + self.attn.read(normed, rows.read(normed), rows)  # (B, 1, D), or packed (B, D)
+        out = out.flatten(0, -2)  # before the sum: FSDP wants no view for an output
+        read: Tensor = out + self.mlp(self.ln_2(out))
+        return read
+
+
+class Transformer(nn.Module):
+    """A stack of blocks of which one token of each row is read at the end."""
+
+    def __init__(
+        self, width: int, layers: int, heads: int, *, mlp_ratio: float = 4.0, quick_gelu: bool
+    ) -> None:
+        super().__init__()
+        self.resblocks = nn.ModuleList(
+            ResidualAttentionBlock(width, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
+            for _ in range(layers)
+        )
+
+    @property
+    def blocks(self) -> list[ResidualAttentionBlock]:
+        """The blocks, from the input on."""
+        return [block for block in self.resblocks if isinstance(block, ResidualAttentionBlock)]
+
+    def forward(self, x: Tensor, at: Tensor | None = None, *, packed: Packed | None = None) -> Tensor:
+        """(B, L, D) → (B, D): causal and read at ``at`` (B,), or bidirectional and read at the first token.
+
+        With ``packed``, (T, D) → (B, D): causal within each text, and read at its last token.
+        """
+        rows = Padded(ends=at) if packed is None else packed
+        *body, last = self.resblocks
+        for block in body:
+            x = block(x, rows)
+        out: Tensor = last(x, rows, read=True)
+        return out
+
+
+class VisionTransformer(nn.Module):
+    """A ViT (Dosovitskiy et al. 2021) with CLIP's norm before the blocks, read at the class token."""
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        patch_size: int,
+        width: int,
+        layers: int,
+        heads: int,
+        mlp_ratio: float = 4.0,
+        output_dim: int,
+        quick_gelu: bool,
+    ) -> None:
+        super().__init__()
+        self.image_size, self.patch_size = image_size, patch_size
+        patches = (image_size // patch_size) ** 2
+        # kept as a convolution for its parameter's name and shape; applied as one matrix product
+        self.conv1 = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size, bias=False)
+        self.class_embedding = nn.Parameter(torch.empty(width))
+        self.positional_embedding = nn.Parameter(torch.empty(patches + 1, width))
+        self.ln_pre = nn.LayerNorm(width)
+        self.transformer = Transformer(width, layers, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
+        self.ln_post = nn.LayerNorm(width)
+        self.proj = nn.Parameter(torch.empty(width, output_dim))
+
+    def forward(
+        self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """(B, 3, S, S) → features (B, O), not normalized.
+
+        Args:
+            images: normalized float; or uint8, with ``colours``. Of another side than the tower's, which must be a
+                multiple of the patch size, position embeddings are resized to theirs.
+            patches: (B, K) int64, ascending, the patches of each image that count, of P counted along rows; the
+                others cost nothing. None for all. See clipkit/model/towers.py.
+            colours: mean and standard deviation, (3, 1, 1) each, by which images / 255 are normalized.
+        """
+        side = images.shape[-1]
+        assert images.shape[1:] == (3, side, side) and side % self.patch_size == 0, tuple(images.shape)
+        cut = self._cut(images, patches)  # (B, K, 3, p, p)
+        if colours is not None:  # after the cut, where there may be fewer pixels, and in place: no copies
+            mean, std = colours
+            cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
+        weight = self.conv1.weight.flatten(1)  # (D, 3pp)
+        x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)
+        places: Tensor = self.positional_embedding
+        if side != self.image_size:
+            places = fitted_grid(places, side // self.patch_size)
+        places = places.to(x.dtype)  # (P + 1, D)
+        first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
+        x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
+        read = self.ln_post(self.transformer(self.ln_pre(torch.cat([first, x], dim=1))))  # (B, D)
+        out: Tensor = read @ self.proj
+        return out
+
+    def _cut(self, images: Tensor, patches: Tensor | None) -> Tensor:
+        """(B, 3, S, S) → its patches (B, K, 3, p, p)."""
+        side = self.patch_size
+        grid = images.shape[-1] // side
+        # (B, 3, g, p, g, p) → (B, g, g, 3, p, p)
+        tiles = images.unflatten(3, (grid, side)).unflatten(2, (grid, side)).permute(0, 2, 4, 1, 3, 5)
+        if patches is None:
+            whole: Tensor = tiles.flatten(1, 2)
+            return whole
+        rows = torch.arange(len(images), device=images.device)[:, None]
+        kept: Tensor = tiles[rows, patches // grid, patches % grid]
+        return kept
+
+
+class BagOfWordsTower(nn.Module):
+    """The mean of a text's token embeddings, projected; start, end and padding do not count."""
+
+    def __init__(self, *, vocab_size: int, width: int, output_dim: int) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocab_size, width)
+        self.text_projection = nn.Parameter(torch.empty(width, output_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, L) int64, each row start of text, words, end of text (its largest id), padding → (B, O)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        words = (places > 0) & (places < tokens.argmax(dim=-1, keepdim=True))  # (B, L)
+        words[:, 0] |= ~words.any(dim=-1)  # a text without words is its start alone
+        weights = words.to(self.token_embedding.weight.dtype)
+        mean = torch.einsum("bl,bld->bd", weights, self.token_embedding(tokens))
+        out: Tensor = (mean / weights.sum(dim=-1, keepdim=True)) @ self.text_projection
+        return out
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Embeddings normal with std 0.02, as the transformer's; the projection normal with std width^-½."""
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
+
+
+class ClassTableTower(nn.Module):
+    """A learned row for each class, which stands where others encode a text."""
+
+    def __init__(self, *, classes: int, output_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(classes, output_dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, 1) int64 numbers of classes → (B, O)."""
+        return F.embedding(tokens[:, 0], self.weight)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Normal with std output_dim^-½."""
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Which patches of an image are kept in training: patch dropout, of FLIP (Li et al. 2022, arXiv 2212.00794).
+#
+# A vision transformer that sees half of the patches costs about half, and FLIP reaches the accuracy of all
+# patches in less time, best with a short end of the training on whole images. It changes what is learned: an
+# option. Where there are few patches it costs much: on the quickstart's 16 patches a picture, unseen fonts
+# 75.4% with a quarter left out and 20.1% with half, where all give 84.5% (bench/options.py, one seed).
+#
+# What is kept is a function of a seed and an image's place in the global batch, computed in whole numbers: the
+# same on every device, for any number of ranks and any accumulation, and again in a second pass over the same
+# images. Letters: B images, P patches, K of them that are kept.
+
+_BITS = 64
+# of the generator SplitMix64 (Steele, Lea, Flood 2014): its step, and the finalizer's two factors
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
+    """Draw ``keep`` of ``patches`` patches for each image, every choice as likely as any other.
+
+    Args:
+        seed: any whole number; another one for each step.
+        rows: (B,) int64, the images' places in the global batch, on any device.
+        patches: P.
+        keep: K, from 1 to P.
+
+    Returns:
+        (B, K) int64, ascending along K, each from 0 to P - 1, on the device of ``rows``, which is not waited for.
+    """
+    assert rows.dtype == torch.int64 and rows.ndim == 1, (rows.dtype, rows.shape)
+    assert 1 <= keep <= patches, (keep, patches)
+    key = _mixed(rows + _mixed_number(seed))  # (B,)
+    step = _signed(_STEP)
+    numbers = torch.arange(1, patches + 1, device=rows.device) * step  # (P,), as SplitMix64 counts
+    draws = _mixed(key[:, None] + numbers)  # (B, P), a random number for each patch
+    # stable: should two be equal, all devices decide alike
+    smallest = draws.argsort(dim=1, stable=True)[:, :keep]
+    return smallest.sort(dim=1).values
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer; products wrap around at 64 bits on all devices."""
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, zeros from the left; int64 alone would repeat the sign."""
+    return (x >> bits) & ((1 << (_BITS - bits)) - 1)
+
+
+def _mixed_number(seed: int) -> int:
+    """A seed of any size as a well spread int64, so that seeds and rows that sum to the same do not meet."""
+    value = 0
+    while True:
+        value = _finalized((value + seed) % 2**_BITS + _STEP)
+        seed >>= _BITS
+        if seed in (0, -1):
+            return _signed(value)
+
+
+def _finalized(x: int) -> int:
+    x %= 2**_BITS
+    x = (x ^ (x >> 30)) * _FIRST % 2**_BITS
+    x = (x ^ (x >> 27)) * _SECOND % 2**_BITS
+    return x ^ (x >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - 2**_BITS if value >= 2 ** (_BITS - 1) else value

@@ -1,0 +1,187 @@
+"""Zero-shot classifiers from class names and prompt templates (Radford et al. 2021, section 3.1.4).
+
+Letters: C classes, T templates, O embedding dimension.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import SupportsIndex
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.model.architectures import ClassTable
+from clipkit.model.clip import CLIP
+from clipkit.model.tokenizer import Tokenizer
+
+__all__ = [
+    "DEFAULT_TEMPLATES", "check_batch_size", "encode_prompts", "fill_template", "indistinguishable_classes",
+    "list_of_strings", "token_numbers", "zero_shot_classifier",
+]  # fmt: skip
+
+DEFAULT_TEMPLATES = ("a photo of a {c}.",)
+_SHOWN = 80  # characters of a class name in a message
+
+
+def zero_shot_classifier(
+    model: CLIP,
+    class_names: Sequence[str],
+    templates: Sequence[str] = DEFAULT_TEMPLATES,
+    *,
+    batch_size: int = 256,
+    allow_indistinguishable: bool = False,
+) -> Tensor:
+    """One weight vector a class: its prompts' unit embeddings are averaged, and the mean is made unit norm.
+
+    Args:
+        model: a CLIP; it is used in evaluation mode and given back in the mode it had.
+        class_names: C names, in the order of the labels.
+        templates: T prompts in which ``{c}`` (or ``{}``) stands for the class. A model with a head of classes in
+            its text tower's place (``ClassTable``) reads names alone: it gets none.
+        batch_size: prompts encoded at a time.
+        allow_indistinguishable: accept class names whose prompts have the same tokens, which the model cannot
+            tell apart, for published lists that contain such names ("missile" is two classes of ImageNet).
+
+    Returns:
+        (O, C) float32 with unit columns, on the model's device.
+
+    Raises:
+        DataError: there are no classes or templates, one is no string, a template has no place for the class, or
+            two class names have the same tokens in every prompt.
+        ConfigError: ``batch_size`` is no positive whole number.
+    """
+    for what, given in (("class_names", class_names), ("templates", templates)):
+        if isinstance(given, str):
+            raise DataError(f"{what} must be a list, not the one string {given!r}")
+    names, places = list_of_strings(class_names, "class_names"), list_of_strings(templates, "templates")
+    if not names or not places:
+        raise DataError("a zero-shot classifier needs at least one class name and one template")
+    if isinstance(model.architecture.text, ClassTable):
+        places = ["{c}"]
+    prompts = [[fill_template(template, name) for template in places] for name in names]
+    if not allow_indistinguishable and (same := indistinguishable_classes(model.tokenizer, prompts)):
+        first, second = (repr(names[number][:_SHOWN]) for number in same[0][:2])
+        others = sum(map(len, same)) - 2
+        more = f" (so do {others:,} more names)" if others else ""
+        raise DataError(
+            f"class names {first} and {second} have the same tokens in every prompt{more}, so the model cannot "
+            "tell them apart: remove one, or rename it"
+        )
+    every = [prompt for own in prompts for prompt in own]
+    features = encode_prompts(model, every, batch_size=batch_size)  # (C * T, O)
+    per_class = features.view(len(names), len(places), -1).mean(dim=1)  # (C, O)
+    return F.normalize(per_class, dim=-1).T.contiguous()
+
+
+def indistinguishable_classes(
+    tokenizer: Tokenizer, prompts: Sequence[Sequence[str]]
+) -> list[tuple[int, ...]]:
+    """Find the classes that a model cannot tell apart, because all their prompts have the same tokens.
+
+    Only classes that agree in their first prompts are compared in the next one, so that the usual cost is that of
+    tokenizing one prompt of each class.
+
+    Args:
+        tokenizer: the model's own, which may or may not ignore case and which cuts long texts.
+        prompts: of C classes, each at least one, in the same order of templates.
+
+    Returns:
+        Groups of two classes or more, by number in increasing order.
+    """
+    keys: list[tuple[int, ...]] = [
+        (len(own),) for own in prompts
+    ]  # equal for classes that are the same so far
+    for template in range(max(map(len, prompts), default=0)):
+        sizes = Counter(keys)
+        left = [i for i, key in enumerate(keys) if sizes[key] > 1 and template < len(prompts[i])]
+        if not left:
+            break
+        tokens = token_numbers(tokenizer, [prompts[i][template] for i in left])
+        for i, own in zip(left, tokens, strict=True):
+            keys[i] = (*keys[i], own)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def token_numbers(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """Number texts by their tokens: texts of one number are the same text to the model."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(row.tobytes(), len(numbers)) for row in tokenizer(texts).numpy()]
+
+
+def list_of_strings(given: Iterable[str], what: str) -> list[str]:
+    """Strings of any kind, numpy's among them, as a list of Python's own.
+
+    Raises:
+        DataError: it is no list, or holds something else; ``what`` is its name in the message.
+    """
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise DataError(f"{what} must be a list of strings, not {type(given).__name__}")
+    try:
+        many = list(given)
+    except TypeError as error:  # an array of no dimension
+        raise DataError(f"{what} must be a list of strings: {error}") from error
+    for number, one in enumerate(many):
+        if not isinstance(one, str):
+            raise DataError(f"{what} must be strings, but number {number} is of type {type(one).__name__}")
+    return [str(one) for one in many]
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse what would encode nothing.
+
+    Raises:
+        ConfigError: it is no positive whole number.
+    """
+    if not isinstance(batch_size, SupportsIndex) or batch_size < 1:
+        raise ConfigError(f"batch_size = {batch_size!r} does not fit: a whole number, at least 1")
+
+
+def fill_template(template: str, name: str) -> str:
+    """Put a class name in a template's place for it; other braces stay as they are."""
+    for place in ("{c}", "{}"):
+        if place in template:
+            return template.replace(place, name)
+    raise DataError(f"template {template!r} has no {{c}} where the class name goes")
+
+
+@torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
+def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256) -> Tensor:
+    """Texts → (N, O) float32 unit-norm features on the model's device; each distinct text is encoded once.
+
+    Raises:
+        DataError: a prompt is no string, or too long.
+        ConfigError: ``batch_size`` is no positive whole number.
+    """
+    check_batch_size(batch_size)
+    prompts = list_of_strings(prompts, "texts")
+    device = model.logit_scale.device
+    distinct = list(dict.fromkeys(prompts))
+    # texts of one length together: a batch is computed to its longest
+    by_length = sorted(range(len(distinct)), key=lambda i: len(distinct[i]))
+    rows: dict[str, Tensor] = {}
+    with evaluating(model):
+        for start in range(0, len(by_length), batch_size):
+            texts = [distinct[i] for i in by_length[start : start + batch_size]]
+            tokens = model.tokenizer(texts).to(device)
+            rows.update(zip(texts, model.encode_text(tokens).float(), strict=True))
+    if not rows:
+        return torch.zeros(0, model.architecture.embed_dim, device=device)
+    return torch.stack([rows[prompt] for prompt in prompts])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards each of its modules in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,53 @@
+"""Cross-entropy of pictures over a head of classes, and how many it gets right; see ``ClassTable``.
+
+Letters: B rows of this rank, C classes, O embedding dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipkit.distributed import sum_over_ranks
+from clipkit.objectives.tiles import GlobalBatch, at_least_float32
+
+__all__ = ["class_loss", "right_classes"]
+
+
+def class_loss(
+    image_features: Tensor,
+    class_features: Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor | None = None,
+    *,
+    labels: Tensor,
+) -> Tensor:
+    """The mean over the pictures of all ranks of softmax's cross-entropy over all classes.
+
+    Value and gradients hold on any number of ranks as those of ``clip_loss`` do. All ranks call it together.
+
+    Args:
+        image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
+        class_features: (C, O) unit norm, the same on all ranks.
+        logit_scale: one number, exp(t).
+        logit_bias: is not looked at, as softmax does not see it.
+        labels: (B,) int64 numbers of classes.
+
+    Returns:
+        A float32 scalar (float64 for float64 features); ln C is the level of chance.
+    """
+    with torch.autocast(image_features.device.type, enabled=False):
+        images, classes = at_least_float32(image_features), at_least_float32(class_features)
+        logits = logit_scale.to(images.dtype) * images @ classes.T  # (B, C)
+        each = F.cross_entropy(logits, labels, reduction="none")
+        batch = GlobalBatch(images)
+        own = each.sum() * batch.weight  # its mean over ranks is the loss, and so for the gradients
+        return own + (batch.mean(each.detach()) - own.detach())
+
+
+@torch.no_grad()
+def right_classes(image_features: Tensor, class_features: Tensor, labels: Tensor) -> float:
+    """The share of the pictures of all ranks whose nearest class is theirs; shapes as for ``class_loss``."""
+    nearest = (at_least_float32(image_features) @ at_least_float32(class_features).T).argmax(dim=1)
+    right = torch.stack([(nearest == labels).sum(), labels.new_tensor(len(labels))])
+    correct, count = sum_over_ranks(right).tolist()
+    return float(correct / count)

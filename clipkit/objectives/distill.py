@@ -1,0 +1,129 @@
+"""Distillation within the global batch: the student's similarities are to be spread as a teacher's are.
+
+Letters: B rows of this rank, N rows of all ranks, O embedding dimension, P that of the teacher, R rows of a tile.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clipkit.objectives.tiles import (
+    ColumnSums,
+    FeatureGradients,
+    GlobalBatch,
+    at_least_float32,
+    check_features,
+    row_sums,
+    softmaxes,
+    tiles,
+)
+
+__all__ = ["distillation_loss"]
+
+
+def distillation_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor,
+    teacher_image_features: Tensor,
+    teacher_text_features: Tensor,
+    teacher_logit_scale: Tensor,
+) -> Tensor:
+    """The Kullback–Leibler divergence from the teacher's softmax over the batch to the student's.
+
+    The mean over the N pictures, of their distributions over all texts, and that over the N texts, of theirs over
+    all pictures, in equal parts (MobileCLIP, Vasu et al. 2024, https://arxiv.org/abs/2311.17049). Value and
+    gradients hold on any number of ranks as those of ``clip_loss`` do; the teacher gets no gradient. All ranks
+    call it together.
+
+    Args:
+        image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
+        text_features: (B, O) the matching rows.
+        logit_scale: one number, exp(t).
+        teacher_image_features: (B, P) the teacher's of the same pictures, unit norm.
+        teacher_text_features: (B, P) of the same texts.
+        teacher_logit_scale: one number.
+
+    Returns:
+        A float32 scalar (float64 for float64 features of the student); 0 where both agree.
+
+    Raises:
+        ValueError: shapes are not these.
+    """
+    check_features(image_features, text_features)
+    check_features(teacher_image_features, teacher_text_features)
+    if len(image_features) != len(teacher_image_features):
+        raise ValueError(
+            f"the teacher must have the student's {len(image_features)} rows, not {len(teacher_image_features)}"
+        )
+    with torch.autocast(image_features.device.type, enabled=False):
+        images, texts = at_least_float32(image_features), at_least_float32(text_features)
+        like = images.detach()
+        teacher = (teacher_image_features, teacher_text_features, teacher_logit_scale)
+        converted = [one.detach().to(like) for one in teacher]
+        scale = logit_scale.to(images.dtype)
+        loss: Tensor = _Divergence.apply(images, texts, scale, *converted, GlobalBatch(images))
+        return loss
+
+
+class _Divergence(torch.autograd.Function):
+    """Rows are this rank's pictures, columns the texts of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        images: Tensor,
+        texts: Tensor,
+        scale: Tensor,
+        teacher_images: Tensor,
+        teacher_texts: Tensor,
+        teacher_scale: Tensor,
+        batch: GlobalBatch,
+    ) -> Tensor:
+        all_texts, all_teacher_texts = batch.gather(texts), batch.gather(teacher_texts)  # (N, O), (N, P)
+        by_row, teacher_by_row = images.new_empty(2, 2, len(images))
+        of_rows = images.new_empty(len(images))  # how much higher the teacher's logits are, by its softmax
+        columns, teacher_columns = ColumnSums(batch.size, images), ColumnSums(batch.size, images, means=1)
+        for (tile, logits), (_, teacher_logits) in zip(
+            tiles(images, all_texts, scale),
+            tiles(teacher_images, all_teacher_texts, teacher_scale),
+            strict=True,
+        ):
+            by_row[:, tile], teacher_by_row[:, tile] = row_sums(logits), row_sums(teacher_logits)
+            higher = teacher_logits - logits  # (R, N)
+            columns.add(logits)
+            weights = torch.sub(teacher_logits, teacher_by_row[0, tile, None], out=logits).exp_()
+            of_rows[tile] = weights.mul_(higher).sum(1) / teacher_by_row[1, tile]
+            teacher_columns.add(teacher_logits, higher)
+        by_column, _ = columns.over_ranks()  # (2, N)
+        teacher_by_column, (of_columns,) = teacher_columns.over_ranks()
+        student = (images, all_texts, scale, by_row, by_column)
+        teacher = (teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column)
+        ctx.save_for_backward(*student, *teacher)
+        ctx.batch = batch
+        by_images = of_rows + _logarithms(by_row) - _logarithms(teacher_by_row)
+        by_texts = of_columns + _logarithms(by_column) - _logarithms(teacher_by_column)
+        return batch.mean(by_images + by_texts[batch.own]) / 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        student, teacher = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        images, all_texts, scale, by_row, by_column = student
+        teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column = teacher
+        found = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
+        for (tile, logits), (_, teacher_logits) in zip(
+            tiles(images, all_texts, scale),
+            tiles(teacher_images, all_teacher_texts, teacher_scale),
+            strict=True,
+        ):
+            slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
+            slopes -= softmaxes(teacher_logits, teacher_by_row[:, tile], teacher_by_column)
+            found.add(slopes, tile)
+        return *found.over_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
+
+
+def _logarithms(sums: Tensor) -> Tensor:
+    return sums[0] + sums[1].log()

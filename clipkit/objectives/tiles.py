@@ -1,0 +1,330 @@
+"""What the losses over the global batch share: its rows, its logits tile by tile, and the way back to the features.
+
+Of the N × N logits only some rows exist at a time: what softmax needs is summed up by row and by column while tiles
+of rows come and go, and the backward pass computes each tile again (as FlashAttention does, Dao et al. 2022; for
+the contrastive loss Cheng et al. 2024, https://arxiv.org/abs/2410.17243). So memory grows with N, not its square.
+
+Every loss is a mean over the N rows of all ranks. A rank takes the derivatives by the logits of its own pictures
+with all texts, times the number of ranks: the mean over ranks, which DistributedDataParallel and FSDP take, is then
+the gradient of the whole batch, however the rows are spread.
+
+Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from clipkit.distributed import (
+    counts_of_rows,
+    gather_rows,
+    greatest_over_ranks,
+    rank,
+    scatter_sums_of_rows,
+    sum_over_ranks,
+    world_size,
+)
+
+__all__ = [
+    "ColumnSums",
+    "FeatureGradients",
+    "GlobalBatch",
+    "OwnPairs",
+    "Same",
+    "at_least_float32",
+    "belonging",
+    "check_features",
+    "row_sums",
+    "softmaxes",
+    "tile_height",
+    "tiles",
+]
+
+_TILE = 1 << 22  # logits that exist at a time,
+_LEAST_ROWS = 128  # but no fewer rows than these: each tile passes over all texts' gradients once
+
+
+class GlobalBatch:
+    """The rows of all ranks, in the order of ranks; all ranks make it together.
+
+    Args:
+        rows: (B, …) this rank's rows; B may differ from rank to rank.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._counts = counts_of_rows(len(rows))
+        self.size = sum(self._counts)  # N
+        first = sum(self._counts[: rank()])
+        self.own = slice(first, first + len(rows))  # this rank's among all
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All ranks' (N, …) of every rank's (B, …); no gradient."""
+        return gather_rows(rows, self._counts)
+
+    def scatter_sums(self, rows: Tensor) -> Tensor:
+        """This rank's (B, …) of the sum over ranks of (N, …); no gradient."""
+        return scatter_sums_of_rows(rows, self._counts)
+
+    def mean(self, own: Tensor) -> Tensor:
+        """The mean over all rows of a (B,) number for each, a scalar that is the same on all ranks."""
+        return sum_over_ranks(own.sum()) / self.size
+
+    @property
+    def weight(self) -> float:
+        """Of a row in this rank's gradient."""
+        return world_size() / self.size
+
+
+def tile_height(rows: int, columns: int) -> int:
+    """How many of the rows a tile has, R."""
+    return min(rows, max(_LEAST_ROWS, _TILE // max(1, columns)))
+
+
+def tiles(rows: Tensor, columns: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the (B, O) rows and their products with all (N, O) columns, times a scale.
+
+    The (R, N) products may be overwritten; they lie in memory that the next ones take over.
+    """
+    height = tile_height(len(rows), len(columns))
+    memory = rows.new_empty(height, len(columns))
+    for start in range(0, len(rows), max(1, height)):
+        tile = slice(start, min(start + height, len(rows)))
+        yield tile, torch.mm(rows[tile] * scale, columns.T, out=memory[: tile.stop - start])
+
+
+def row_sums(logits: Tensor) -> Tensor:
+    """The sums of exponentials by row of an (R, N) tile: (2, R), the greatest logits and the sums over their exp.
+
+    The two stay apart, as their logarithm's rounding by the size of the logits would be softmax's error.
+    """
+    greatest = logits.amax(1)
+    return torch.stack([greatest, (logits - greatest[:, None]).exp_().sum(1)])
+
+
+class ColumnSums:
+    """The sums of exponentials by column, over tiles that come one after the other and over all ranks.
+
+    Args:
+        columns: how many, N.
+        like: a tensor of the dtype and on the device.
+        means: how many further values are averaged by column with the weights of softmax.
+    """
+
+    def __init__(self, columns: int, like: Tensor, *, means: int = 0) -> None:
+        self._greatest = like.new_full((columns,), -torch.inf)
+        self._totals = like.new_zeros(1 + means, columns)  # over exp(greatest)
+
+    def add(self, logits: Tensor, *values: Tensor) -> None:
+        """Take in an (R, N) tile, which is overwritten, and values of the same shape."""
+        before, self._greatest = self._greatest, torch.maximum(self._greatest, logits.amax(0))
+        self._totals.mul_((before - self._greatest).exp_())
+        exponentials = logits.sub_(self._greatest).exp_()
+        self._totals[0] += exponentials.sum(0)
+        for total, value in zip(self._totals[1:], values, strict=True):
+            total += (exponentials * value).sum(0)
+
+    def over_ranks(self) -> tuple[Tensor, Tensor]:
+        """The (2, N) greatest logits and sums over their exp, as of ``row_sums``, and the (means, N) means."""
+        greatest = greatest_over_ranks(self._greatest)
+        totals = sum_over_ranks(self._totals * (self._greatest - greatest).exp_())
+        return torch.stack([greatest, totals[0]]), totals[1:] / totals[0]
+
+
+def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """Softmax by row plus softmax by column of an (R, N) tile, which is overwritten.
+
+    Args:
+        logits: (R, N).
+        by_row: (2, R) sums as ``row_sums`` gives them.
+        by_column: (2, N) sums as ``ColumnSums`` gives them.
+    """
+    both = (logits - by_row[0, :, None]).exp_().mul_(by_row[1, :, None].reciprocal())
+    return both.addcmul_(logits.sub_(by_column[0]).exp_(), by_column[1].reciprocal())
+
+
+class FeatureGradients:
+    """Carries the derivatives by logits, scale · images · texts, tile by tile to what they are made of.
+
+    Args:
+        batch: the rows.
+        images: (B, O) this rank's.
+        all_texts: (N, O).
+        scale: one number.
+        needed: which of images, texts and scale want a gradient, the same on all ranks. A product is saved
+            where a tower is frozen.
+    """
+
+    def __init__(
+        self, batch: GlobalBatch, images: Tensor, all_texts: Tensor, scale: Tensor, needed: tuple[bool, ...]
+    ) -> None:
+        self._batch, self._images, self._all_texts, self._scale = batch, images, all_texts, scale
+        self._needed = needed
+        # by way of either one the temperature gets its own
+        self._of_images = torch.empty_like(images) if needed[0] or not needed[1] else None
+        self._of_texts = torch.zeros_like(all_texts) if needed[1] else None
+
+    def add(self, slopes: Tensor, tile: slice) -> None:
+        """Take in the (R, N) derivatives by a tile's logits."""
+        if self._of_images is not None:
+            torch.mm(slopes, self._all_texts, out=self._of_images[tile])
+        if self._of_texts is not None:
+            self._of_texts.addmm_(slopes.T, self._images[tile])
+
+    def over_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """The gradients of images (B, O), texts (B, O) and scale, all times a factor."""
+        if self._of_images is not None:
+            of_scale = (self._of_images * self._images).sum()
+        else:
+            assert self._of_texts is not None
+            of_scale = (self._of_texts * self._all_texts).sum()
+        of_images, of_texts = None, None
+        if self._needed[0] and self._of_images is not None:
+            of_images = self._of_images.mul_(factor * self._scale)
+        if self._of_texts is not None:
+            of_texts = self._batch.scatter_sums(self._of_texts).mul_(factor * self._scale)
+        return of_images, of_texts, (factor * of_scale).reshape(self._scale.shape)
+
+
+def at_least_float32(features: Tensor) -> Tensor:
+    """The same, of float32 where it was of fewer bits."""
+    return features if features.dtype == torch.float64 else features.float()
+
+
+def check_features(image_features: Tensor, text_features: Tensor) -> None:
+    """See that both are matrices of one shape.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if image_features.shape != text_features.shape or image_features.ndim != 2:
+        raise ValueError(
+            f"features must be two matrices of one shape, not {tuple(image_features.shape)} and "
+            f"{tuple(text_features.shape)}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Which pictures and texts of the global batch belong together, as the losses ask tile by tile.
+#
+# Letters: B rows of this rank, N rows of all ranks, R rows of a tile, K identities of a pair.
+
+Same = Literal["positives", "ignored"]
+
+
+def belonging(batch: GlobalBatch, features: Tensor, identities: Tensor | None, same: Same) -> "OwnPairs":
+    """What belongs together, to be asked tile by tile.
+
+    Args:
+        batch: the rows.
+        features: (B, O), for dtype and device.
+        identities: (B, K) int64, see ``clip_loss``; None: every picture belongs to its own text alone.
+        same: what becomes of two pairs that show the same thing.
+
+    Raises:
+        ValueError: identities are no (B, K) integers, or ``same`` is unknown.
+    """
+    if same not in _KINDS:
+        raise ValueError(f"same must be one of {', '.join(_KINDS)}, not {same!r}")
+    if identities is None:
+        return OwnPairs(batch, features)
+    if identities.ndim != 2 or len(identities) != len(features) or not identities.shape[1]:
+        raise ValueError(
+            f"identities must be (rows, numbers) of {len(features)} rows, not {tuple(identities.shape)}"
+        )
+    if identities.dtype != torch.int64:
+        raise ValueError(f"identities must be int64, not {identities.dtype}")
+    return _KINDS[same](batch, features, identities)
+
+
+class OwnPairs:
+    """Every picture belongs to its own text alone.
+
+    A loss shows it the logits tile by tile with ``see``; then ``mean_targets`` and, after it, ``subtract_targets``.
+    """
+
+    def __init__(self, batch: GlobalBatch, features: Tensor) -> None:
+        self._batch = batch
+        self._of_rows = features.new_empty(len(features))
+
+    def leave_out(self, logits: Tensor, tile: slice, filling: float) -> None:
+        """Put ``filling`` where a picture and a text are to be no pair at all."""
+
+    def negate(self, values: Tensor, tile: slice) -> None:
+        """Change the sign of what belongs together."""
+        self._own(values, tile).neg_()
+
+    def see(self, logits: Tensor, tile: slice) -> None:
+        """Take in the logits of what belongs together."""
+        self._of_rows[tile] = self._own(logits, tile)
+
+    def mean_targets(self) -> Tensor:
+        """(B,) the mean of a picture's logits with its texts plus that of its text's with their pictures."""
+        return self._of_rows * 2
+
+    def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
+        """Take away the share of each target by row and by column."""
+        self._own(slopes, tile).sub_(2)
+
+    def _own(self, values: Tensor, tile: slice) -> Tensor:
+        return values.diagonal(self._batch.own.start + tile.start)
+
+
+class _SamePairs(OwnPairs):
+    """Pairs that agree in one of their identities."""
+
+    def __init__(self, batch: GlobalBatch, features: Tensor, identities: Tensor) -> None:
+        super().__init__(batch, features)
+        self._identities = identities.to(features.device)
+        self._all_identities = batch.gather(self._identities)
+
+    def _same(self, tile: slice) -> Tensor:
+        """(R, N) whether a picture and a text are the same."""
+        same = self._identities[tile, 0, None] == self._all_identities[:, 0]
+        for k in range(1, self._identities.shape[1]):
+            same |= self._identities[tile, k, None] == self._all_identities[:, k]
+        return same
+
+
+class _Ignored(_SamePairs):
+    """Every picture belongs to its own text, and has nothing to do with others that are the same."""
+
+    def leave_out(self, logits: Tensor, tile: slice, filling: float) -> None:
+        others = self._same(tile)
+        self._own(others, tile).fill_(False)
+        logits.masked_fill_(others, filling)
+
+
+class _Positives(_SamePairs):
+    """Every picture belongs in equal parts to all texts that are the same."""
+
+    _all_parts: Tensor  # (N,)
+
+    def __init__(self, batch: GlobalBatch, features: Tensor, identities: Tensor) -> None:
+        super().__init__(batch, features, identities)
+        self._of_columns = features.new_zeros(batch.size)
+        self._parts = torch.empty_like(self._of_rows)  # one over how many texts a picture has
+
+    def negate(self, values: Tensor, tile: slice) -> None:
+        values.addcmul_(values, self._same(tile).to(values.dtype), value=-2)
+
+    def see(self, logits: Tensor, tile: slice) -> None:
+        same = self._same(tile).to(logits.dtype)
+        self._parts[tile] = same.sum(1)
+        targets = same.mul_(logits)
+        self._of_rows[tile] = targets.sum(1)
+        self._of_columns += targets.sum(0)
+
+    def mean_targets(self) -> Tensor:
+        self._all_parts = self._batch.gather(self._parts.reciprocal_())
+        of_columns = sum_over_ranks(self._of_columns)[self._batch.own]
+        return (self._of_rows + of_columns) * self._parts  # as many pictures as texts are the same
+
+    def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
+        same = self._same(tile).to(slopes.dtype)
+        slopes.addcmul_(same, self._parts[tile, None], value=-1)
+        slopes.addcmul_(same, self._all_parts, value=-1)
+
+
+_KINDS: dict[str, type[_SamePairs]] = {"positives": _Positives, "ignored": _Ignored}

@@ -1,0 +1,231 @@
+"""How many floating-point operations a step of CLIP needs, by formula. Torch loads only where it must count.
+
+Counted is what the mathematics needs, in the convention of model FLOPs utilization (Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311, appendix B): matrix products alone, two operations for a multiplication with its
+addition, the backward pass twice the forward one, and nothing for what is computed again to save memory. So
+padding, the unread tokens of a last block, and recomputation make a program slower, not more useful.
+
+Two points where readers of that convention differ:
+
+* Attention counts the whole square of a caption's length although the mask hides half of it, as PaLM's own formula
+  does and torch's counter too, so that figures can be compared. Of ViT-B/32's text tower that half is 1.2% at 77
+  tokens and 0.3% at 16.
+* The gradient at the pictures themselves is wanted by nobody: the backward pass of the patch embedding is as large
+  as its forward pass, not twice.
+
+Letters: L tokens, D width, H width inside a block's MLP, O embedding dimension, N rows of the global batch.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import Architecture, BagOfWords, ClassTable, TextTower, VisionTower
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from clipkit.model.clip import CLIP
+
+__all__ = [
+    "Flops", "counted_flops", "image_flops", "loss_flops", "patches_of", "step_flops", "text_flops",
+    "trained_blocks",
+]  # fmt: skip
+
+
+_BEFORE_BLOCKS = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.", "token_embedding.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Operations of one sample, or of one loss."""
+
+    forward: int
+    backward: int
+
+    @property
+    def both(self) -> int:
+        """Of the two passes."""
+        return self.forward + self.backward
+
+
+def patches_of(vision: VisionTower) -> int:
+    """How many patches a picture has."""
+    return (vision.image_size // vision.patch_size) ** 2
+
+
+def image_flops(shape: Architecture, *, patches: int | None = None, blocks: int | None = None) -> Flops:
+    """One picture through the image tower.
+
+    Args:
+        shape: an architecture whose image tower is the plain ViT.
+        patches: how many are kept by patch dropout; None is all of them.
+        blocks: how many of the last blocks are trained, 0 of a frozen tower; None is the whole tower.
+
+    Raises:
+        ConfigError: another library builds the tower, see ``counted_flops``.
+    """
+    vision = shape.vision
+    if not isinstance(vision, VisionTower):
+        raise ConfigError("FLOPs by formula are known for clipkit's own towers alone")
+    length = (patches_of(vision) if patches is None else patches) + 1
+    embedding = 2 * (length - 1) * 3 * vision.patch_size**2 * vision.width
+    projection = 2 * vision.width * shape.embed_dim
+    forward = embedding + _transformer(vision, length, vision.layers) + projection
+    if blocks is None:
+        return Flops(forward=forward, backward=2 * forward - embedding)
+    trained = _transformer(vision, length, blocks) + projection if blocks else 0
+    return Flops(forward=forward, backward=2 * trained)
+
+
+def text_flops(shape: Architecture, length: int, *, blocks: int | None = None) -> Flops:
+    """One caption of ``length`` tokens, start and end included, through the text tower.
+
+    ``blocks`` as in ``image_flops``.
+
+    Raises:
+        ConfigError: another library builds the tower, see ``counted_flops``.
+    """
+    text = shape.text
+    if isinstance(text, ClassTable):  # a row is looked up
+        return Flops(forward=0, backward=0)
+    if not isinstance(text, TextTower | BagOfWords):
+        raise ConfigError("FLOPs by formula are known for clipkit's own towers alone")
+    projection = 2 * text.width * shape.embed_dim
+    if isinstance(text, BagOfWords):
+        return Flops(forward=projection, backward=0 if blocks == 0 else 2 * projection)
+    forward = _transformer(text, length, text.layers) + projection
+    if blocks is None:
+        return Flops(forward=forward, backward=2 * forward)
+    return Flops(
+        forward=forward, backward=2 * (_transformer(text, length, blocks) + projection) if blocks else 0
+    )
+
+
+def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
+    """A contrastive loss's logits, (rows, columns), once: both directions of softmax read the same ones."""
+    forward = 2 * rows * columns * embed_dim
+    return Flops(forward=forward, backward=2 * forward)
+
+
+def step_flops(
+    shape: Architecture,
+    *,
+    rows: int,
+    lengths: Iterable[int] | Mapping[int, int],
+    global_rows: int,
+    patches: int | None = None,
+    image_blocks: int | None = None,
+    text_blocks: int | None = None,
+    counted: Mapping[str, Flops] | None = None,
+) -> int:
+    """One rank's share of a training step, both passes and the loss.
+
+    Args:
+        shape: the architecture.
+        rows: pictures of this rank.
+        lengths: of this rank's captions in tokens, each one, or how often each occurs.
+        global_rows: pairs of all ranks.
+        patches: kept of each picture; None is all.
+        image_blocks: how many of the image tower's last blocks are trained, see ``trained_blocks``;
+            ``text_blocks`` likewise.
+        counted: of the towers that other libraries build, see ``counted_flops``.
+
+    Raises:
+        ConfigError: another library builds a tower, and ``counted`` does not have it.
+    """
+    image, text = ((counted or {}).get(name) for name in ("image", "text"))
+    if image is None:
+        image = image_flops(shape, patches=patches, blocks=image_blocks)
+    step = rows * (image.forward if image_blocks == 0 else image.both)
+    for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
+        of_caption = text or text_flops(shape, length, blocks=text_blocks)
+        step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
+    columns = len(shape.text.names) if isinstance(shape.text, ClassTable) else global_rows
+    loss = loss_flops(rows, columns, shape.embed_dim)
+    return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
+
+
+def _transformer(tower: VisionTower | TextTower, length: int, blocks: int) -> int:
+    """The forward pass of a stack's last blocks over L tokens, one of which is read at the end."""
+    width, hidden = tower.width, int(tower.mlp_ratio * tower.width)
+    body = length * (8 * width**2 + 4 * width * hidden) + 4 * length**2 * width
+    # keys and values of all tokens; the query, the sum over values, the output and the MLP of one
+    last = 4 * length * width**2 + 4 * width**2 + 4 * width * hidden + 4 * length * width
+    return (blocks - 1) * body + last
+
+
+def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
+    """How many of the last blocks of the image and of the text tower are trained, as their parameters say.
+
+    Returns:
+        for each tower None where something before its blocks is trained, and 0 where no block is. The gradient
+        passes through a frozen block behind one that is trained, so such a block counts. A tower of another library
+        is trained as a whole or not at all.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    image = {name.removeprefix("visual.") for name in trained if name.startswith("visual.")}
+    if model.text is None:
+        text = {name for name in trained if not name.startswith(("visual.", "logit_"))}
+    else:
+        text = {name for name in trained if name.startswith("text.")}
+    shape = model.architecture
+    return (
+        _last_blocks(image, shape.vision.layers if isinstance(shape.vision, VisionTower) else 0),
+        _last_blocks(text, shape.text.layers if isinstance(shape.text, TextTower) else 0),
+    )
+
+
+def _last_blocks(trained: set[str], layers: int) -> int | None:
+    if not layers:
+        return None if trained else 0
+    if any(name.startswith(_BEFORE_BLOCKS) for name in trained):
+        return None
+    numbers = [int(name.split(".")[2]) for name in trained if name.startswith("transformer.resblocks.")]
+    return layers - min(numbers, default=layers)
+
+
+def counted_flops(model: "CLIP") -> dict[str, Flops] | None:
+    """Of one picture and one caption, in the towers that other libraries build, for ``step_flops``.
+
+    Counted once by torch while a tower runs on tensors without values, so that neither time nor memory goes to it.
+    A caption counts at the whole context length: those towers compute the padding, too.
+
+    Returns:
+        by "image" and "text", empty for clipkit's own towers; None where a tower cannot run without values, so that
+        no figure is shown rather than a wrong one.
+    """
+    import torch
+
+    shape, found = model.architecture, {}
+    size, length = shape.vision.image_size, shape.text.context_length
+    try:
+        if not isinstance(shape.vision, VisionTower):
+            found["image"] = _counted(model.visual, torch.empty(1, 3, size, size, device="meta"))
+        if model.text is not None and not isinstance(shape.text, BagOfWords | ClassTable):
+            tokens = torch.ones(1, length, dtype=torch.int64, device="meta")
+            found["text"] = _counted(model.text, tokens)
+    except (RuntimeError, TypeError, ValueError):  # it looks at values, or makes tensors on another device
+        return None
+    return found
+
+
+def _counted(tower: "nn.Module", given: "Tensor") -> Flops:
+    import torch
+    from torch.func import functional_call
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shadows: dict[str, Tensor] = {}
+    for name, value in (*tower.named_parameters(), *tower.named_buffers()):
+        needs = isinstance(value, torch.nn.Parameter)
+        shadows[name] = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=needs)
+    # the plain formula of attention: fused kernels compute a part again in the backward pass
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with FlopCounterMode(display=False) as forward:
+            features = functional_call(tower, shadows, (given,))
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.backward(features.sum())
+    return Flops(forward=forward.get_total_flops(), backward=backward.get_total_flops())

@@ -1,0 +1,166 @@
+"""Writes dataset folders: the layout in which the field publishes evaluation sets, used for training sets too.
+
+    ROOT/card.json                               name, counts, license, how it was made
+    ROOT/classnames.txt                          one class a line; the line's index is the label
+    ROOT/zeroshot_classification_templates.txt   one prompt template a line, with {c} for the class
+    ROOT/<split>/nshards.txt                     how many shards the split has
+    ROOT/<split>/0.tar …                         WebDataset shards: KEY.png, KEY.txt, KEY.cls, KEY.json
+
+A folder is written aside and renamed when it is whole, so a folder that exists is complete.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import webdataset
+
+from clipkit.errors import DataError
+from data.shards.index import IMAGE_EXTENSIONS
+
+__all__ = ["DatasetWriter", "Record"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One sample on its way into a shard: an encoded picture with its caption, its label, or both.
+
+    ``key`` is a path without dots, as a reader takes what follows the first dot for the extension. A picture with
+    several captions has the first as ``caption``, and all of them as "captions" in ``meta``, where evaluation
+    looks for them.
+    """
+
+    key: str
+    image: bytes
+    extension: str
+    caption: str | None = None
+    label: int | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name = self.key.rpartition("/")[2]
+        assert name and "." not in name, f"key {self.key!r} is empty or has a dot"
+        assert self.extension in IMAGE_EXTENSIONS, f"extension {self.extension!r} is no picture's"
+
+    def members(self) -> dict[str, Any]:
+        """The members of this sample as WebDataset's writer takes them."""
+        members: dict[str, Any] = {"__key__": self.key, self.extension: self.image}
+        if self.caption is not None:
+            members["txt"] = self.caption.encode()
+        if self.label is not None:
+            members["cls"] = str(self.label).encode()
+        if self.meta:
+            members["json"] = json.dumps(dict(self.meta), ensure_ascii=False, sort_keys=True).encode()
+        return members
+
+
+class DatasetWriter:
+    """Writes one dataset folder; nothing appears at ``out`` before ``finish``.
+
+    Args:
+        out: the folder to make. It must not exist, or be empty.
+        samples_per_shard: how many samples go into each tar.
+
+    Raises:
+        DataError: ``out`` already holds something, or, on leaving the context, the disk is full.
+    """
+
+    def __init__(self, out: Path, *, samples_per_shard: int = 10_000) -> None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise DataError(f"{out} already exists and is not empty: name a new folder, or remove it first")
+        self.out = out
+        self.samples_per_shard = samples_per_shard
+        self.counts: dict[str, int] = {}
+        self._last_keys: dict[str, str] = {}
+        self._writers: dict[str, Any] = {}
+        self._aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+
+    def __enter__(self) -> "DatasetWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._writers:
+            with suppress(OSError):  # raised again while closing on a full disk
+                self._writers.popitem()[1].close()
+        shutil.rmtree(self._aside, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DataError(f"cannot write {self.out}: {error.strerror}") from error
+
+    def write(self, split: str, record: Record) -> None:
+        """Append one sample to a split ("train", "test", …)."""
+        assert self._last_keys.get(split) != record.key, f"key {record.key!r} twice: a reader sees one sample"
+        self._last_keys[split] = record.key
+        count = self.counts.get(split, 0)
+        if count % self.samples_per_shard == 0:
+            self._open_shard(split, count // self.samples_per_shard)
+        self._writers[split].write(record.members())
+        self.counts[split] = count + 1
+
+    def extra_file(self, name: str) -> Path:
+        """Where to write one more file of the folder, before ``finish``."""
+        return self._aside / name
+
+    def finish(
+        self,
+        card: Mapping[str, Any],
+        *,
+        class_names: Sequence[str] | None = None,
+        templates: Sequence[str] | None = None,
+    ) -> None:
+        """Write the card and the class files, make everything durable, and move the folder into place."""
+        self._close_shards()
+        for split, count in self.counts.items():
+            shards = -(-count // self.samples_per_shard)
+            (self._aside / split / "nshards.txt").write_text(f"{shards}\n", encoding="utf-8")
+        if class_names is not None:
+            self._write_lines("classnames.txt", class_names)
+        if templates is not None:
+            self._write_lines("zeroshot_classification_templates.txt", templates)
+        text = json.dumps({**card, "samples": self.counts}, indent=2, ensure_ascii=False)
+        (self._aside / "card.json").write_text(text + "\n", encoding="utf-8")
+        for path in (*self._aside.rglob("*"), self._aside):
+            _sync(path)
+        if self.out.exists():
+            self.out.rmdir()  # empty, as checked at the start
+        self._aside.rename(self.out)
+        _sync(self.out.parent)
+
+    def _write_lines(self, name: str, lines: Sequence[str]) -> None:
+        for line in lines:
+            if line.splitlines() not in ([line], []):  # it would shift the labels of all after it
+                raise DataError(f"{name} has one entry a line, {line[:80]!r} has several")
+        (self._aside / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def _open_shard(self, split: str, number: int) -> None:
+        if split in self._writers:
+            self._writers[split].close()
+        folder = self._aside / split
+        folder.mkdir(exist_ok=True)
+        # a whole-number mtime keeps each header at 512 bytes and the file the same on every machine
+        self._writers[split] = webdataset.TarWriter(
+            str(folder / f"{number}.tar"), mtime=0, user="", group="", encoder=False
+        )
+
+    def _close_shards(self) -> None:
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,737 @@
+"""``python -m eval run``, ``verify`` and a command for each task: models are scored on datasets."""
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import clipkit
+from clipkit import CLIP, distributed
+from clipkit.errors import MOST_BATCH, MOST_SEED, ClipkitError, ConfigError, DataError, nearest, number, whole
+from clipkit.files.count import counted
+from clipkit.files.traits import add_decoding_options
+from clipkit.formats.checkpoint import resolve_checkpoint
+from clipkit.formats.open_clip import newest_epoch
+from data.remote.cache_folder import cache_folder
+from eval.compare import (
+    Check,
+    checks_of,
+    expected_of,
+    find_known,
+    known_tasks,
+    nothing_checked,
+    print_checks,
+)
+from eval.datasets import Card, card_names, load_card, load_suite, suite_names
+from eval.datasets.dataset import EvalDataset, Lacks
+from eval.datasets.new import (
+    card_lines,
+    cards_in_no_suite,
+    is_of_card,
+    primary_metrics,
+    published_scores,
+    suites_of,
+)
+from eval.datasets.targets import Missing, Target, find_named, find_suites
+from eval.features.encoder import Ranks
+from eval.features.image_models import TIMM, load_image_model
+from eval.report.terminal import printable, score_table
+from eval.results.scores import check_appendable, read_results, weights_id
+from eval.run import Scored, run_model
+from eval.tasks import KNOWN_TASKS, Options, check_image_tasks, check_tasks
+from eval.tasks.fine_tune import RATES
+from eval.tasks.probe import ESTIMATORS, KS, SHOTS
+
+__all__ = [
+    "PRECISIONS",
+    "add_data",
+    "add_model",
+    "add_page_commands",
+    "add_prompts",
+    "add_score_commands",
+    "add_task_options",
+    "task_options",
+]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# ``python -m eval report``, ``compare`` and ``list``: what came out, and what there is, to be looked at.
+
+_FORMS = ("csv", "latex", "markdown")
+_EXAMPLES = {"out": "scores.html", "csv": "scores.csv", "latex": "scores.tex", "markdown": "scores.md"}
+_OF_RUN = ("results.jsonl", "metrics.jsonl", "config.toml")  # what the page of a run is made of
+_SHOWN = 200  # characters of a path in a message
+
+
+def add_page_commands(commands: Any) -> None:
+    """Add them to the command line; each sets ``run``."""
+    what = "build a run's report.html, or a page or table over the results of many models"
+    report = commands.add_parser("report", help=what, description=what[0].upper() + what[1:] + ".")
+    report.add_argument(
+        "source",
+        type=Path,
+        nargs="+",
+        metavar="RUN|RESULTS",
+        help="one run folder; or results.jsonl files, or several run folders",
+    )
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: RUN/report.html of one run; else scores.html beside the first results",
+    )
+    for form in _FORMS:
+        report.add_argument(
+            f"--{form}",
+            type=Path,
+            metavar="FILE",
+            help="write the table of results there as well; - prints it",
+        )
+    report.set_defaults(run=_report)
+    what = "tell which differences between two models are beyond chance"
+    compare = commands.add_parser("compare", help=what, description=what[0].upper() + what[1:] + ".")
+    compare.add_argument(
+        "first",
+        metavar="A",
+        help="a run folder or a results file of one model; or a model's name in --results",
+    )
+    compare.add_argument("second", metavar="B", help="another")
+    compare.add_argument(
+        "--results",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="where both are; may be repeated",
+    )
+    compare.set_defaults(run=_compare)
+    what = "list the suites and their datasets"
+    listing = commands.add_parser("list", help=what, description=what[0].upper() + what[1:] + ".")
+    listing.add_argument(
+        "suite",
+        nargs="?",
+        metavar="SUITE|DATASET",
+        help="the datasets of one suite, or what is known of one dataset",
+    )
+    listing.set_defaults(run=_list)
+
+
+def _report(options: argparse.Namespace) -> int:
+    tables = {form: getattr(options, form) for form in _FORMS if getattr(options, form) is not None}
+    _check_places(options.source, {"out": options.out, **tables})
+    if len(options.source) == 1 and options.source[0].is_dir() and not tables:
+        from eval.report import build_report
+        from eval.report.read import json_lines
+
+        print(f"wrote {build_report(options.source[0], options.out)}")
+        unread: list[str] = []
+        deque(json_lines(options.source[0] / "results.jsonl", unread, ""), maxlen=0)
+        _tell(unread)
+        return 0
+    from eval.report.draw import write_page
+    from eval.report.page import build_comparison
+    from eval.report.result_set import read_result_set
+    from eval.report.tables import as_csv, as_latex, as_markdown
+
+    printed = [form for form, path in tables.items() if str(path) == "-"]
+    if len(printed) > 1:
+        raise ConfigError(
+            f"--{printed[0]} - and --{printed[1]} - would mix: print one, and name a file for the other"
+        )
+    files = [source / "results.jsonl" if source.is_dir() else source for source in options.source]
+    if missing := [file for file in files if not file.is_file()]:
+        raise ConfigError(
+            f"no results at {str(missing[0])[:_SHOWN]}: name a results.jsonl or the folder of a run"
+        )
+    facts = _facts(files)
+    told = sys.stderr if printed else sys.stdout  # what is printed may be on its way into another program
+    if options.out is not None or not tables:
+        out = options.out or files[0].with_name("scores.html")  # report.html is the page of a run
+        print(f"wrote {build_comparison(files, out, **facts)}", file=told)
+    writers: Mapping[str, Callable[..., str]] = {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}
+    for form, path in tables.items():
+        text = writers[form](files, **facts)
+        if form in printed:
+            print(text, end="" if text.endswith("\n") else "\n")
+        else:
+            print(f"wrote {write_page(path, text)}", file=told)
+    _tell(read_result_set(files).notes)
+    return 0
+
+
+def _check_places(sources: Sequence[Path], places: Mapping[str, Path | None]) -> None:
+    """Make sure that what is written takes the place of nothing that a page is made of, nor of another output.
+
+    Raises:
+        ConfigError: it would.
+    """
+    kept = [one for source in sources for one in (source, *(source / name for name in _OF_RUN))]
+    taken: dict[Path, str] = {}
+    for option, path in places.items():
+        if path is None or (str(path) == "-" and option in _FORMS):
+            continue
+        named = f"--{option} {str(path)[:_SHOWN]}"
+        if str(path) in ("-", "."):  # the latter is what an empty name is
+            raise ConfigError(f"{named}: name the file to write, such as {_EXAMPLES[option]}")
+        if path.suffix == ".jsonl" or any(_is_same(path, one) for one in kept):
+            raise ConfigError(
+                f"{named} is a file of results or of a run: name another, such as {_EXAMPLES[option]}"
+            )
+        if (other := taken.setdefault(path.absolute(), option)) != option:
+            raise ConfigError(f"{named} would replace what --{other} writes there: name two files")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    with suppress(OSError, ValueError):  # one of them is not there, or can be none
+        return path.is_file() and path.samefile(other)
+    return False
+
+
+def _tell(notes: Sequence[str]) -> None:
+    """What a page's reader finds on it, told to who builds it."""
+    from eval.report.terminal import printable
+
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def _facts(files: Sequence[Path]) -> dict[str, Any]:
+    """What cards say of the datasets in the results."""
+    from eval.report.read import whole
+
+    counts: dict[str, set[object]] = {}
+    for file in files:
+        for line in read_results(file):
+            counts.setdefault(str(line["dataset"]), set()).add(whole(line.get("n")))
+    datasets = [name for name, own in counts.items() if is_of_card(name, own)]
+    return {
+        "published": published_scores(datasets),
+        "suites": suites_of(datasets),
+        "primary": primary_metrics(datasets),
+    }
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from eval.compare import compare
+    from eval.report.terminal import comparison_table, printable
+
+    results = [one / "results.jsonl" if one.is_dir() else one for one in options.results]
+    found = compare(results, options.first, options.second)
+    console = Console(highlight=False)
+    if found.differences:
+        console.print(comparison_table(found))
+    else:
+        print(f"{printable(found.first)} and {printable(found.second)}: nothing could be compared")
+    for line in found.refused:
+        console.print(f"not compared: {printable(line)}", markup=False)
+    _tell(found.notes)
+    return 0 if found.differences else 1
+
+
+def _list(options: argparse.Namespace) -> int:
+    console = Console(highlight=False)
+    if options.suite in card_names():
+        for line in card_lines(options.suite):
+            console.print(line, markup=False, soft_wrap=True)
+        return 0
+    if options.suite is not None and options.suite not in suite_names():
+        known = [*suite_names(), *card_names()]
+        raise ConfigError(f"there is no suite or dataset {options.suite!r}: {nearest(options.suite, known)}")
+    for name in suite_names() if options.suite is None else (options.suite,):
+        suite = load_suite(name)
+        rows = [(card, suite.metrics_for(card)[0]) for card in map(load_card, suite.cards)]
+        console.print(_cards_table(f"{name}: {suite.title}", rows))
+    if options.suite is None:
+        rows = [(card, card.metric) for card in map(load_card, cards_in_no_suite())]
+        console.print(_cards_table("in no suite", rows))
+    return 0
+
+
+def _cards_table(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
+    """Datasets with their main task and a metric; names stay whole, to be copied."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table.add_column("dataset", no_wrap=True)
+    table.add_column("task", no_wrap=True)
+    table.add_column("metric", overflow="fold")
+    table.add_column("classes", justify="right", no_wrap=True)
+    table.add_column("test", justify="right", no_wrap=True)
+    for card, metric in rows:
+        size, classes = card.splits.get("test"), card.classes
+        table.add_row(
+            card.name,
+            card.tasks[0] if card.tasks else "not scored",
+            metric,
+            "" if classes is None else f"{classes:,}",
+            "" if size is None else f"{size:,}",
+        )
+    return table
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What the scoring commands take on the command line.
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MOST = 1e6
+_positive = whole(1, MOST_BATCH)
+_number = number(0, _MOST, above=True)
+
+
+def add_data(command: argparse.ArgumentParser) -> None:
+    """What to score on."""
+    add = command.add_argument
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME|FOLDER",
+        help="a dataset's name, a dataset folder or URL, or a folder of pictures by class; may be repeated",
+    )
+    add(
+        "--suite",
+        action="append",
+        default=[],
+        metavar="SUITE",
+        help="datasets by their suite's name; may be repeated",
+    )
+    add(
+        "--data-root",
+        metavar="FOLDER",
+        help="where datasets are looked for by name; hf://datasets/clip-benchmark for the published ones",
+    )
+
+
+def add_prompts(command: argparse.ArgumentParser) -> None:
+    """By which prompts."""
+    command.add_argument(
+        "--prompts",
+        default="",
+        metavar="SET",
+        help="prompt set, where a dataset has it (openai, clip_benchmark …)",
+    )
+
+
+def add_model(command: argparse.ArgumentParser, *, several: bool = True) -> None:
+    """What to score, and how; one model or several, of which some may have scores already."""
+    add = command.add_argument
+    what = "a run folder, a checkpoint, what clipkit.load takes, or timm:NAME"
+    again = "; may be repeated" if several else ""
+    add("--model", required=True, action="append", help=what + again)
+    add(
+        "--name",
+        default="",
+        metavar="ARCHITECTURE",
+        help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
+    )
+    if several:
+        add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
+    add(
+        "--features",
+        metavar="FOLDER",
+        help="where encoded pictures and texts are kept (default: features in the cache); '' keeps none",
+    )
+    add("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
+    add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
+    add("--precision", default="fp32", choices=[*PRECISIONS], help="what the towers run in (default: fp32)")
+    add("--seed", type=whole(0, MOST_SEED), default=0, help="of whatever is drawn (default: 0)")
+    add_decoding_options(command, default="as in the model's training")
+
+
+def add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
+    """Options that some tasks have."""
+    add = command.add_argument
+    if "linear-probe" in tasks:
+        add(
+            "--layers",
+            nargs="*",
+            type=_positive,
+            metavar="K",
+            help="linear-probe: probe the image tower behind these blocks too (all where none is named)",
+        )
+    if "few-shot" in tasks:
+        shots = " ".join(map(str, SHOTS))
+        add(
+            "--shots",
+            nargs="+",
+            type=_positive,
+            default=SHOTS,
+            metavar="N",
+            help=f"few-shot: default {shots}",
+        )
+        add(
+            "--seeds",
+            nargs="+",
+            type=whole(0, MOST_SEED),
+            default=(0, 1, 2),
+            metavar="S",
+            help="few-shot: draws (default: 0 1 2)",
+        )
+        add("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default both")
+        add("--tuned", action="store_true", help="few-shot: choose C on the val split, as the CLIP paper did")
+    if "knn" in tasks:
+        add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
+    if "fine-tune" in tasks:
+        _add_fine_tuning(add)
+
+
+def _add_fine_tuning(add: Callable[..., object]) -> None:
+    rates = " ".join(f"{rate:g}" for rate in RATES)
+    add("--epochs", type=_number, default=10.0, metavar="E", help="fine-tune: default 10")
+    add(
+        "--rates",
+        nargs="+",
+        type=_number,
+        default=RATES,
+        metavar="LR",
+        help=f"fine-tune: learning rates, of which the best on val is taken (default {rates})",
+    )
+    add(
+        "--fine-tune-batch",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="fine-tune: pictures of a step (default 128)",
+    )
+    add(
+        "--runs",
+        type=Path,
+        metavar="FOLDER",
+        help="fine-tune: where trainings and their models lie (default: fine-tune in the cache)",
+    )
+
+
+def task_options(options: argparse.Namespace) -> Options:
+    """Of the command line, for the tasks that it has; the same ones in another order are the same."""
+    layers = getattr(options, "layers", None)
+    return Options(
+        seed=options.seed,
+        layers=False if layers is None else tuple(sorted(layers)) or True,
+        shots=tuple(sorted(getattr(options, "shots", SHOTS))),
+        seeds=tuple(sorted(getattr(options, "seeds", (0, 1, 2)))),
+        estimators=tuple(one for one in ESTIMATORS if one in getattr(options, "estimators", ESTIMATORS)),
+        tuned=getattr(options, "tuned", False),
+        neighbours=tuple(sorted(getattr(options, "neighbours", KS))),
+        epochs=getattr(options, "epochs", 10.0),
+        rates=tuple(sorted(set(getattr(options, "rates", RATES)))),
+        fine_tune_batch=getattr(options, "fine_tune_batch", 128),
+        runs=getattr(options, "runs", None),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------
+
+
+def add_score_commands(commands: Any) -> None:
+    """Add them to the command line; each sets ``run``."""
+    what = "score models on datasets and suites, each on its main task or on those named"
+    run = commands.add_parser("run", help=what, description=_sentence(what))
+    add_data(run)
+    add_model(run)
+    run.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        choices=[*KNOWN_TASKS],
+        metavar="TASK",
+        help=f"{', '.join(KNOWN_TASKS)}; may be repeated (default: each dataset's own)",
+    )
+    add_prompts(run)
+    add_task_options(run, [*KNOWN_TASKS])
+    run.set_defaults(run=_started(_score))
+    for name, task in KNOWN_TASKS.items():
+        command = commands.add_parser(name, help=task.what, description=_sentence(task.what))
+        add_data(command)
+        add_model(command)
+        if task.by_prompts:
+            add_prompts(command)
+        command.set_defaults(prompts="")
+        add_task_options(command, [name])
+        command.set_defaults(run=_started(_score))
+    what = "check that a model reaches the scores that are known for it"
+    verify = commands.add_parser("verify", help=what, description=_sentence(what))
+    add_data(verify)
+    add_model(verify, several=False)
+    verify.add_argument(
+        "--as",
+        dest="known_as",
+        default="",
+        metavar="NAME",
+        help="the name that its scores are known under (default: MODEL)",
+    )
+    verify.set_defaults(run=_started(_verify))
+
+
+def _started(
+    command: Callable[[argparse.Namespace, torch.device], int],
+) -> Callable[[argparse.Namespace], int]:
+    """A command among all ranks that torchrun has started."""
+
+    def run(options: argparse.Namespace) -> int:
+        device = distributed.start()
+        try:
+            return command(options, device)
+        finally:
+            distributed.stop()
+
+    return run
+
+
+def _sentence(what: str) -> str:
+    return what[0].upper() + what[1:] + "."
+
+
+def _score(options: argparse.Namespace, device: torch.device) -> int:
+    """Score every model on every dataset; whatever ends it, the scores that there are stand on the terminal."""
+    place = _device(options.device, device)
+    tasks = tuple(options.task) if options.command == "run" else (options.command,)
+    if not options.data and not options.suite:
+        raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
+    check_image_tasks(options.model, tasks)
+    named, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)
+    if not named and not options.suite:
+        _tell_trouble(broken[1:])
+        raise broken[0]
+    _tell_trouble(broken)
+    if not options.suite:
+        _check_something_fits(named, tasks)
+    others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
+    targets = _together(named, others, options.prompts)
+    models = [_Model.of(name, options.out) for name in dict.fromkeys(options.model)]
+    scored = Scored()
+    for model in models:
+        if len(models) > 1 and distributed.rank() == 0:
+            print(f"\n{model.name}")
+        before = len(scored.trouble)
+        try:
+            _score_model(model, targets, tasks, options, place, scored)
+        except ClipkitError as error:  # of several models, one that does not load costs its own scores
+            if len(models) == 1:
+                raise
+            scored.trouble.append(error)
+        if len(models) > 1 and len(scored.trouble) > before and distributed.rank() == 0:
+            print(f"{model.name} has not all of its scores:", file=sys.stderr)
+        _tell_trouble(scored.trouble[before:])
+    _tell_trouble(trouble)
+    return _status([*broken, *trouble, *scored.trouble], scored)
+
+
+def _check_something_fits(targets: Sequence[Target], tasks: Sequence[str]) -> None:
+    """Fail before a model is loaded where nothing can be done; else what cannot is told later.
+
+    Raises:
+        DataError: why the first of them cannot.
+        ConfigError: a task is unknown.
+    """
+    refused: list[ClipkitError] = []
+    for target in targets:
+        for task in tasks or target.dataset.tasks:
+            try:
+                check_tasks(target.dataset, [task])
+            except DataError as error:
+                refused.append(error)
+            else:
+                return
+    if refused:
+        raise refused[0]
+
+
+def _together(named: Sequence[Target], others: Sequence[Target], prompts: str) -> list[Target]:
+    """Datasets that are named and those of suites, each once.
+
+    Raises:
+        DataError: two would have one name.
+        ConfigError: none of them has the prompt set that is asked for.
+    """
+    targets = {target.dataset.name: target for target in named}
+    for target in others:
+        there = targets.setdefault(target.dataset.name, target)
+        if there.card is not target.card:
+            raise DataError(
+                f"two datasets would both be named {target.dataset.name}, yours and the suite's: rename the folder"
+            )
+    datasets = [one.dataset for one in targets.values()]
+    given = {name for one in datasets for name in (one.prompt_set, one.caption_prompt_set)}
+    if prompts and targets and prompts not in given:
+        cards = [one.card for one in targets.values() if one.card]
+        known = sorted({name for card in cards for name in (*card.prompt_sets, *card.caption_prompts)})
+        how = "a card states prompts as [prompts.NAME], those of captions in [caption_prompts]"
+        hint = nearest(prompts, known) if known else how
+        raise ConfigError(f"--prompts {prompts}: none of the datasets has it ({hint})")
+    return list(targets.values())
+
+
+def _verify(options: argparse.Namespace, device: torch.device) -> int:
+    """Measure what cards expect of a model, prompt set by prompt set, and hold it beside that."""
+    place, options.skip_existing = _device(options.device, device), False  # what is checked is measured
+    if len(options.model) > 1:
+        raise ConfigError("verify checks one --model at a time")
+    model = _Model.of(options.model[0], options.out)
+    known_as = options.known_as or model.name
+    check_image_tasks([model.source], known_tasks(options.data, known_as))
+    known = find_known(options.data, known_as, root=options.data_root)
+    scored, checks = Scored(), list[Check]()
+    for target in known.targets:
+        tasks = tuple(dict.fromkeys(one.task for one in expected_of(target, known_as)))
+        before = len(scored.scores)
+        _score_model(model, [target], tasks, options, place, scored)
+        checks += checks_of(target, known_as, scored.scores[before:])
+    _tell_trouble(everything := [*known.trouble, *scored.trouble])
+    status = _status(everything, scored)
+    if distributed.rank() == 0 and not checks:
+        print(nothing_checked(known, known_as), file=sys.stderr)
+    return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """A model as the user names it, the one checkpoint that is meant, and where its scores go."""
+
+    name: str
+    source: str
+    out: Path
+
+    @classmethod
+    def of(cls, name: str, out: Path | None) -> "_Model":
+        source, run = _checkpoint(name)
+        return cls(name=name, source=source, out=out or (run or Path()) / "results.jsonl")
+
+
+def _score_model(
+    wanted: _Model,
+    targets: Sequence[Target],
+    tasks: Sequence[str],
+    options: argparse.Namespace,
+    device: str,
+    scored: Scored,
+) -> None:
+    model = _load(wanted.source, options.name, device)
+    model.preprocess = model.preprocess.with_decoding(background=options.background, upright=options.upright)
+    check_appendable(wanted.out)  # while nothing is lost yet
+    weights, step = weights_id(wanted.source)
+    ranks = Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
+    own = Scored(trouble=scored.trouble)
+    try:
+        with _progress(ranks) as progress, _autocast(device, options.precision):
+
+            def started(dataset: EvalDataset) -> Callable[[int], None]:
+                bar = progress.add_task(dataset.name, total=len(dataset))
+                return lambda pictures: progress.advance(bar, pictures * ranks.world)
+
+            run_model(
+                model,
+                targets,
+                out=wanted.out,
+                tasks=tasks,
+                options=task_options(options),
+                skip_existing=options.skip_existing,
+                store=_store(options.features),
+                ranks=ranks,
+                batch_size=options.batch_size,
+                origin={"model": wanted.name, "weights": weights},
+                step=step,
+                started=started,
+                scored=own,
+            )
+    finally:
+        scored.scores += own.scores
+        scored.found += own.found
+        if own.scores and ranks.rank == 0:
+            Console(highlight=False).print(score_table(own.scores))
+    if ranks.rank == 0:
+        for (name, split), counts in own.counts.items():
+            for line in counts.lines(
+                model.preprocess.decoding,
+                background="--background white" if options.background is None else "",
+                upright="--upright" if options.upright is None else "",
+            ).values():
+                print(printable(f"dataset {name}, split {split}: {line}"), file=sys.stderr)
+        there = f", {own.found} were there already" if options.skip_existing else ""
+        print(f"wrote {counted(len(own.scores), 'line')} to {wanted.out.absolute()}{there}")
+
+
+def _load(source: str, name: str, device: str) -> CLIP:
+    if source.startswith(TIMM):
+        return load_image_model(source, device=device)
+    return clipkit.load(source, name=name, device=device)
+
+
+def _tell_trouble(trouble: Sequence[ClipkitError]) -> None:
+    """Every dataset, or task on one, without scores, a line each; what several tasks lack is one."""
+    if distributed.rank() == 0:
+        lines = (f"{'not here' if isinstance(one, Missing) else 'not scored'}: {one}" for one in trouble)
+        for line in dict.fromkeys(lines):
+            print(printable(line), file=sys.stderr)
+
+
+def _status(trouble: Sequence[ClipkitError], scored: Scored) -> int:
+    """The exit status: 1 where something was broken, or there is no score at all."""
+    broken = any(not isinstance(one, Missing | Lacks) for one in trouble)
+    return 1 if broken or not (scored.scores or scored.found) else 0
+
+
+def _store(features: str | None) -> Path | None:
+    if features is None:
+        return cache_folder() / "features"
+    return Path(features).expanduser() if features else None
+
+
+def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
+    dtype = PRECISIONS[precision]
+    return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype)
+
+
+def _checkpoint(source: str) -> tuple[str, Path | None]:
+    """Settle on one checkpoint of a run, which may be writing another meanwhile; and that run's folder.
+
+    A run is clipkit's or open_clip's.
+    """
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
+            path = newest_epoch(path) or resolve_checkpoint(path)
+            source = str(path)
+    except RuntimeError as error:
+        raise ConfigError(f"no model at {source[:200]!r}: there is no such user") from error
+    except OSError as error:
+        raise ConfigError(f"no model at {source[:200]!r}: {error.strerror}") from error
+    folder = path.absolute().parent
+    return source, path.parent.parent if folder.name == "checkpoints" else None
+
+
+def _device(name: str, started: torch.device) -> str:
+    if name == "auto":
+        return str(started)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device: give auto, cpu or cuda") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
+def _progress(ranks: Ranks) -> Progress:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    hidden = not sys.stderr.isatty() or ranks.rank > 0
+    return Progress(*columns, console=console, transient=True, disable=hidden)

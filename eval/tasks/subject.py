@@ -1,0 +1,146 @@
+"""One model on one dataset: what every task is given, and asks for what it needs.
+
+Letters in shape comments: N pictures or texts, D embedding dimension, W width before the projection, C classes.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import ClassTable
+from eval.datasets.dataset import EvalDataset, NoSplit, by_class_names
+from eval.features.encoder import Encoder, ImageFeatures
+
+__all__ = ["Subject"]
+
+_log = logging.getLogger("eval")
+
+
+class Subject:
+    """A model's features of a dataset, encoded on first need.
+
+    Args:
+        encoder: the model. One with a head of classes reads their names alone, and no prompts.
+        dataset: the split that is scored.
+        metrics: the dataset's primary metric, then further ones; none for the usual ones of each task.
+        open_split: opens another split of the dataset; raises ``NoSplit`` where there is none.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        dataset: EvalDataset,
+        *,
+        metrics: Sequence[str] = (),
+        open_split: Callable[[str], EvalDataset] | None = None,
+    ) -> None:
+        self._by_names = isinstance(encoder.model.architecture.text, ClassTable)
+        dataset = self._as_read(dataset)
+        self.encoder, self.dataset, self.metrics = encoder, dataset, tuple(metrics)
+        self._open_split = open_split
+        self._splits: dict[str, EvalDataset | None] = {dataset.split: dataset}
+        self._images: dict[str, ImageFeatures] = {}
+        self.overlap: dict[str, int] = {}  # by split: how many scored images are also in it, byte for byte
+
+    def _as_read(self, dataset: EvalDataset) -> EvalDataset:
+        return by_class_names(dataset) if self._by_names else dataset
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is and metrics may be computed."""
+        return self.encoder.device
+
+    @cached_property
+    def logit_scale(self) -> float:
+        """exp(t), what similarities are multiplied with to be logits."""
+        return float(self.encoder.model.logit_scale.detach().float().exp())
+
+    def split(self, name: str) -> EvalDataset | None:
+        """A split of the dataset, such as "train" or "val"; None where it has none of that name.
+
+        Raises:
+            DataError: the split is there and broken.
+        """
+        if name not in self._splits:
+            try:
+                opened = self._open_split(name) if self._open_split is not None else None
+                self._splits[name] = None if opened is None else self._as_read(opened)
+            except NoSplit:
+                self._splits[name] = None
+        return self._splits[name]
+
+    def images(self, split: str | None = None, *, layer: int | None = None) -> ImageFeatures:
+        """The features of all pictures of a split, by default of the one that is scored.
+
+        Args:
+            split: which; it must be there.
+            layer: 1 … L for what the class token holds behind that block of the image tower, as
+                ``before_projection``; ``projected`` is empty then.
+
+        Raises:
+            NoSplit: there is no such split.
+            DataError: a picture is broken, or the features are not finite.
+            ConfigError: the image tower has no such layer.
+        """
+        dataset = self.split(split or self.dataset.split)
+        if dataset is None:
+            raise NoSplit(f"dataset {self.dataset.name} has no split {split!r}")
+        if layer is None:
+            if dataset.split not in self._images:
+                self._images[dataset.split] = self.encoder.images(dataset)
+            return self._images[dataset.split]
+        layers = self.encoder.layers(dataset)
+        if layer not in layers:
+            raise ConfigError(
+                f"layer {layer} does not fit: the image tower has {len(layers)} that can be probed"
+            )
+        columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
+        return ImageFeatures(columns.__getitem__)
+
+    def count_overlap(self, split: str) -> None:
+        """Count the scored images that are also in another split, byte for byte, and log a warning.
+
+        Raises:
+            DataError: as for ``images``.
+        """
+        if split in self.overlap:
+            return
+        others, own = set(self.images(split).digests()), self.images().digests()
+        self.overlap[split] = sum(digest in others for digest in own)
+        if self.overlap[split]:
+            self.warn(
+                f"{self.overlap[split]:,} of {len(own):,} {self.dataset.split} images are also in {split} "
+                f"(identical files): scores of tasks that learn from {split} are too high"
+            )
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """(N, D) float32, unit norm.
+
+        Raises:
+            DataError: they are not finite.
+        """
+        return self.encoder.texts(texts)
+
+    def class_weights(self) -> Tensor:
+        """(D, C) float32, unit columns: the zero-shot classifier of the dataset's prompts.
+
+        Raises:
+            DataError: the features of the prompts are not finite.
+        """
+        return self.encoder.classifier(
+            self.dataset.prompts(), whose=f"the class names of dataset {self.dataset.name}"
+        )
+
+    def warn(self, message: str) -> None:
+        """Log a warning about the dataset on rank 0, once per process: a training scores a dataset many times."""
+        if self.encoder.ranks.rank == 0:
+            _warn_once(f"dataset {self.dataset.name}: {message}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning("%s", message)

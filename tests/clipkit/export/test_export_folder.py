@@ -1,0 +1,358 @@
+"""What an export does to its folder: nothing half done, nothing of the user's lost, never two models in one."""
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import clipkit
+from clipkit import export as exporting
+from clipkit.__main__ import dispatch
+from clipkit.config import Config, OptimConfig, to_toml
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.export import TARGETS, ExportOptions, export, run
+from clipkit.export.model_card import KnownScore, Source, source_of
+from clipkit.formats.checkpoint import save_model
+from clipkit.inference.encode import model_hash
+from clipkit.model.architectures import Architecture, BagOfWords, TextTower, VisionTower
+from clipkit.model.clip import CLIP, create
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from clipkit.training.optim import adamw
+
+SHAPE = Architecture(
+    embed_dim=16,
+    vision=VisionTower(image_size=16, patch_size=8, width=32, layers=1, heads=1),
+    text=TextTower(width=16, layers=1, heads=1, context_length=16),
+)
+LINE = {
+    "step": 7, "dataset": "digits", "task": "zero-shot", "metric": "acc1", "value": 0.5, "n": 1797, "low": 0.48,
+    "high": 0.525, "chance": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def model() -> CLIP:
+    return create(SHAPE, seed=0)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what is in the folder ------------------------------------------------------------------------------------
+
+
+def test_a_second_library_joins_the_first(model: CLIP, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    export(model, out, to=["open_clip"])
+    first = files(out)
+    (out / "LICENSE").write_text("mine")
+    (out / "notes").mkdir()
+    (out / "notes" / "a.txt").write_text("kept")
+    weights = (out / "open_clip_model.safetensors").stat()
+    export(model, out, to=["timm"])
+    assert files(out) == first | {"config.json", "model.safetensors", "LICENSE", "notes/a.txt"}
+    assert (out / "open_clip_model.safetensors").stat().st_ino == weights.st_ino  # not written again
+    manifest = json.loads((out / "clipkit_export.json").read_text())
+    assert list(manifest["targets"]) == ["open_clip", "timm"]
+    card = (out / "README.md").read_text()
+    assert "### open_clip" in card and "### timm" in card
+    assert list(tmp_path.iterdir()) == [tmp_path / "deep"] and list(out.parent.iterdir()) == [out]
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in out.glob("*.safetensors")} == {0o666 & ~mask}
+
+
+def test_a_card_that_was_changed_is_kept(model: CLIP, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(model, out, to=["open_clip"])
+    mine = (out / "README.md").read_text() + "\nlicense: mit"
+    (out / "README.md").write_text(mine)
+    for _ in range(2):
+        export(model, out, to=["open_clip"])
+        assert (out / "README.md").read_text() == mine
+        assert (out / "README.new.md").read_text().startswith("---\nlibrary_name: open_clip")
+
+
+def test_two_models_do_not_mix(model: CLIP, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", create(SHAPE, seed=1)
+    export(model, out, to=["open_clip"])
+    with pytest.raises(ConfigError, match="holds another model for open_clip: give another folder"):
+        export(other, out, to=["timm"])
+    export(other, out, to=["open_clip", "timm"])  # all of it anew is another matter
+    again = clipkit.load(out)
+    assert torch.equal(again.logit_scale, other.logit_scale)
+    assert all(torch.equal(again.state_dict()[name], t) for name, t in other.state_dict().items())
+
+
+def test_files_of_one_name_do_not_mix(model: CLIP, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", to=["timm"])
+    with pytest.raises(ConfigError, match="name their files alike"):
+        export(model, tmp_path / "out", to=["transformers"])
+    assert "architecture" in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("manifest", [None, "", "[]", '{"format": 1}', '{"targets": {"timm": {"files": 3}}}'])
+def test_a_folder_of_something_else_is_left_alone(manifest: str | None, model: CLIP, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    if manifest is not None:
+        (out / "clipkit_export.json").write_text(manifest)
+    before = files(out)
+    with pytest.raises(ConfigError, match="not empty and no earlier export"):
+        export(model, out, to=["open_clip"])
+    assert files(out) == before and list(tmp_path.iterdir()) == [out]
+
+
+def test_an_empty_folder_and_what_a_kill_left_are_taken(model: CLIP, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / ".out.partial" / "out").mkdir(parents=True)
+    export(model, out, to=["open_clip"])
+    (out / "LICENSE").write_text("mine")
+    out.rename(tmp_path / ".out.former")  # killed between the two renames
+    export(model, out, to=["timm"])
+    assert {"LICENSE", "open_clip_model.safetensors", "model.safetensors"} <= files(out)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(ConfigError, match="not empty and no earlier export"):
+        export(model, tmp_path / "out", to=["open_clip"])
+    with pytest.raises(CheckpointError, match="was not written"):
+        export(model, tmp_path / "out" / "inner", to=["open_clip"])
+    assert (tmp_path / "out").read_text() == "x"
+
+
+# --- the check ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("largest", "told"),
+    [(1.1e-5, "embeddings that differ from clipkit's by 1.1e-05"), (math.inf, "NaN or infinite embeddings")],
+)
+def test_other_embeddings_are_not_exported(
+    largest: float, told: str, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = replace(TARGETS["open_clip"], check=lambda *_: largest)
+    monkeypatch.setitem(exporting.TARGETS, "open_clip", wrong)
+    with pytest.raises(CheckpointError, match=rf"open_clip_torch \S+ gives {told}$"):
+        export(model, tmp_path / "out", to=["open_clip"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_diverged_model_is_not_exported(model: CLIP, tmp_path: Path) -> None:
+    with torch.no_grad():
+        model.text_projection[0, 0] = math.inf
+    with pytest.raises(CheckpointError, match="the model's own text embeddings hold NaN or infinity"):
+        export(model, tmp_path / "out", to=["open_clip"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_of_this_machine_is_in_the_card(model: CLIP, tmp_path: Path) -> None:
+    """A model card is made to be published."""
+    values = (
+        ("/home/me/a b/c.tar", "…/c.tar"), ("~/runs/x", "…/x"),
+        ("transformers:/home/me/bert", "transformers:…/bert"),
+        ("file:///home/me/x.tar", "…/x.tar"), ("pipe:cat /data/a/b.tar", "pipe:cat … b.tar"), ("/data", "…/data"),
+        ("s3://bucket/a/{0..9}.tar", ""), ("a photo/drawing", ""), ("a / b", ""), ("../up/x", ""), ("runs/x", ""),
+    )  # fmt: skip
+    lines = [f'a{number} = "{value}"' for number, (value, _) in enumerate(values)]
+    export(model, tmp_path / "out", to=["timm"], source=Source(config="\n".join(lines)))
+    card = (tmp_path / "out" / "README.md").read_text()
+    for number, (value, expected) in enumerate(values):
+        assert f'a{number} = "{expected or value}"\n' in card
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "x" * 5000, "a\0b"])
+def test_a_folder_that_cannot_be_is_one_line(name: str, model: CLIP) -> None:
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        export(model, Path(name), to=["timm"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.long
+def test_examples_in_the_card_take_any_picture(model: CLIP, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", to=["transformers", "sentence-transformers", "onnx"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count('Image.open("cat.jpg").convert("RGB")') == 2  # clipkit and open_clip do it themselves
+    assert card.count("Checked on 8 drawn pictures of exactly the model's size and 8 plain texts: with") == 3
+
+
+def test_wrong_weights_are_noticed(model: CLIP, tmp_path: Path) -> None:
+    """The checks compare, whatever is written: here one number of the image tower is another one."""
+    target = TARGETS["open_clip"]
+
+    def spoiled(model: CLIP, tensors: Any, folder: Path) -> list[str]:
+        proj = tensors["visual.proj"].clone()
+        proj[0, 0] += 0.01
+        return target.write(model, {**tensors, "visual.proj": proj}, folder)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="differ"):
+        patch.setitem(exporting.TARGETS, "open_clip", replace(target, write=spoiled))
+        export(model, tmp_path / "out", to=["open_clip"])
+
+
+def test_a_library_that_is_not_installed(
+    model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(exporting.TARGETS, "timm", replace(TARGETS["timm"], package="no_such_package"))
+    monkeypatch.setattr(exporting, "load", lambda *_, **__: model)
+    assert run(ExportOptions(model="x", out=tmp_path / "out", to=["timm"])) == 0
+    assert "timm: 2 files; not checked, as timm is not installed: pip install -e '.[export]'" in (
+        capsys.readouterr().out
+    )
+    assert "Checked" not in (tmp_path / "out" / "README.md").read_text()
+
+
+# --- from a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(model: CLIP, tmp_path: Path) -> Path:
+    """A run with scores of two steps, one line of them broken."""
+    run_folder = tmp_path / "my-run"
+    optimizer = adamw(model, OptimConfig())
+    lines = [
+        {**LINE, "step": 5, "value": 0.1},
+        {**LINE, "value": 0.2},
+        LINE,  # scored again, after a resume
+        {**LINE, "dataset": "a|b\n# c", "metric": "acc5", "value": 1},
+        {**LINE, "dataset": "broken", "value": None},
+        {**LINE, "dataset": "broken", "n": True},
+    ]
+    config = Config(out=str(run_folder))
+    folder = save_checkpoint(run_folder, model, optimizer, LoopState(step=7, data="x"), config, keep=1)
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 7, "dataset": "cut sh'
+    (run_folder / "results.jsonl").write_text(text)
+    return folder
+
+
+def test_what_is_known_of_a_run(checkpoint: Path, tmp_path: Path) -> None:
+    source = source_of(clipkit.load(tmp_path / "my-run"))
+    assert source == source_of(clipkit.load(checkpoint))
+    assert (source.run, source.step) == ("my-run", 7)
+    assert source.config == to_toml(Config(out=str(tmp_path / "my-run"))).strip()
+    assert [(score.dataset, score.metric, score.value) for score in source.scores] == [
+        ("digits", "acc1", 0.5),
+        ("a|b\n# c", "acc5", 1),
+    ]
+    checkpoint.rename(tmp_path / "alone")
+    alone = source_of(clipkit.load(tmp_path / "alone"))
+    assert (alone.run, alone.step, alone.scores) == ("alone", 7, ())
+    assert source_of(create(SHAPE)) == Source()
+
+
+@pytest.mark.parametrize("damaged", ["state.json", "config.toml", "results.jsonl"])
+def test_damage_beside_the_weights_costs_only_what_it_told(
+    damaged: str, checkpoint: Path, model: CLIP
+) -> None:
+    run_folder = checkpoint.parent.parent
+    loaded = clipkit.load(run_folder)
+    path = checkpoint / damaged if (checkpoint / damaged).exists() else run_folder / damaged
+    path.write_bytes(b"\xff\x00 [[[" * 100_000)
+    source = source_of(loaded)
+    assert source.run == "my-run" and not (source.scores and source.config)
+
+
+def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "my-export"
+    assert dispatch(["export", str(tmp_path / "my-run"), str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert f"clipkit checkpoint {checkpoint}\n" in printed
+    assert "open_clip: 2 files; loaded back by open_clip_torch " in printed
+    assert "transformers: 8 files; loaded back by transformers " in printed
+    assert f"wrote {out}; before you publish it, look through README.md and fill in its license\n" in printed
+    card = (out / "README.md").read_text()
+    assert card.startswith(
+        "---\nlibrary_name: open_clip\npipeline_tag: zero-shot-image-classification\ntags:\n- clip\n"
+    )
+    assert "# license: " in card.split("---")[1]
+    assert "the clipkit run `my-run` at step 7." in card
+    assert "| digits | zero-shot | acc1 | 50.0% | 48.0–52.5% | 10.00% | 1,797 |" in card
+    assert "| a b # c | zero-shot | acc5 | 100.0% |" in card and "broken" not in card
+    assert f"```toml\n{to_toml(Config(out='…/my-run')).strip()}\n```" in card
+    assert str(tmp_path) not in card
+    for target in TARGETS:  # each is a choice, and the first refusal is of the model
+        with pytest.raises(CheckpointError):
+            dispatch(["export", str(tmp_path / "nothing"), str(out), "--to", target])
+    with pytest.raises(ConfigError, match="invalid choice: 'tensorflow'"):
+        dispatch(["export", "M", str(out), "--to", "tensorflow"])
+
+
+def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = create(replace(SHAPE, logit_bias=True), seed=0)
+    save_checkpoint(
+        tmp_path / "run", odd, adamw(odd, OptimConfig()), LoopState(step=1, data="x"), Config(), keep=1
+    )
+    assert run(ExportOptions(model=str(tmp_path / "run"), out=tmp_path / "out")) == 0
+    assert (
+        "transformers: not written, as transformers' CLIPModel has no logit_bias" in capsys.readouterr().out
+    )
+    assert clipkit.load(tmp_path / "out").logit_bias is not None
+
+
+def test_scores_can_be_given(model: CLIP, tmp_path: Path) -> None:
+    score = KnownScore(dataset="birds", task="retrieval", metric="R@1", value=0.25, n=10, low=0.1, high=0.4)
+    rank = replace(score, metric="image_to_text_mean_rank", value=3.0, low=1.8, high=4.2)
+    knn = replace(score, task="knn", metric="acc1", setting="k=20 plain")
+    export(model, tmp_path / "out", to=["timm"], source=Source(scores=(score, rank, knn)))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| birds | retrieval | R@1 | 25.0% | 10.0–40.0% |  | 10 |" in card
+    assert "| birds | retrieval | image_to_text_mean_rank | 3.0 | 1.8–4.2 |  | 10 |" in card
+    assert "| birds | knn k=20 plain | acc1 | 25.0% |" in card
+    assert "pipeline_tag" not in card and "## Training" not in card
+
+
+def test_a_bag_of_words_goes_to_onnx_and_timm_only(tmp_path: Path) -> None:
+    bag = create(replace(SHAPE, text=BagOfWords(width=16)), seed=0)
+    with pytest.raises(ConfigError, match="BagOfWords: this model can be exported by --to timm, onnx"):
+        export(bag, tmp_path / "out")
+
+
+def test_a_library_of_another_version_is_one_line(
+    model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> float:
+        raise ImportError("cannot import name 'x'\nfrom 'y'")
+
+    monkeypatch.setitem(exporting.TARGETS, "timm", replace(TARGETS["timm"], check=gone))
+    with pytest.raises(
+        CheckpointError, match=r"timm \S+ does not load the export: ImportError: .* 'x' from 'y'$"
+    ):
+        export(model, tmp_path / "out", to=["timm"])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="not empty"):
+        export(model, Path("/"), to=["timm"])
+
+
+def test_a_background_and_an_orientation_are_left_to_callers_and_said_so(
+    model: CLIP, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = CLIP(
+        model.architecture, preprocess=model.preprocess.with_decoding(background="white", upright=True)
+    )
+    chosen.load_state_dict(model.state_dict())
+    save_model(chosen.eval(), tmp_path / "model")
+    assert run(ExportOptions(model=str(tmp_path / "model"), out=tmp_path / "out", to=["open_clip"])) == 0
+    line = (
+        "Before this, transparent images are laid on #ffffff and the EXIF orientation of images is applied: other "
+        "libraries do not do so, and the caller must."
+    )
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert line in (tmp_path / "out" / "README.md").read_text()
+    # clipkit itself reads them back, and knows the model again
+    loaded = clipkit.load(tmp_path / "out")
+    assert loaded.preprocess == chosen.preprocess and model_hash(loaded) == model_hash(chosen)

@@ -1,0 +1,133 @@
+"""The ONNX graphs of an export, and the examples of a model card for all libraries at once."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit.export import export
+from clipkit.export import onnx as export_onnx
+from clipkit.export.checks import normalized
+from clipkit.model.class_head import with_class_head
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import batch_of
+from clipkit.model.tokenizer import END_OF_TEXT
+from tests.clipkit.exported_models import ASCII, apart, draw_pictures, exported, model_of
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return draw_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[CLIP, Path]:
+    """A model in one folder for all libraries that can share one; of its graphs one has its weights beside it."""
+    out = tmp_path_factory.mktemp("export") / "everything"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_onnx, "_INSIDE", 10_000_000)
+        return exported("own", out, "open_clip", "transformers", "sentence-transformers", "onnx"), out
+
+
+# --- ONNX -----------------------------------------------------------------------------------------------------
+
+
+def test_onnx(everything: tuple[CLIP, Path], pictures: list[Path]) -> None:
+    import onnx
+    import onnxruntime
+
+    model, out = everything
+    config = json.loads((out / "onnx_config.json").read_text())
+    visual, textual = (onnxruntime.InferenceSession(out / config[kind]["file"]) for kind in ("image", "text"))
+    pixels = normalized(batch_of(pictures * 2, model.preprocess), model)
+    images = clipkit.encode_image(pictures * 2, model)
+    for batch in (1, 3, 8):
+        found = visual.run(["image_embeds"], {"pixel_values": pixels[:batch].numpy()})[0]
+        assert apart(found, images[:batch]) <= 1e-5
+    texts = (ASCII * 2)[:8]
+    expected = clipkit.encode_text(texts, model)
+    for batch in (1, 3, 8):
+        for length in (60, 77):
+            ids = clipkit.tokenize(texts[:batch], length)
+            found = textual.run(["text_embeds"], {"input_ids": ids.numpy()})[0]
+            assert apart(found, expected[:batch]) <= 1e-5
+            ends = ids.masked_fill(ids == 0, END_OF_TEXT)  # as transformers pads
+            found = textual.run(["text_embeds"], {"input_ids": ends.numpy()})[0]
+            assert apart(found, expected[:batch]) <= 1e-5
+    for session, shape in ((visual, ["batch", 3, 16, 16]), (textual, ["batch", "tokens"])):
+        assert session.get_inputs()[0].shape == shape
+        assert session.get_outputs()[0].shape == ["batch", 128]
+    for file in ("visual.onnx", "textual.onnx"):
+        graph = onnx.load(out / file)
+        onnx.checker.check_model(graph, full_check=True)
+        assert [(one.domain, one.version) for one in graph.opset_import] == [("", config["opset"])]
+        assert b".py" not in (out / file).read_bytes()  # nor where the code lies that made it
+    assert config["preprocess"] == json.loads(json.dumps(model.preprocess.to_dict()))
+    assert config["logit_scale"] == pytest.approx(model.logit_scale.exp().item())
+
+
+def test_large_weights_lie_beside_the_graph(everything: tuple[CLIP, Path]) -> None:
+    _, out = everything
+    assert (out / "textual.onnx").stat().st_size < 200_000
+    assert (out / "textual.onnx.data").stat().st_size > 20_000_000
+    assert (out / "visual.onnx").stat().st_size > 5_000_000 and not (out / "visual.onnx.data").exists()
+
+
+# --- the examples of the card ---------------------------------------------------------------------------------
+
+
+def test_the_cards_examples_run(
+    everything: tuple[CLIP, Path],
+    pictures: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, out = everything
+    cat = out.parent / "cat.jpg"
+    with Image.open(pictures[0]) as image:
+        image.save(cat)
+    monkeypatch.chdir(out.parent)
+    examples = re.findall(r"### ([^\n]+)\n\n```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+    assert [title for title, _ in examples] == [
+        "open_clip", "transformers", "sentence-transformers", "onnxruntime", "clipkit",
+    ]  # fmt: skip
+    texts = ["a photo of a cat", "a photo of a dog"]
+    similar = clipkit.encode_image(cat, model) @ clipkit.encode_text(texts, model).T
+    expected = (model.logit_scale.exp() * similar).softmax(dim=-1).detach().flatten()
+    for title, code in examples:
+        exec(compile(code, title, "exec"), {})
+        printed = [float(number) for number in re.findall(r"\d\.\d+(?:e-\d+)?", capsys.readouterr().out)]
+        if title != "sentence-transformers" and title != "clipkit":
+            np.testing.assert_allclose(printed, expected.numpy(), atol=2e-3, err_msg=title)
+
+
+def test_a_head_of_classes_and_its_image_tower(
+    tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of("own")
+    head = with_class_head(model, ["dog", "cat"], torch.eye(2, model.architecture.embed_dim))
+    for to, files in (("onnx", {"textual.onnx", "visual.onnx", "onnx_config.json"}), ("timm", None)):
+        (one,) = export(head, tmp_path / to, to=[to])
+        assert one.library and one.difference is not None and one.difference <= 1e-5
+        assert files is None or set(one.files) == files  # it has no tokenizer
+    assert json.loads((tmp_path / "onnx" / "onnx_config.json").read_text())["classes"] == ["dog", "cat"]
+    card = (tmp_path / "onnx" / "README.md").read_text()
+    assert "pipeline_tag: image-classification" in card and "| a row for each of 2 classes, " in card
+    with Image.open(pictures[0]) as image:
+        image.save(tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
+    exec(compile(code, "onnx", "exec"), {})
+    printed = [float(number) for number in re.findall(r"\d\.\d+(?:e-\d+)?", capsys.readouterr().out)]
+    expected = clipkit.classify(["cat.jpg"], ["dog", "cat"], head)
+    np.testing.assert_allclose(printed, expected.numpy()[0], atol=2e-3)

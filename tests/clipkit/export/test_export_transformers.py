@@ -1,0 +1,206 @@
+"""What is exported for transformers and sentence-transformers gives the same token ids and embeddings there."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+import clipkit
+from clipkit.export import export
+from clipkit.export.checks import normalized
+from clipkit.export.transformers import write_clip_tokenizer
+from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import batch_of
+from clipkit.model.tokenizer import END_OF_TEXT
+from tests.clipkit.exported_models import (
+    ASCII,
+    REPAIRED,
+    apart,
+    draw_pictures,
+    exported,
+    in_rgb,
+    model_of,
+    same_model,
+)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def rgb(tmp_path_factory: pytest.TempPathFactory) -> list[Image.Image]:
+    return in_rgb(draw_pictures(tmp_path_factory.mktemp("pictures")))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[CLIP, Path]:
+    """A model in one folder for sentence-transformers, transformers and open_clip."""
+    out = tmp_path_factory.mktemp("export") / "own"
+    return exported("own", out, "open_clip", "transformers", "sentence-transformers"), out
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[CLIP, Path]:
+    """A model with QuickGELU and its own preprocessing, in the folder that is made unless told otherwise."""
+    out = tmp_path_factory.mktemp("export") / "quick"
+    return exported("quick_gelu", out), out
+
+
+@pytest.fixture(params=["own", "quick"])
+def plain(request: pytest.FixtureRequest) -> tuple[CLIP, Path]:
+    found: tuple[CLIP, Path] = request.getfixturevalue(request.param)
+    return found
+
+
+# --- transformers ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_transformers(plain: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
+    from transformers import AutoModel, AutoProcessor, AutoTokenizer, CLIPModel, CLIPProcessor
+
+    model, out = plain
+    theirs = CLIPModel.from_pretrained(out).eval()
+    processor = AutoProcessor.from_pretrained(out)
+    assert isinstance(processor, CLIPProcessor) and isinstance(AutoModel.from_pretrained(out), CLIPModel)
+    inputs = processor(text=ASCII, images=rgb, return_tensors="pt", padding=True, truncation=True)
+    pixels = normalized(batch_of(rgb, model.preprocess), model)
+    found = theirs(**{**inputs, "pixel_values": pixels})
+    images, texts = clipkit.encode_image(rgb, model), clipkit.encode_text(ASCII, model)
+    assert apart(found.image_embeds, images) <= 1e-5
+    assert apart(found.text_embeds, texts) <= 1e-5
+    scale = model.logit_scale.exp()
+    assert apart(found.logits_per_image / scale, images @ texts.T) <= 1e-5
+    steps = torch.tensor(model.preprocess.std).view(3, 1, 1) * 255
+    crops = beside(rgb, model)
+    assert ((inputs["pixel_values"] - crops) * steps).abs().mean() <= 0.1  # of 255: another library resizes
+    assert apart(theirs(**inputs).image_embeds, model.encode_image(crops)) <= 2e-3
+    length = model.architecture.text.context_length
+    padded = AutoTokenizer.from_pretrained(out)(
+        ASCII, padding="max_length", truncation=True, return_tensors="pt"
+    )
+    assert torch.equal(unpadded(padded["input_ids"]), clipkit.tokenize(ASCII, length))
+
+
+def beside(images: list[Image.Image], model: CLIP) -> Tensor:
+    """As transformers prepares pictures: where the crop cannot be in the middle, it is rounded up and left."""
+    size = model.preprocess.image_size
+    resample = Image.Resampling[model.preprocess.interpolation.upper()]
+    crops = []
+    for image in images:
+        wide, high = (max(size, int(size * side / min(image.size))) for side in image.size)
+        left, top = (wide - size) // 2, (high - size) // 2
+        crops.append(image.resize((wide, high), resample).crop((left, top, left + size, top + size)))
+    return normalized(batch_of(crops, model.preprocess), model)
+
+
+def unpadded(ids: Tensor) -> Tensor:
+    """Rows padded by end of text as clipkit pads them."""
+    behind = torch.arange(ids.shape[1]) > (ids == END_OF_TEXT).int().argmax(dim=1, keepdim=True)
+    return ids.masked_fill(behind, 0)
+
+
+@given(text=st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters="&<"), max_size=60))
+@settings(deadline=None, max_examples=200)
+def test_token_ids_are_clipkits(clip_tokenizer: Any, text: str) -> None:
+    """Of any printable ASCII; "&" may begin an HTML entity, "<" a special token."""
+    assert clip_tokenizer.encode(text).ids == clipkit.tokenize(text, 200, trim=True)[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def clip_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tokenizers import Tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_clip_tokenizer(folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_what_ftfy_repairs_is_not_repaired_by_transformers(clip_tokenizer: Any) -> None:
+    for text in REPAIRED:
+        assert clip_tokenizer.encode(text).ids != clipkit.tokenize(text, trim=True)[0].tolist()
+    for text in ("猫の写真", "über die Straße", "naïve café №5", "привет, мир!"):
+        assert clip_tokenizer.encode(text).ids == clipkit.tokenize(text, trim=True)[0].tolist()
+
+
+def test_a_transformers_folder_comes_back(plain: tuple[CLIP, Path], tmp_path: Path) -> None:
+    model, out = plain
+    for name in ("config.json", "model.safetensors", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((out / name).read_bytes())
+    same_model(clipkit.load(tmp_path), model)
+    assert clipkit.load(out).origin.startswith("open_clip folder")  # of the two, the one without renaming
+
+
+def test_pictures_that_are_squashed_are_so_in_transformers(rgb: list[Image.Image], tmp_path: Path) -> None:
+    from transformers import AutoProcessor
+
+    model = model_of("quick_gelu")
+    model.preprocess = replace(model.preprocess, resize_mode="squash")
+    export(model, tmp_path / "out", to=["transformers"])
+    found = AutoProcessor.from_pretrained(tmp_path / "out")(images=rgb, return_tensors="pt")
+    steps = torch.tensor(model.preprocess.std).view(3, 1, 1) * 255
+    expected = normalized(batch_of(rgb, model.preprocess), model)
+    assert apart(found["pixel_values"] * steps, expected * steps) <= 1 + 1e-3
+
+
+@pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
+@pytest.mark.parametrize("chosen", [{"background": "#010203", "upright": True}, {"upright": True}, {}])
+def test_a_background_and_an_orientation_come_back(
+    target: str,
+    chosen: dict[str, Any],
+    rgb: list[Image.Image],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from transformers import AutoImageProcessor, AutoProcessor, CLIPImageProcessor
+    from transformers.utils import logging
+
+    model = model_of("quick_gelu")
+    plain = model.preprocess
+    export(model, tmp_path / "plain", to=[target])
+    model.preprocess = plain.with_decoding(**chosen)
+    export(model, tmp_path / "out", to=[target])
+    same_model(clipkit.load(tmp_path / "out"), model)
+    files = [(tmp_path / name / "preprocessor_config.json").read_bytes() for name in ("plain", "out")]
+    assert (files[0] == files[1]) == (not chosen)  # without options, the file is what it was
+    # transformers ignores them without a word, keeps them, and gives what it gives without
+    logger = logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        for loader in (AutoProcessor, AutoImageProcessor, CLIPImageProcessor):
+            found, expected = (loader.from_pretrained(tmp_path / name) for name in ("out", "plain"))
+            values = [one(images=rgb, return_tensors="pt")["pixel_values"] for one in (found, expected)]
+            assert torch.equal(*values)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+    AutoImageProcessor.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "out")
+    assert clipkit.load(tmp_path / "out").preprocess == model.preprocess
+
+
+# --- sentence-transformers ------------------------------------------------------------------------------------
+
+
+def test_sentence_transformers(own: tuple[CLIP, Path], rgb: list[Image.Image]) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model, out = own
+    theirs = SentenceTransformer(str(out), device="cpu")
+    texts = theirs.encode(ASCII, show_progress_bar=False)
+    assert apart(texts, clipkit.encode_text(ASCII, model)) <= 1e-5
+    size = model.preprocess.image_size
+    small = [image.resize((size, size)) for image in rgb]
+    images = theirs.encode(small, show_progress_bar=False)
+    assert apart(images, clipkit.encode_image(small, model)) <= 1e-5
+    images = theirs.encode(rgb, show_progress_bar=False)
+    with torch.no_grad():
+        assert apart(images, model.encode_image(beside(rgb, model))) <= 2e-3  # resized as transformers does
+    assert theirs.similarity_fn_name == "cosine"

@@ -1,0 +1,80 @@
+"""What is fetched from the network: without one, a single line, and soon."""
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from clipkit.errors import ConfigError
+from clipkit.files.hub import from_hub
+from clipkit.model.names import architecture, from_open_clip
+from clipkit.model.tokenizer import LibraryTokenizer
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As far as the settings say, with nothing stored."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
+
+
+def test_an_encoder_without_a_network(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    text = {"hf_model_name": "somebody/something", "hf_tokenizer_name": "somebody/something"}
+    config = {"embed_dim": 32, "vision_cfg": {"layers": 1}, "text_cfg": text}
+    began = time.monotonic()
+    for attempt in (
+        lambda: architecture("ViT-B-32", text="transformers:somebody/something"),
+        lambda: from_open_clip(config),
+        lambda: LibraryTokenizer(source="somebody/something", context_length=16)(["a cat"]),
+    ):
+        with pytest.raises(ConfigError, match="'somebody/something' is no usable folder, and the ") as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 10  # of which most goes into loading libraries
+    assert constants.HF_HUB_OFFLINE is False
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The address of a server that has nothing."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_libraries_stay_online_where_something_answers(
+    refusing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", refusing)
+    with from_hub("somebody/something"):
+        assert constants.HF_HUB_OFFLINE is False
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
+    with from_hub(str(tmp_path)):  # a folder needs no answer
+        assert constants.HF_HUB_OFFLINE is False
+    with from_hub("somebody/something"):
+        assert constants.HF_HUB_OFFLINE is True

@@ -1,0 +1,109 @@
+"""What clipkit takes from open_clip comes through one file, and works with the versions that are declared."""
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import clipkit
+from clipkit.files.open_clip import config_files, vocabulary_file, without_image_tower
+
+REPOSITORY = Path(__file__).parents[3]
+AUDIO = {"embed_dim": 512, "audio_cfg": {"sample_rate": 48000}, "text_cfg": {"context_length": 77}}
+PROGRAM = """
+import sys
+from pathlib import Path
+import open_clip
+from clipkit import create
+from clipkit.errors import run_command
+from clipkit.files.open_clip import config_files
+
+assert Path(open_clip.__file__).is_relative_to(sys.argv[1]), open_clip.__file__
+open_clip.add_model_config(sys.argv[2])
+assert {"CLAP-made-up", "Registered-made-up"}.isdisjoint(config_files()), "it is listed"
+assert {"ViT-B-32", "RN50"} <= config_files().keys()
+run_command(lambda: create(sys.argv[3]))
+"""
+
+
+def imported(file: Path) -> set[str]:
+    """The names of the packages that a file imports anywhere, those found by ``find_spec`` included."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {one.name.partition(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module).partition(".")[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("find_spec", "import_module")):
+            names |= {str(one.value) for one in node.args if isinstance(one, ast.Constant)}
+    return names
+
+
+def test_one_file_uses_open_clip() -> None:
+    files = [file for room in ("clipkit", "data", "eval") for file in (REPOSITORY / room).rglob("*.py")]
+    assert len(files) > 100
+    using = [
+        file.relative_to(REPOSITORY)
+        for file in [*files, REPOSITORY / "train.py"]
+        if "open_clip" in imported(file)
+    ]
+    assert using == [Path("clipkit/files/open_clip.py")]
+
+
+@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
+def test_the_listed_architectures_are_open_clips() -> None:
+    import open_clip
+
+    assert config_files().keys() == set(open_clip.list_models())
+    assert vocabulary_file().is_file()
+    assert not without_image_tower("RN50") and not without_image_tower("no such name")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("open_clip:CLAP-made-up", "configuration of that name lacks an image tower or a text tower"),
+        (
+            "open_clip:CLAP-made-up-quickgelu",
+            "configuration of that name lacks an image tower or a text tower",
+        ),
+        ("open_clip:Registered-made-up", "is no architecture of open_clip"),
+    ],
+)
+def test_a_configuration_without_an_image_tower_is_not_listed(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    """As open_clip 4 has them among its files, and as ``add_model_config`` registers them."""
+    theirs, ours = vocabulary_file().parent, tmp_path / "site" / "open_clip"
+    configs = ours / "model_configs"
+    configs.mkdir(parents=True)
+    for file in theirs.iterdir():
+        if file.name != configs.name:
+            (ours / file.name).symlink_to(file)
+    for file in config_files().values():
+        (configs / file.name).symlink_to(file)
+    (configs / "CLAP-made-up.json").write_text(json.dumps(AUDIO))
+    registered = tmp_path / "Registered-made-up.json"
+    registered.write_text(json.dumps(AUDIO))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(ours), str(registered), name],
+        env={"PYTHONPATH": f"{ours.parent}:{Path(clipkit.__file__).parents[1]}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: name = '{name}' ")
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_declared_versions_are_the_tested_ones() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (needed,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "open_clip_torch")
+    assert needed.specifier.contains(version("open_clip_torch"))
+    assert not any(needed.specifier.contains(untested) for untested in ("3.2.0", "4.0.0", "4.1.0", "5.0"))

@@ -1,0 +1,28 @@
+"""What a configuration shows when it is printed, published or put on a page. (``shown``: tests/data/remote.)"""
+
+import tomllib
+
+from clipkit.config import Config, DataConfig, to_toml
+from clipkit.files.urls import without_secrets
+
+
+def test_a_configuration_without_its_secrets_is_still_one() -> None:
+    sources = (
+        "https://u:Zq@host/a/{00000..00003}.tar?sig=Zq",
+        "pipe:curl -H 'Auth: \"Zq\"' https://host/0.tar",
+        "/data/pairs\\x",
+        "s3://bucket/é/0.tar",
+    )
+    config = Config(
+        data=DataConfig(train=sources, filters=("width >= 256",), caption_prefix='say "a\\b"'), out="runs/x"
+    )
+    text = without_secrets(to_toml(config))
+    assert "Zq" not in text
+    data = tomllib.loads(text)["data"]
+    assert data["train"][0] == "https://host/a/{00000..00003}.tar"
+    assert data["train"][2:] == list(sources[2:])
+    before = tomllib.loads(to_toml(config))["data"]
+    assert {key: value for key, value in data.items() if key != "train"} == {
+        key: value for key, value in before.items() if key != "train"
+    }
+    assert data["caption_prefix"] == 'say "a\\b"'

@@ -1,0 +1,329 @@
+"""A checkpoint gives back every bit, and a run finds its newest whole one, whatever was killed."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import clipkit
+from clipkit.config import load_config
+from clipkit.errors import CheckpointError
+from clipkit.formats.checkpoint import latest_checkpoint, passed_over, resolve_checkpoint
+from clipkit.model.clip import CLIP, create
+from clipkit.training.checkpoint import CheckpointWriter, load_training, planned_steps, save_checkpoint
+from clipkit.training.optim import adamw
+from tests.clipkit.saved_runs import CONFIG, FILES, Save, bits, damage, same_bits, save, small, state, step
+
+__all__ = ["save", "small"]  # fixtures
+
+
+def test_what_is_loaded_goes_on_bit_for_bit(small: CLIP, tmp_path: Path) -> None:
+    optimizer = adamw(small, CONFIG.optim)
+    for number in range(3):
+        step(small, optimizer, number)
+    folder = save_checkpoint(tmp_path, small, optimizer, state(3), CONFIG, keep=3)
+    assert folder == tmp_path / "checkpoints" / "step_00000003"
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_00000003\n"
+
+    torch.manual_seed(99)
+    other = CLIP(small.architecture, preprocess=small.preprocess).initialize()
+    its_optimizer = adamw(other, CONFIG.optim)
+    assert load_training(folder, other, its_optimizer) == state(3)
+    assert same_bits(bits(small, optimizer), bits(other, its_optimizer))
+    for number in range(3, 6):
+        step(small, optimizer, number)
+        step(other, its_optimizer, number)
+    assert same_bits(bits(small, optimizer), bits(other, its_optimizer))
+    assert load_config(folder / "config.toml") == CONFIG
+
+
+def test_a_model_needs_only_its_weights_and_card(small: CLIP, save: Save, tmp_path: Path) -> None:
+    folder = save(1) / "step_00000001"
+    alone = tmp_path / "elsewhere" / "any name"
+    alone.mkdir(parents=True)
+    for name in ("model.safetensors", "model.json"):
+        shutil.copy(folder / name, alone)
+    model = clipkit.load(alone)
+    assert same_bits(bits(model), bits(small))
+    assert not model.training
+    assert model.preprocess == small.preprocess
+    assert (model.architecture, model.name) == (small.architecture, "")
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        assert torch.equal(model.encode_image(images), small.encode_image(images))
+
+
+def test_others_may_read_what_others_may_read(save: Save) -> None:
+    root = save(1)
+    modes = {path.stat().st_mode & 0o777 for path in (root / "step_00000001").iterdir()}
+    assert modes == {(root / "LATEST").stat().st_mode & 0o777}
+
+
+def test_a_named_model_keeps_its_name(tmp_path: Path) -> None:
+    model = create("ViT-Ti-4-16", seed=0)
+    optimizer = adamw(model, CONFIG.optim)
+    before = save_checkpoint(tmp_path, model, optimizer, state(0), CONFIG, keep=0)
+    assert clipkit.load(tmp_path).name == "ViT-Ti-4-16"
+    assert load_training(before, model, optimizer) == state(0)  # no update has been made
+    after = save_checkpoint(tmp_path, model, optimizer, state(1), CONFIG, keep=0)
+    with pytest.raises(CheckpointError, match="the optimizer's state is for other parameters"):
+        load_training(after, model, optimizer)
+
+
+def test_a_run_its_checkpoints_and_one_of_them_can_be_loaded(
+    save: Save, small: CLIP, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = save(1, 2)
+    for source in (root.parent, root, root / "step_00000002", str(root), f"{root}/"):
+        assert same_bits(bits(clipkit.load(source)), bits(small))
+    assert not same_bits(bits(clipkit.load(root / "step_00000001")), bits(small))
+    monkeypatch.setenv("HOME", str(root.parents[1]))
+    assert same_bits(bits(clipkit.load(f"~/{root.parent.name}")), bits(small))
+    monkeypatch.chdir(root.parent)
+    assert same_bits(bits(clipkit.load(".")), bits(small))
+    assert same_bits(bits(clipkit.load(root / "step_00000002" / "model.safetensors")), bits(small))
+    for source in ("nothing", root / "LATEST", root.parent.parent):
+        with pytest.raises(CheckpointError):
+            clipkit.load(source)
+
+
+def test_the_newest_ones_stay(save: Save) -> None:
+    root = save(1, 2, 3, 4, keep=2)
+    assert {path.name for path in root.iterdir()} == {"LATEST", "step_00000003", "step_00000004"}
+    save(5, keep=0)
+    save(6, keep=0)
+    assert len(list(root.glob("step_*"))) == 4
+    save(7, keep=1)
+    assert {path.name for path in root.iterdir()} == {"LATEST", "step_00000007"}
+
+
+def test_the_one_just_written_stays_after_going_back(save: Save) -> None:
+    root = save(10, 20, 30)
+    (root / "LATEST").write_text("step_00000010\n")
+    for keep in (2, 1):
+        save(15, keep=keep)
+        assert latest_checkpoint(root.parent) == root / "step_00000015"
+        assert len(list(root.glob("step_*"))) == keep
+
+
+def test_a_step_can_be_saved_again(save: Save, small: CLIP) -> None:
+    root = save(1, 1)
+    assert same_bits(bits(clipkit.load(root)), bits(small))
+
+
+def test_what_a_killed_process_left_is_removed(save: Save) -> None:
+    root = save(1)
+    left = root / ".step_00000002.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+    save(3)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "pointer",
+    [
+        None, b"", b"\n", b"step_00000009\n", b"step_00000001.partial", b"../elsewhere", b"/", b"..", b".",
+        b"\xff\xfe\x00", b"\x00" * 40, b"a" * 5000, b"step_00000002/model.json",
+    ],
+)  # fmt: skip
+def test_without_a_good_pointer_the_newest_whole_one_counts(save: Save, pointer: bytes | None) -> None:
+    root = save(1, 2)
+    if pointer is None:
+        (root / "LATEST").unlink()
+    else:
+        (root / "LATEST").write_bytes(pointer)
+    assert latest_checkpoint(root.parent) == root / "step_00000002"
+
+
+def test_a_pointer_out_of_the_run_is_not_followed(save: Save, tmp_path: Path) -> None:
+    root = save(1)
+    for elsewhere in (tmp_path / "elsewhere", root / "within" / "deeper"):
+        shutil.copytree(root / "step_00000001", elsewhere)
+        for pointer in (str(elsewhere), os.path.relpath(elsewhere, root)):
+            (root / "LATEST").write_text(pointer)
+            assert latest_checkpoint(tmp_path) == root / "step_00000001"
+
+
+def test_a_good_pointer_counts_though_there_is_a_newer_one(save: Save) -> None:
+    root = save(1, 2)
+    (root / "LATEST").write_text("step_00000001\n")
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+    assert latest_checkpoint(root.parent / "nothing") is None
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "longer"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over(save: Save, name: str, how: str) -> None:
+    root = save(1, 2)
+    damage(root / "step_00000002" / name, how)
+    want = (
+        2 if (name, how) == ("COMPLETE", "longer") else 1
+    )  # a line break more is no harm to a list of sizes
+    assert latest_checkpoint(root.parent) == root / f"step_0000000{want}"
+    assert passed_over(root / f"step_0000000{want}") == ["step_00000002"] * (want == 1)
+    if want == 1:
+        shutil.rmtree(root / "step_00000001")
+        for find in (latest_checkpoint, resolve_checkpoint):
+            with pytest.raises(
+                CheckpointError, match="is whole, step_00000002 and all others: bring them back"
+            ):
+                find(root.parent)
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"COMPLETE"}))
+def test_a_checkpoint_of_other_bytes_is_passed_over_where_they_are_needed(
+    save: Save, small: CLIP, name: str
+) -> None:
+    root = save(1)
+    want = copy.deepcopy(bits(small))
+    save(2)
+    second = root / "step_00000002"
+    overwrite(second / name)
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+    assert passed_over(root / "step_00000001") == ["step_00000002"]
+    is_of_model = name.startswith("model")
+    assert same_bits(bits(clipkit.load(root)), want if is_of_model else bits(small))
+    if name == "model.safetensors":
+        with pytest.raises(
+            CheckpointError, match=r"model\.safetensors is not what was written: take another"
+        ):
+            clipkit.load(second)
+        (second / "COMPLETE").unlink()
+        assert not same_bits(bits(clipkit.load(second)), bits(small))
+
+    writer = CheckpointWriter(root.parent, CONFIG, keep=2, saved=1)
+    writer.save_now(small, adamw(small, CONFIG.optim), state(3))
+    writer.close()  # the damaged one is none of the two that are kept
+    assert {path.name for path in root.glob("step_*")} == {f"step_0000000{number}" for number in (1, 2, 3)}
+
+
+def overwrite(path: Path) -> None:
+    """Two bytes, as a disk may do."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) * 3 // 4
+    content[middle : middle + 2] = bytes(byte ^ 0x40 for byte in content[middle : middle + 2])
+    path.write_bytes(content)
+
+
+def test_checkpoints_of_earlier_versions_list_sizes_alone(save: Save, small: CLIP) -> None:
+    root = save(1, 2)
+    for folder in root.glob("step_*"):
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "COMPLETE"}
+        (folder / "COMPLETE").write_text(json.dumps(sizes))
+    assert latest_checkpoint(root.parent) == root / "step_00000002"
+    assert same_bits(bits(clipkit.load(root)), bits(small))
+    assert load_training(root / "step_00000002", small, adamw(small, CONFIG.optim)) == state(2)
+    damage(root / "step_00000002" / "model.safetensors", "truncated")
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+
+
+def test_planned_steps_that_cannot_be_read_are_no_reason_to_stop(save: Save) -> None:
+    folder = save(1) / "step_00000001"
+    assert planned_steps(folder, otherwise=7) == CONFIG.steps != 7
+    (folder / "config.toml").write_bytes(b"\xff = =")
+    assert planned_steps(folder, otherwise=7) == 7
+
+
+def test_a_run_that_has_lost_all_its_checkpoints_is_not_a_new_one(save: Save, tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    root = save(1, 2)
+    (root / "step_00000002").rename(tmp_path / "elsewhere")
+    assert latest_checkpoint(tmp_path) == root / "step_00000001"
+    assert passed_over(root / "step_00000001") == ["step_00000002"]  # LATEST still names it
+    shutil.rmtree(root)
+    for empty in (False, True):  # as where a disk is not mounted
+        if empty:
+            root.mkdir()
+        with pytest.raises(CheckpointError, match=r"its checkpoints are not in .* any more: bring them back"):
+            latest_checkpoint(tmp_path)
+    save(3)
+    assert latest_checkpoint(tmp_path) == root / "step_00000003"
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(save: Save, tmp_path: Path) -> None:
+    root = save(1)
+    (root / "LATEST").unlink()
+    (root / "LATEST").symlink_to("LATEST")  # which nobody can read, not even root
+    with pytest.raises(CheckpointError, match="LATEST cannot be read: Too many levels"):
+        latest_checkpoint(tmp_path)
+    (tmp_path / "other").mkdir()
+    for wrong in (lambda path: path.symlink_to(path.name), Path.touch):
+        checkpoints = tmp_path / "other" / "checkpoints"
+        wrong(checkpoints)
+        with pytest.raises(CheckpointError, match=r"checkpoints.* cannot be read"):
+            latest_checkpoint(checkpoints.parent)
+        checkpoints.unlink()
+
+
+def test_steps_are_in_the_order_of_numbers(tmp_path: Path, small: CLIP, save: Save) -> None:
+    root = save(99_999_999, 100_000_000)
+    (root / "LATEST").unlink()
+    assert latest_checkpoint(tmp_path) == root / "step_100000000"
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model.safetensors": 1}', '{"model.json": null}'])
+def test_a_list_of_sizes_that_leaves_files_out_makes_nothing_whole(save: Save, content: str) -> None:
+    root = save(1, 2)
+    (root / "step_00000002" / "COMPLETE").write_text(content)
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+
+
+def test_the_temperature_and_all_else_are_stored_under_open_clips_names(save: Save, small: CLIP) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(save(1) / "step_00000001" / "model.safetensors")
+    assert stored.keys() == {name for name, _ in small.named_parameters()}
+    assert torch.equal(stored["logit_scale"], small.logit_scale)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import clipkit
+from clipkit.formats.checkpoint import latest_checkpoint
+from clipkit.training.checkpoint import save_checkpoint
+from clipkit.config import Config, OptimConfig
+from clipkit.errors import CheckpointError
+from clipkit.training.optim import adamw
+from clipkit.training.checkpoint import load_training
+from clipkit.training.checkpoint import LoopState
+run = Path(sys.argv[1])
+model = clipkit.load(run)
+optimizer = adamw(model, OptimConfig())
+state = load_training(latest_checkpoint(run), model, optimizer)
+for size in (0, 100_000, 600_000):  # bytes of a file, beyond which writing fails as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    try:
+        save_checkpoint(run, model, optimizer, LoopState(step=2, data=state.data), Config(), keep=1)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+def test_where_a_file_cannot_be_written_the_former_checkpoint_stays(save: Save, small: CLIP) -> None:
+    root = save(1)
+    assert (root / "step_00000001" / "optimizer.safetensors").stat().st_size > 600_000
+    want = copy.deepcopy(bits(small))
+    command = [sys.executable, "-c", LIMITED, str(root.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("the checkpoint of step 2 was not written: ") == 3
+    assert {path.name for path in root.iterdir()} == {"LATEST", "step_00000001"}
+    assert latest_checkpoint(root.parent) == root / "step_00000001"
+    assert same_bits(bits(clipkit.load(root)), want)
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(small: CLIP, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    optimizer = adamw(small, CONFIG.optim)
+    with pytest.raises(CheckpointError, match="the checkpoint of step 1 was not written"):
+        save_checkpoint(tmp_path, small, optimizer, state(1), CONFIG, keep=1)

@@ -1,0 +1,253 @@
+"""Another image size or text length on load: position embeddings from every kind of source."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import clipkit
+from clipkit.config import Config
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.formats.transformers import to_transformers, transformers_configs
+from clipkit.model.names import architecture
+from clipkit.model.preprocess import batch_of
+from clipkit.model.resample import fit_positions
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from clipkit.training.optim import adamw
+from tests.clipkit.stored_models import CONFIGS, pictures, register, their_model, write_hub_folder
+
+SHORT, LONG = ["a red hat"], ["a red hat on a grey cat, two dogs and a very long train in the snow"]
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    register(monkeypatch, tmp_path_factory.mktemp("model_configs"), "ViT-tiny", CONFIGS["ViT"])
+
+
+def store(model: clipkit.CLIP, folder: Path) -> Path:
+    optimizer = adamw(model, Config().optim)
+    return save_checkpoint(folder, model, optimizer, LoopState(step=1, data="x"), Config(), keep=1)
+
+
+def training_checkpoint(folder: Path) -> tuple[Path, str]:
+    torch.save({"epoch": 1, "state_dict": their_model("ViT").state_dict()}, folder / "epoch_1.pt")
+    return folder / "epoch_1.pt", "open_clip:ViT-tiny"
+
+
+def hub_folder(folder: Path) -> tuple[Path, str]:
+    write_hub_folder(folder, "ViT")
+    return folder, ""
+
+
+def own_checkpoint(folder: Path) -> tuple[Path, str]:
+    file, name = training_checkpoint(folder)
+    return store(clipkit.load(file, name=name), folder / "run"), ""
+
+
+def transformers_folder(folder: Path) -> tuple[Path, str]:
+    from transformers import CLIPConfig, CLIPModel
+
+    file, name = training_checkpoint(folder)
+    ours = clipkit.load(file, name=name)
+    theirs = CLIPModel(CLIPConfig(**transformers_configs(ours.architecture, ours.preprocess)["config.json"]))
+    theirs.load_state_dict(to_transformers(ours.state_dict()))
+    theirs.save_pretrained(folder / "theirs")
+    return folder / "theirs", ""
+
+
+def openai_file(folder: Path) -> tuple[Path, str]:
+    marks = {"input_resolution": 32, "context_length": 16, "vocab_size": 49408}
+    tensors = {**openai_like().state_dict(), **{name: torch.tensor(value) for name, value in marks.items()}}
+    torch.save(tensors, folder / "weights.pt")
+    return folder / "weights.pt", ""
+
+
+def openai_like(**changes: int) -> Any:
+    """Heads of OpenAI's are 64 wide."""
+    vision = {"image_size": changes.get("image_size", 32), "patch_size": 8, "width": 64, "layers": 2}
+    text = {**CONFIGS["ViT"]["text_cfg"], "heads": 1, "context_length": changes.get("context_length", 16)}
+    return their_model("ViT", vision_cfg=vision, text_cfg=text, quick_gelu=True)
+
+
+SOURCES = (training_checkpoint, hub_folder, own_checkpoint, transformers_folder, openai_file)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("image_size", "context_length"), [(16, 7), (56, 40), (64, 0)])
+def test_own_towers(
+    source: Callable[[Path], tuple[Path, str]], image_size: int, context_length: int, tmp_path: Path
+) -> None:
+    """Images as open_clip resamples; texts as open_clip where they grow, and as before where they shrink."""
+    from open_clip.model import resize_pos_embed, resize_text_pos_embed
+
+    path, name = source(tmp_path)
+    before = clipkit.load(path, name=name)
+    ours = clipkit.load(path, name=name, image_size=image_size, context_length=context_length)
+    size, length = image_size or 32, context_length or 16
+    assert ours.preprocess == replace(before.preprocess, image_size=size) and ours.origin == before.origin
+    assert ours.architecture == before.architecture.resized(image_size=size, context_length=length)
+
+    if source is openai_file:
+        theirs = openai_like(image_size=size, context_length=length)
+    else:
+        vision = {**CONFIGS["ViT"]["vision_cfg"], "image_size": size}
+        text = {**CONFIGS["ViT"]["text_cfg"], "context_length": length}
+        theirs = their_model("ViT", vision_cfg=vision, text_cfg=text)
+    tensors = dict(before.state_dict())
+    resize_pos_embed(tensors, theirs)
+    if length >= 16:
+        resize_text_pos_embed(tensors, theirs)
+    else:
+        tensors["positional_embedding"] = tensors["positional_embedding"][:length]
+    theirs.load_state_dict(tensors)
+    pixels = batch_of(pictures(), ours.preprocess)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
+    with torch.no_grad():
+        images = theirs.encode_image((pixels / 255 - mean) / std, normalize=True)
+        texts = theirs.encode_text(clipkit.tokenize(LONG, length), normalize=True)
+    assert (clipkit.encode_image(pictures(), ours) - images).abs().max() <= 1e-5
+    assert (clipkit.encode_text(LONG, ours) - texts).abs().max() <= 1e-5
+    if length <= 16:
+        assert torch.equal(clipkit.encode_text(SHORT, ours), clipkit.encode_text(SHORT, before))
+
+    again = clipkit.load(store(ours, tmp_path / "again"))
+    assert again.architecture == ours.architecture and again.preprocess == ours.preprocess
+    assert torch.equal(clipkit.encode_image(pictures(), again), clipkit.encode_image(pictures(), ours))
+    assert torch.equal(clipkit.encode_text(LONG, again), clipkit.encode_text(LONG, ours))
+
+
+@pytest.mark.parametrize("size", [32, 96, 128])
+def test_attention_pooling_of_a_resnet(size: int, tmp_path: Path) -> None:
+    theirs = write_hub_folder(tmp_path, "ResNet")
+    ours = clipkit.load(tmp_path, image_size=size)
+    old = theirs.visual.attnpool.positional_embedding.detach()  # (1 + 2 * 2, C)
+    grid = F.interpolate(old[1:].T.view(1, -1, 2, 2), size // 32, mode="bicubic", antialias=True)
+    expected = torch.cat([old[:1], grid.flatten(2)[0].T])
+    assert torch.equal(ours.visual.get_parameter("attnpool.positional_embedding"), expected)
+    assert clipkit.encode_image(pictures(), ours).isfinite().all()
+    again = clipkit.load(store(ours, tmp_path / "again"))
+    assert torch.equal(clipkit.encode_image(pictures(), again), clipkit.encode_image(pictures(), ours))
+
+
+@pytest.mark.parametrize("kind", ["ConvNeXt", "timm's ViT"])
+def test_towers_that_see_to_it_themselves(kind: str, tmp_path: Path) -> None:
+    """One has no positions, the other resamples them for each batch."""
+    theirs = write_hub_folder(tmp_path, kind)
+    ours = clipkit.load(tmp_path, image_size=96)
+    pixels = torch.rand(2, 3, 96, 96)
+    with torch.no_grad():
+        assert (ours.encode_image(pixels) - theirs.encode_image(pixels, normalize=True)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("size", [96, 224])
+def test_vits_of_timm(size: int, tmp_path: Path) -> None:
+    from timm.layers.pos_embed import resample_abs_pos_embed
+
+    shape = architecture("ViT-Ti-4-16", image="timm:test_vit", image_size=160)
+    before = clipkit.create(shape, seed=0).eval()
+    ours = clipkit.load(store(before, tmp_path), image_size=size)
+    old = before.visual.get_parameter("trunk.pos_embed").detach()
+    grid, count = size // 16, ours.visual.get_parameter("trunk.pos_embed").shape[1]
+    expected = resample_abs_pos_embed(old, [grid, grid], num_prefix_tokens=count - grid**2)
+    assert (ours.visual.get_parameter("trunk.pos_embed") - expected).abs().max() <= 1e-6
+    assert clipkit.encode_image(pictures(), ours).isfinite().all()
+
+
+def test_timms_towers_that_are_built_for_one_size(tmp_path: Path) -> None:
+    """open_clip builds them at the size that their name has; timm itself can change it."""
+    theirs = write_hub_folder(tmp_path, "timm's ViT of one size")
+    assert clipkit.load(tmp_path, image_size=160).preprocess.image_size == 160
+    ours = clipkit.load(tmp_path, image_size=96)
+    assert ours.preprocess.image_size == 96
+    theirs.visual.trunk.set_input_size((96, 96))
+    pixels = torch.rand(2, 3, 96, 96)
+    with torch.no_grad():
+        expected = theirs.eval().encode_image(pixels, normalize=True)
+        assert (ours.encode_image(pixels) - expected).abs().max() <= 1e-5
+    with pytest.raises(CheckpointError) as caught:
+        clipkit.load(tmp_path, image_size=9)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_class_token_behind_the_text_stays_behind_it(tmp_path: Path) -> None:
+    """CoCa reads texts at a token behind the padding, which has a position of its own."""
+    theirs = write_hub_folder(tmp_path, "CoCa")
+    ours = clipkit.load(tmp_path, context_length=9)
+    with torch.no_grad():
+        texts = theirs.encode_text(clipkit.tokenize(SHORT, 16), normalize=True)
+    assert (clipkit.encode_text(SHORT, ours) - texts).abs().max() <= 1e-5
+    longer = clipkit.load(tmp_path, context_length=20)
+    assert clipkit.encode_text(LONG, longer).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"image_size": 33}, "image_size = 33 is no multiple of patch_size = 8"),
+        ({"image_size": -8}, "image_size = -8"),
+        ({"image_size": 8192}, "image_size must be from 1 to 4096"),
+        ({"context_length": -1}, "context_length = -1"),
+        ({"context_length": 10**7}, "context_length = 10000000"),
+    ],
+)
+def test_sizes_that_no_model_has(sizes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path, name = training_checkpoint(tmp_path)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        clipkit.load(path, name=name, **sizes)
+
+
+@given(
+    old=st.integers(1, 9),
+    new=st.integers(1, 9),
+    prefixes=st.integers(0, 5),
+    width=st.integers(1, 5),
+    text=st.booleans(),
+)
+def test_positions_of_any_size(old: int, new: int, prefixes: int, width: int, text: bool) -> None:
+    """Prefix tokens stay, a table of one value keeps it, and the way there and back is of the same shape."""
+    name = "positional_embedding" if text else "visual.trunk.pos_embed"
+    count, wanted = (side**2 + prefixes for side in (old, new))
+    shape: Callable[[int], tuple[int, ...]] = (lambda n: (n, width)) if text else (lambda n: (1, n, width))
+    tensors = {name: torch.full(shape(count), 0.5)}
+    try:
+        fitted = fit_positions(tensors, {name: torch.Size(shape(wanted))})[name]
+    except CheckpointError:
+        raise AssertionError("a square grid was not seen as one") from None
+    assert fitted.shape == shape(wanted)
+    torch.testing.assert_close(fitted, torch.full_like(fitted, 0.5), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        torch.zeros(0, 4),
+        torch.zeros(4),
+        torch.zeros(()),
+        torch.zeros(5, 3),
+        torch.zeros(2, 5, 4),
+        torch.zeros(1, 4),
+    ],
+)
+def test_positions_of_no_use_are_left_for_the_check_of_shapes(stored: Tensor) -> None:
+    for name in ("positional_embedding", "visual.positional_embedding"):
+        if stored.shape == (1, 4) and name.startswith("visual"):
+            with pytest.raises(CheckpointError, match="no class token and a square grid"):
+                fit_positions({name: stored}, {name: torch.Size((7, 4))})
+        elif stored.shape != (1, 4):
+            assert fit_positions({name: stored}, {name: torch.Size((10, 4))})[name] is stored
+
+
+def test_a_grid_that_is_not_square_is_refused(tmp_path: Path) -> None:
+    tensors = their_model("ViT").state_dict()
+    tensors["visual.positional_embedding"] = tensors["visual.positional_embedding"][:13]
+    torch.save(tensors, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match="13 image positions are no class token and a square grid"):
+        clipkit.load(tmp_path / "weights.pt", name="open_clip:ViT-tiny", image_size=64)

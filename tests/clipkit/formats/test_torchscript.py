@@ -1,0 +1,375 @@
+"""TorchScript archives give the state dict that torch.jit.load would, without being run."""
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clipkit.errors import CheckpointError
+from clipkit.formats import weights
+from clipkit.formats.weights import StoredWeights, read_weights
+
+jit = torch.jit
+DTYPES = [
+    torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """PyTorch warns that it is going to drop TorchScript; archives of it will be around for long."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Mode(Enum):
+    FAST = 1
+
+
+class Parts(nn.Module):
+    """Every way in which a module can hold something."""
+
+    def __init__(self, *, sharing: bool = True) -> None:
+        super().__init__()
+        numbers = torch.arange(24.0)
+        self.linear = nn.Linear(3, 4, bias=False).half()
+        self.norm = nn.BatchNorm1d(4)
+        self.strided: Tensor
+        self.shared: Tensor
+        self.unsaved: Tensor
+        self.integer: Tensor
+        self.register_buffer("strided", numbers.view(4, 6)[1:, ::2].t())
+        self.register_buffer("shared", numbers[5:9])
+        self.register_buffer("unsaved", torch.ones(2, 2).triu(1), persistent=False)
+        self.register_buffer("absent", None)
+        self.register_buffer("integer", torch.tensor(224))
+        self.register_parameter("no_bias", None)
+        self.tied = nn.Parameter(torch.ones(3))
+        self.tied_too = self.tied if sharing else None
+        self.plain = torch.ones(5)  # neither parameter nor buffer
+        self.several = [torch.ones(1), torch.zeros(2)]
+        self.by_name = {"x": torch.ones(1)}
+        self.ints, self.floats, self.texts = [1, 2], [0.5], ["a"]
+        self.mode = Mode.FAST
+        self.device = torch.device("cpu")
+        self.pair = (1, torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x.half()).float()).sum() + self.plain.sum() + self.several[0].sum()
+        return (
+            y + self.strided.sum() + self.shared.sum() + self.unsaved.sum() + self.tied.sum() + self.integer
+        )
+
+
+class Tree(nn.Module):
+    """Parts in parts, one of them twice, and attributes at the top as OpenAI's models have them."""
+
+    def __init__(self, *, sharing: bool = True) -> None:
+        super().__init__()
+        self.input_resolution, self.scale, self.kind, self.ready = 224, 0.5, "tree", True
+        self.a = Parts(sharing=sharing)
+        self.b = self.a if sharing else Parts(sharing=False)
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GELU())])
+        self.named = nn.ModuleDict({"one": nn.LayerNorm(2)})
+        self.list = nn.ParameterList([nn.Parameter(torch.ones(2))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x) + self.b(x)
+        for layer in self.layers:
+            y = y + layer(x[:, :2]).sum()
+        for part in self.named.values():
+            y = y + part(x[:, :2]).sum()
+        return y
+
+
+class Calls(nn.Module):
+    """A traced part in a scripted module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = jit.trace(nn.Linear(3, 2), torch.ones(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.part(x)
+        return y
+
+
+def every_dtype() -> nn.Module:
+    module = nn.Linear(2, 2)
+    for i, dtype in enumerate(DTYPES):
+        module.register_buffer(f"of_{i}", torch.arange(6).to(dtype))
+    module.register_buffer("empty", torch.zeros(0, 3))
+    module.register_buffer("repeated", torch.ones(1).expand(5))
+    return module
+
+
+IMAGES = torch.ones(4, 3)
+SCRIPTS: dict[str, Callable[[], jit.ScriptModule]] = {
+    "scripted": lambda: jit.script(Tree().eval()),
+    "scripted, in training": lambda: jit.script(Tree()),
+    "traced": lambda: jit.trace(Tree(sharing=False).eval(), IMAGES),  # PyTorch traces no sharing
+    "traced in scripted": lambda: jit.script(Calls()),
+    "two classes of one name": lambda: jit.script(
+        nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(1, 2, 1, bias=False))
+    ),
+    "in half precision": lambda: jit.script(nn.TransformerEncoderLayer(8, 2, 16).half()),
+    "in bfloat16": lambda: jit.script(nn.Linear(3, 2).bfloat16()),
+    "each dtype": lambda: jit.script(every_dtype()),
+    "recurrent": lambda: jit.script(nn.LSTM(3, 4, num_layers=2)),
+}
+
+
+def agrees(path: Path) -> StoredWeights:
+    """With PyTorch, in order, dtype, shape, strides and every bit."""
+    found, expected = read_weights(path), jit.load(path).state_dict()
+    assert found.kind == "torchscript" and list(found.tensors) == list(expected)
+    for name, tensor in expected.items():
+        other = found.tensors[name]
+        assert (other.dtype, other.shape, other.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+        assert torch.equal(other, tensor) and not other.requires_grad
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_as_torch_reads_it(name: str, tmp_path: Path) -> None:
+    jit.save(SCRIPTS[name](), tmp_path / "model.pt", _extra_files={"note.txt": "x" * 1000})
+    agrees(tmp_path / "model.pt")
+
+
+def test_attributes_at_the_top_are_notes(tmp_path: Path) -> None:
+    jit.save(jit.script(Tree()), tmp_path / "model.pt")
+    notes = read_weights(tmp_path / "model.pt").notes
+    assert notes == {"input_resolution": 224, "scale": 0.5, "kind": "tree"}
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_open_clip(how: str, tmp_path: Path) -> None:
+    import open_clip
+
+    vision = {"image_size": 32, "layers": 1, "width": 32, "patch_size": 16, "head_width": 16}
+    text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
+    model = open_clip.CLIP(16, vision, text).eval()
+    given = torch.ones(1, 3, 32, 32), torch.ones(1, 8, dtype=torch.int64)
+    archive = jit.script(model) if how == "script" else jit.trace(model, given, check_trace=False)
+    jit.save(archive, tmp_path / "model.pt")
+    found = agrees(tmp_path / "model.pt")
+    # buffers that a state dict leaves out are in TorchScript's
+    assert set(found.tensors) - set(model.state_dict()) == {"attn_mask"}
+    assert how == "trace" or found.notes["context_length"] == 8
+
+
+def test_what_shares_memory_does_so_again(tmp_path: Path) -> None:
+    jit.save(jit.script(Tree()), tmp_path / "model.pt")
+    tensors = read_weights(tmp_path / "model.pt").tensors
+    tensors["a.tied"][0] = 7
+    assert tensors["a.tied_too"][0] == 7 and tensors["b.tied"][0] == 7
+
+
+def test_pytorch_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.save(jit.script(Tree()), tmp_path / "model.pt")
+    for module, name in ((torch.jit, "load"), (torch, "load"), (pickle, "load"), (pickle, "loads")):
+        monkeypatch.setattr(module, name, None)
+    assert len(read_weights(tmp_path / "model.pt").tensors) > 20
+
+
+# --- archives that were changed -------------------------------------------------------------------------------
+
+M = b"\x80\x02c__torch__\nM\n)\x81"  # an object of the class below
+CODE = b'class M(Module):\n  __parameters__ = ["w", ]\n  __buffers__ = []\n  w : Tensor\n'
+
+
+def text(letters: str) -> bytes:
+    return b"X" + len(letters).to_bytes(4, "little") + letters.encode()
+
+
+def tensor(key: str = "0", count: int = 2) -> bytes:
+    storage = (
+        b"("
+        + text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + text(key)
+        + text("cpu")
+        + bytes([75, count])
+        + b"tQ"
+    )
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + b"K\x00K\x02\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+    )
+
+
+def archive(path: Path, data: bytes, code: bytes = CODE, constants: bytes = b"\x80\x02).") -> Path:
+    """The least that is TorchScript, with a storage of two numbers."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("m/data.pkl", data)
+        file.writestr("m/data/0", torch.ones(2).numpy().tobytes())
+        file.writestr("m/constants.pkl", constants)
+        file.writestr("m/code/__torch__.py", code, zipfile.ZIP_DEFLATED)
+    return path
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_weights(path)
+    message = str(caught.value)
+    assert "\n" not in message and message.isprintable()
+    return message
+
+
+def test_the_least(tmp_path: Path) -> None:
+    found = read_weights(archive(tmp_path / "m.pt", M + b"}" + text("w") + tensor() + b"sb."))
+    assert torch.equal(found.tensors["w"], torch.ones(2))
+
+
+def test_classes_that_do_not_say_what_their_buffers_are(tmp_path: Path) -> None:
+    data = M + b"}(" + text("w") + tensor() + text("mean") + tensor() + text("n") + b"K\x05ub."
+    found = read_weights(archive(tmp_path / "m.pt", data, CODE.replace(b"  __buffers__ = []\n", b"")))
+    assert set(found.tensors) == {"w", "mean"} and found.notes == {"n": 5}
+
+
+class Attack:
+    """Makes a file when a pickle of it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return open, (str(self.file), "w")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("place", ["data", "constants", "state"])
+def test_an_archive_runs_nothing(place: str, protocol: int, tmp_path: Path) -> None:
+    attack = pickle.dumps(Attack(tmp_path / "ran"), protocol)
+    whole = M + b"}" + text("w") + tensor() + b"sb."
+    path = tmp_path / "m.pt"
+    if place == "data":
+        archive(path, attack)
+    elif place == "constants":
+        archive(path, whole, constants=attack)
+    else:
+        archive(path, M + b"}(" + text("w") + tensor() + text("x") + attack[:-1] + b"ub.")
+    assert "open'" in refused(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_its_source_is_only_text(tmp_path: Path) -> None:
+    attack = f"open({str(tmp_path / 'ran')!r}, 'w')\n".encode()
+    path = archive(
+        tmp_path / "m.pt", M + b"}" + text("w") + tensor() + b"sb.", attack + CODE + b"  " + attack
+    )
+    assert set(read_weights(path).tensors) == {"w"}
+    assert not (tmp_path / "ran").exists()
+
+
+SUB = b"c__torch__\nM\n)\x81"
+CYCLE = M + b"q\x00}(" + text("w") + b"N" + text("self") + b"h\x00ub."
+DOUBLING = b"\x80\x02N" + b"".join(  # each level holds the one below twice
+    b"q\x00" + SUB + b"}(" + text("w") + b"N" + text("a") + b"h\x00" + text("b") + b"h\x00ub" for _ in range(60)
+) + b"."  # fmt: skip
+LONG = b"\x80\x02N" + b"".join(
+    b"q\x00" + SUB + b"}(" + text("w") + b"N" + text("a" * 100) + b"h\x00ub" for _ in range(60)
+) + b"."  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "reason"),
+    [
+        (b"\x80\x02}.", CODE, "without a module"),
+        (M + b".", CODE, "can only be read by running"),
+        (M + b"}b.", CODE, "'w' is not a tensor"),
+        (M + b"}" + text("w") + b"Nsb.", CODE, "holds no tensors (a frozen TorchScript"),
+        (M + b"}" + text("w") + b"K\x01sb.", CODE, "'w' is not a tensor"),
+        (M + b"}" + text("w") + tensor() + b"sb.", b"", "lacks the class '__torch__.M'"),
+        (M + b"}" + text("w") + tensor() + b"sb.", b"class M:\n  w : Tensor\n", "holds no tensors"),
+        (M + b"}" + text("w") + tensor("1") + b"sb.", CODE, "'data/1' is missing"),
+        (M + b"}" + text("w") + tensor("../data/0") + b"sb.", CODE, "is missing"),
+        (M + b"}" + text("w") + tensor("0", 3) + b"sb.", CODE, "storage of 'w' is cut off"),
+        (b"\x80\x02c__torch__.a.b\nM\n)\x81}b.", CODE, "'code/__torch__/a/b.py' is missing"),
+        (
+            M + b"}" + text("n" * 2000) + tensor() + b"sb.",
+            CODE.replace(b'"w"', b'"' + b"n" * 2000 + b'"'),
+            "2000 letters",
+        ),
+        (CYCLE, CODE, "without an end"),
+        (DOUBLING, CODE, "without an end"),
+        (LONG, CODE, "without an end"),
+    ],
+)
+def test_archives_that_do_not_hold_together(data: bytes, code: bytes, reason: str, tmp_path: Path) -> None:
+    assert reason in refused(archive(tmp_path / "m.pt", data, code))
+
+
+def test_the_classes_of_archives_are_only_allowed_in_archives(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.pt", "w") as file:
+        file.writestr("m/data.pkl", M + b"}" + text("w") + tensor() + b"sb.")
+        file.writestr("m/data/0", torch.ones(2).numpy().tobytes())
+    assert "names '__torch__.M'" in refused(tmp_path / "m.pt")
+
+
+def test_source_that_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = M + b"}" + text("w") + tensor() + b"sb."
+    path = archive(tmp_path / "m.pt", data, CODE + b" " * 100_000)
+    assert read_weights(path)
+    monkeypatch.setattr(weights, "MAX_INFLATED", 90_000)
+    assert "too large to be code" in refused(path)
+
+
+def test_a_frozen_module_and_a_function(tmp_path: Path) -> None:
+    jit.save(jit.freeze(jit.script(nn.Linear(2, 2).eval())), tmp_path / "frozen.pt")
+    assert "frozen TorchScript keeps them in its code" in refused(tmp_path / "frozen.pt")
+    jit.save(jit.trace(torch.sin, torch.ones(1)), str(tmp_path / "function.pt"))
+    assert "holds no tensors" in refused(tmp_path / "function.pt")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "whole.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jit.save(jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))), path)
+    return path
+
+
+@given(
+    inside=st.booleans(),
+    changes=st.lists(
+        st.tuples(st.integers(0, 20_000), st.binary(max_size=4), st.integers(0, 9)), min_size=1, max_size=4
+    ),
+    which=st.integers(0, 20),
+)
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_archives(
+    inside: bool, changes: list[tuple[int, bytes, int]], which: int, whole: Path, tmp_path: Path
+) -> None:
+    def damage(content: bytes) -> bytes:
+        for at, new, removed in changes:
+            at %= len(content) + 1
+            content = content[:at] + new + content[at + removed :]
+        return content
+
+    path = tmp_path / "x.pt"
+    if inside:  # what is in the archive, in a sound one
+        with zipfile.ZipFile(whole) as before, zipfile.ZipFile(path, "w") as after:
+            names = [name for name in before.namelist() if name.endswith((".pkl", ".py"))]
+            for name in before.namelist():
+                chosen = name == names[which % len(names)]
+                after.writestr(name, damage(before.read(name)) if chosen else before.read(name))
+    else:
+        path.write_bytes(damage(whole.read_bytes()))
+    try:
+        for found in read_weights(path).tensors.values():
+            found.clone()
+    except CheckpointError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,245 @@
+"""Whatever is not weights is refused in one line, nothing that a file holds is run, no damage gets through."""
+
+import gzip
+import json
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from clipkit.errors import CheckpointError
+from clipkit.formats.weights import StoredWeights, read_weights
+
+FORMS: dict[str, dict[str, Any]] = {
+    "zip": {},
+    "zip, protocol 4": {"pickle_protocol": 4},
+    "old": {"_use_new_zipfile_serialization": False},
+    "old, protocol 4": {"_use_new_zipfile_serialization": False, "pickle_protocol": 4},
+}
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_weights(path)
+    message = str(caught.value)
+    assert "\n" not in message and message.isprintable() and str(path) in message
+    return message
+
+
+DAMAGED = "cut off or damaged"
+OTHERS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer"),
+    "page": (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
+    "config": (b'{"model_type": "clip"}', "JSON, not weights"),
+    "list": (b"[1, 2]", "JSON, not weights"),
+    "deep": (b"[" * 100_000, "neither weights nor JSON"),
+    "not quite JSON": (b'{"weight_map": {"a": ', "neither weights nor JSON"),
+    "large number": (b'{"a": ' + b"9" * 5000, "neither weights nor JSON"),
+    "text": (b"weights", "no file of weights"),
+    "gzip": (gzip.compress(b"x"), "gzip"),
+    "array": (b"\x93NUMPY\x01\x00", "array of NumPy"),
+    "zeros": (bytes(100), "no file of weights"),
+    "short.safetensors": (b"\x10\x00", DAMAGED),
+    "header.safetensors": (b"\x10\x00\x00\x00\x00\x00\x00\x00{", DAMAGED),
+    "no tensors": (b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "holds no tensors"),
+    "zip": (b"PK\x05\x06" + bytes(18), "no weights of PyTorch"),
+    "cut zip": (b"PK\x03\x04" + bytes(18), DAMAGED),
+    "cut pickle": (b"\x80\x02", DAMAGED),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_files_of_other_kinds(what: str, tmp_path: Path) -> None:
+    content, reason = OTHERS[what]
+    (tmp_path / what).write_bytes(content)
+    assert reason in refused(tmp_path / what)
+
+
+def test_paths_that_are_no_files(tmp_path: Path) -> None:
+    assert "folder" in refused(tmp_path)
+    assert "no such file" in refused(tmp_path / "missing.pt")
+    assert "no such file" in refused(Path("/dev/zero"))
+
+
+def test_archives_of_other_kinds(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.ones(3))
+    assert "arrays of NumPy" in refused(tmp_path / "x.npz")
+    with tarfile.open(tmp_path / "x.pt", "w") as tar:
+        tar.add(tmp_path / "x.npz", "storages")
+    assert "no file of weights" in refused(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"epoch": 3}, "has: 'epoch'"),
+        ({}, "has: nothing"),
+        ({"optimizer": {"state": {0: torch.ones(1)}}}, "has: 'optimizer'"),
+        ([torch.ones(1)], "no state dict"),
+        (torch.ones(1), "no state dict"),
+        ({"model": {"w": torch.ones(2).to_sparse(), "v": torch.ones(1)}}, "not a plain tensor"),
+        (
+            {"w": torch.ones(1), "conjugate": torch.ones(1, dtype=torch.complex64).conj()},
+            "not a plain tensor",
+        ),
+        (nn.Linear(2, 3), "names 'torch.nn.modules.linear.Linear'"),
+        ({"w": torch.ones(1), "args": Path.home}, "getattr'"),
+        ({"w": torch.ones(1), "array": np.ones(3)}, "multiarray._reconstruct'"),
+        ({"w": torch.ones(1), "array": np.array([{}])}, "multiarray._reconstruct'"),
+    ],
+)
+def test_what_torch_saves_but_is_not_weights(value: object, reason: str, form: str, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "x.pt", **FORMS[form])
+    assert reason in refused(tmp_path / "x.pt")
+
+
+class Attack:
+    """Makes a file when a pickle of it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return open, (str(self.file), "w")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_attack_works_where_pickles_are_run(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Attack(tmp_path / "ran"))).close()
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_bare_pickle_runs_nothing(protocol: int, hidden: bool, tmp_path: Path) -> None:
+    attack = Attack(tmp_path / "ran")
+    value = {"state_dict": {"w": torch.ones(1), "x": attack}} if hidden else attack
+    (tmp_path / "x.pt").write_bytes(pickle.dumps(value, protocol))
+    message = refused(tmp_path / "x.pt")
+    if protocol >= 2 and not hidden:
+        assert any(name in message for name in ("'io.open'", "'_io.open'"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", ["beside", "in", "as a name", "instead"])
+def test_a_checkpoint_runs_nothing(form: str, place: str, tmp_path: Path) -> None:
+    attack = Attack(tmp_path / "ran")
+    value: Any = {
+        "beside": {"state_dict": {"w": torch.ones(1)}, "optimizer": attack},
+        "in": {"state_dict": {"w": torch.ones(1), "x": attack}},
+        "as a name": {"w": torch.ones(1), (1, attack): 1},
+        "instead": attack,
+    }[place]
+    torch.save(value, tmp_path / "x.pt", **FORMS[form])
+    assert "open'" in refused(tmp_path / "x.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_arrays_of_objects_run_nothing(tmp_path: Path) -> None:
+    array = np.array([Attack(tmp_path / "ran")])
+    np.save(tmp_path / "x.npy", array)
+    np.savez(tmp_path / "x.npz", array)
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(array, 2))
+    for name in ("x.npy", "x.npz", "x.pkl"):
+        assert "umpy" in refused(tmp_path / name).lower()
+    assert not (tmp_path / "ran").exists()
+
+
+# --- damage of every kind -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A small file of each kind."""
+    folder = tmp_path_factory.mktemp("whole")
+    tensors = {"a.weight": torch.arange(6.0).view(2, 3).t(), "a.bias": torch.arange(3.0).half()}
+    for form, options in FORMS.items():
+        torch.save(
+            {"epoch": 1, "state_dict": tensors, "optimizer": {"state": {0: [1.5]}}}, folder / form, **options
+        )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "one.safetensors")
+    index = {"metadata": {"size": 1}, "weight_map": dict.fromkeys(tensors, "one.safetensors")}
+    (folder / "index.json").write_text(json.dumps(index))
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+changes = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), st.integers(0, 5000), st.binary(min_size=1, max_size=4)),
+        st.tuples(st.just("flip"), st.integers(0, 5000), st.integers(0, 7)),
+        st.tuples(st.just("cut"), st.integers(0, 5000), st.integers(1, 5000)),
+        st.tuples(st.just("insert"), st.integers(0, 5000), st.binary(min_size=1, max_size=8)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def damage(content: bytes, how: list[tuple[str, int, Any]]) -> bytes:
+    data = bytearray(content)
+    for kind, at, what in how:
+        at %= max(1, len(data))
+        if kind == "set":
+            data[at : at + len(what)] = what
+        elif kind == "flip" and data:
+            data[at] ^= 1 << what
+        elif kind == "cut":
+            del data[at : at + what]
+        elif kind == "insert":
+            data[at:at] = what
+    return bytes(data)
+
+
+def read_or_refuse(path: Path) -> StoredWeights | None:
+    try:
+        found = read_weights(path)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+        return None
+    for tensor in found.tensors.values():
+        tensor.clone()  # every number that it claims can be read
+    return found
+
+
+@given(kind=st.integers(0, 5), how=changes)
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_files(
+    kind: int, how: list[tuple[str, int, Any]], whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    name = sorted(whole)[kind]
+    (tmp_path / "one.safetensors").write_bytes(whole["one.safetensors"])
+    (tmp_path / name).write_bytes(damage(whole[name], how))
+    read_or_refuse(tmp_path / name)
+
+
+@given(how=changes, form=st.sampled_from(["zip", "zip, protocol 4"]))
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_pickles_in_whole_archives(
+    how: list[tuple[str, int, Any]], form: str, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "whole").write_bytes(whole[form])
+    with zipfile.ZipFile(tmp_path / "whole") as before, zipfile.ZipFile(tmp_path / "x", "w") as after:
+        for name in before.namelist():
+            content = before.read(name)
+            after.writestr(name, damage(content, how) if name.endswith("data.pkl") else content)
+    read_or_refuse(tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", ["zip", "old", "one.safetensors"])
+def test_cut_anywhere(name: str, whole: dict[str, bytes], tmp_path: Path) -> None:
+    for length in range(0, len(whole[name]), 7):
+        (tmp_path / name).write_bytes(whole[name][:length])
+        refused(tmp_path / name)

@@ -1,0 +1,392 @@
+"""A folder of embeddings follows its sources: what has changed is made again, and nothing else."""
+
+import errno
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit.errors import ConfigError, DataError
+from clipkit.inference.classify import guesses
+from clipkit.inference.encode import Encoded, encode
+from clipkit.inference.folder import only_writer
+from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.stream import FeatureStream
+from clipkit.model.clip import CLIP
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return clipkit.create("ViT-Ti-4-16", seed=0).eval()
+
+
+def png(number: int, side: int = 20) -> bytes:
+    noise = np.random.default_rng(number).integers(0, 256, (side, 24, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Twelve images of one size and time, of which 04.png is broken; in files of three: parts 0 to 3."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(12):
+        file = folder / f"{number:02d}.png"
+        file.write_bytes(b"broken" if number == 4 else png(number))
+        os.utime(file, ns=(10**18, 10**18))
+    return folder
+
+
+def run(source: Path | list[Path], out: Path, model: CLIP, *, rows_per_file: int = 3, **more: Any) -> Encoded:
+    sources = [str(one) for one in (source if isinstance(source, list) else [source])]
+    features = FeatureStream(model, batch_size=2, workers=0)
+    settings = {"rows_per_file": rows_per_file, "sources": sources, "progress": False, **more}
+    return encode(Stream(sources), out, features, **settings)
+
+
+def tree(out: Path) -> dict[str, bytes]:
+    files = (path for path in out.rglob("*") if path.is_file() and not path.name.startswith(".lock-"))
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+
+def inodes(out: Path) -> dict[int, tuple[int, int]]:
+    """By the numbers of the parts: a file that is written again has another number or time."""
+    found = ((int(path.stem.rsplit("_", 1)[1]), path.stat()) for path in out.glob("img_emb/*.npy"))
+    return {part: (status.st_ino, status.st_mtime_ns) for part, status in found}
+
+
+def add_last(photos: Path) -> None:
+    (photos / "98.png").write_bytes(png(98))
+
+
+def add_second(photos: Path) -> None:
+    (photos / "00a.png").write_bytes(png(99))
+
+
+def replace_one(photos: Path) -> None:
+    (photos / "07.png").write_bytes(png(70, side=21))
+
+
+def mend_broken(photos: Path) -> None:
+    (photos / "04.png").write_bytes(png(4))
+
+
+def remove_last_part(photos: Path) -> None:
+    for number in (9, 10, 11):
+        (photos / f"{number:02d}.png").unlink()
+
+
+def remove_one(photos: Path) -> None:
+    (photos / "06.png").unlink()
+
+
+def touch(photos: Path) -> None:
+    """Another time, and nothing else: the content decides."""
+    for number in (2, 4):  # 04.png is broken, and stays so
+        os.utime(photos / f"{number:02d}.png", ns=(1, 1))
+
+
+def copy(photos: Path) -> None:
+    """As on another disk: other inodes and times, the same content."""
+    photos.rename(photos.with_name("old"))
+    shutil.copytree(photos.with_name("old"), photos)
+
+
+def break_one(photos: Path) -> None:
+    """Of the same size and modification time, and no image any more."""
+    file = photos / "07.png"
+    found = file.stat()
+    file.write_bytes(b"x" * found.st_size)
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def swap(photos: Path) -> None:
+    """Two files of equal size and time exchange their names."""
+    exchange(photos / "01.png", photos / "10.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "stale"),
+    [
+        (add_last, {0, 1, 2, 3}, 0),
+        (add_second, set(), 4),
+        (replace_one, {0, 1, 3}, 1),
+        (mend_broken, {0, 2, 3}, 1),
+        (remove_last_part, {0, 1, 2}, 0),
+        (remove_one, {0, 1}, 2),
+        (touch, {0, 1, 2, 3}, 0),
+        (copy, {0, 1, 2, 3}, 0),
+        (break_one, {0, 1, 3}, 1),
+        (swap, {1, 2}, 2),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 3])
+def test_what_has_changed_is_made_again_and_the_folder_is_as_if_made_at_once(
+    photos: Path,
+    model: CLIP,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    kept: set[int],
+    stale: int,
+    processes: int,
+) -> None:
+    run(photos, tmp_path / "out", model)
+    before = inodes(tmp_path / "out")
+    change(photos)
+    done = [
+        run(photos, tmp_path / "out", model, process=number, processes=processes)
+        for number in range(processes)
+    ]
+    after = inodes(tmp_path / "out")
+    assert {part for part, node in after.items() if before.get(part) == node} == kept
+    assert sum(one.stale for one in done) == stale
+    assert sum(one.written for one in done) == len(after) - len(kept)
+    assert done[-1].totals is not None
+    run(photos, tmp_path / "straight", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+def test_names_get_the_zeros_that_more_files_need(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    for number in range(4):
+        (photos / f"{number:02d}.png").rename(tmp_path / f"{number:02d}.png")
+    run(photos, tmp_path / "out", model, rows_per_file=1)
+    before = inodes(tmp_path / "out")
+    for number in range(20, 24):
+        (photos / f"{number}.png").write_bytes(png(number))
+    assert run(photos, tmp_path / "out", model, rows_per_file=1).written == 4
+    assert {part: inodes(tmp_path / "out")[part] for part in range(8)} == before
+    run(photos, tmp_path / "straight", model, rows_per_file=1)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+    for number in range(20, 24):
+        (photos / f"{number}.png").unlink()
+    assert run(photos, tmp_path / "out", model, rows_per_file=1).written == 0
+    assert inodes(tmp_path / "out") == before
+
+
+def test_sources_may_be_added(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    shard = tmp_path / "0.tar"
+    with tarfile.open(shard, "w") as tar:
+        tar.add(photos / "00.png", "x/one.png")
+    run(photos, tmp_path / "out", model)
+    assert run([photos, shard], tmp_path / "out", model).written == 1
+    assert run([photos, shard], tmp_path / "out", model).written == 0
+    os.utime(shard, ns=(1, 1))
+    done = run([photos, shard], tmp_path / "out", model)
+    assert (done.stale, done.compared, done.written) == (0, 1, 0)
+    assert run([shard, photos / "."], tmp_path / "out", model).stale == 5  # in another order
+    before = tree(tmp_path / "out")
+    with pytest.raises(
+        ConfigError, match=r"0\.tar was among the sources, which now are .*/photos; give another --out"
+    ):
+        run(photos, tmp_path / "out", model)
+    assert tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("kind", ["shards", "table", "folders", "captions"])
+def test_files_of_equal_size_and_time_that_exchange_names_are_encoded_again(
+    kind: str, model: CLIP, tmp_path: Path
+) -> None:
+    """Shards, the files of a table, renamed folders, captions in shards: 12 of 60 rows are of other content."""
+    root = tmp_path / "data"
+    folders = [root / name for name in "abcde"]
+    for place, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for number in range(12):
+            file = folder / f"{number:02d}.bmp"
+            noise = np.random.default_rng(12 * place + number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(file)
+            file.with_suffix(".txt").write_text(f"noise {place} {number:02d}")
+        with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
+            for file in sorted(folder.iterdir()):
+                tar.add(file, f"{file.name}")
+    files = [file for file in sorted(root.rglob("*")) if file.is_file()]
+    for file in files:
+        os.utime(file, ns=(10**18, 10**18))
+    table = tmp_path / "table.csv"
+    table.write_text("path\n" + "".join(f"{file}\n" for file in files if file.suffix == ".bmp"))
+    source = {"shards": str(root / "*.tar"), "captions": str(root / "*.tar"), "table": str(table)}.get(
+        kind, str(root / "{a,b,c,d,e}")
+    )
+
+    def encoded(out: Path) -> tuple[Encoded, np.ndarray[Any, Any]]:
+        stream = Stream([source], kind="caption" if kind == "captions" else "image")
+        features = FeatureStream(model, batch_size=4, workers=2)
+        done = encode(stream, out, features, sources=[source], rows_per_file=10, progress=False)
+        return done, np.concatenate([np.load(path) for path in sorted(out.glob("*_emb/*.npy"))])
+
+    encoded(tmp_path / "out")
+    assert encoded(tmp_path / "out")[0].written == 0
+    if kind == "table":  # twelve files, in pairs
+        for number in range(6):
+            exchange(folders[0] / f"{number:02d}.bmp", folders[2] / f"{number:02d}.bmp")
+    else:  # of twelve images each
+        exchange(folders[1], folders[3])
+        exchange(folders[1].with_suffix(".tar"), folders[3].with_suffix(".tar"))
+    done, rows = encoded(tmp_path / "out")
+    _, wanted = encoded(tmp_path / "straight")
+    assert len(rows) == 60
+    assert int((rows != wanted).any(axis=1).sum()) == 0
+    assert 0 < done.stale < 6
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Two files or folders get each other's name."""
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def test_a_folder_of_an_earlier_version_is_not_trusted(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    """Its records have one digest, of names, sizes and modification times."""
+    run(photos, tmp_path / "out", model)
+    for path in (tmp_path / "out/.parts").iterdir():
+        first, *failures = path.read_text().splitlines(keepends=True)
+        stored = json.loads(first)
+        del stored["content"]
+        path.write_text(json.dumps(stored | {"digest": "0" * 32}) + "\n" + "".join(failures))
+    done = run(photos, tmp_path / "out", model)
+    assert (done.stale, done.unknown, done.written, done.compared) == (4, 4, 4, 0)
+    run(photos, tmp_path / "straight", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+def test_captions_that_come_to_a_table_come_to_all_files(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    table = tmp_path / "t.jsonl"
+    lines = [json.dumps({"path": f"photos/{number:02d}.png"}) for number in range(3)]
+    table.write_text("\n".join(lines) + "\n")
+    run(table, tmp_path / "out", model, rows_per_file=1)
+    lines.append(json.dumps({"path": "photos/03.png", "caption": "three"}))
+    table.write_text("\n".join(lines) + "\n")
+    assert run(table, tmp_path / "out", model, rows_per_file=1).stale == 3
+    names = {tuple(parquet.read_table(path).column_names) for path in (tmp_path / "out/metadata").iterdir()}
+    assert names == {("image_path", "caption", "source")}
+
+
+def test_failures_are_tried_again_when_asked(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    run(photos, tmp_path / "out", model)
+    whole = tree(tmp_path / "out")
+    assert run(photos, tmp_path / "out", model).written == 0
+    done = run(photos, tmp_path / "out", model, retry_failed=True)
+    assert (done.written, done.stale, done.failed) == (1, 1, 1)
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_damaged_record_is_made_again(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    run(photos, tmp_path / "out", model)
+    whole = tree(tmp_path / "out")
+    (tmp_path / "out/.parts/1.jsonl").write_bytes(b"")
+    assert run(photos, tmp_path / "out", model).written == 1
+    assert tree(tmp_path / "out") == whole
+
+
+def test_processes_that_see_other_items_are_told_so(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    class Growing(Stream):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Item]:
+            self.looks += 1
+            if self.looks == 2:  # another process looks while this one encodes
+                add_last(photos)
+                run(photos, tmp_path / "out", model, process=1, processes=2)
+                (photos / "98.png").unlink()
+            return super().__iter__()
+
+    features = FeatureStream(model, batch_size=2, workers=0)
+    with pytest.raises(DataError, match="have changed while they were read: run the same command again"):
+        encode(
+            Growing([str(photos)]),
+            tmp_path / "out",
+            features,
+            sources=[str(photos)],
+            rows_per_file=3,
+            processes=2,
+            progress=False,
+        )
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from clipkit.inference.folder import only_writer
+with only_writer(Path(sys.argv[1]), int(sys.argv[2])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_of_a_number_writes_to_a_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "out"), "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with only_writer(tmp_path / "out", 0):
+            pass
+        said = rf"another encode \(process {other.pid} on \S+\) is writing to {tmp_path}/out: wait for it"
+        with pytest.raises(ConfigError, match=said), only_writer(tmp_path / "out", 1):
+            pass
+        other.kill()
+        other.wait()
+    with only_writer(tmp_path / "out", 1):  # a killed process holds nothing
+        pass
+
+
+def test_a_full_disk_leaves_nothing_behind_and_is_told_as_such(
+    photos: Path, model: CLIP, tmp_path: Path
+) -> None:
+    """A limit on the size of files stands for it: the call fails in the same place."""
+    done = run(photos, tmp_path / "straight", model)
+    assert done.totals is not None
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            run(photos, tmp_path / "out", model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    run(photos, tmp_path / "out", model)
+    assert tree(tmp_path / "out") == tree(tmp_path / "straight")
+
+
+def test_an_array_is_what_numpy_would_have_written(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    run(photos, tmp_path / "out", model)
+    path = tmp_path / "out/img_emb/img_emb_1.npy"
+    buffer = io.BytesIO()
+    np.save(buffer, np.load(path))
+    assert path.read_bytes() == buffer.getvalue()
+
+
+def test_numbers_that_are_not_finite_are_one_error(photos: Path, tmp_path: Path) -> None:
+    broken = clipkit.create("ViT-Ti-4-16", seed=0).eval()
+    with torch.no_grad():
+        broken.positional_embedding.fill_(float("nan"))  # of the texts
+    labels = clipkit.zero_shot_classifier(broken, ["cat", "dog"])
+    features = FeatureStream(broken, batch_size=2, workers=0)
+    with pytest.raises(DataError, match="no finite numbers for the labels: its weights are damaged"):
+        next(guesses(Stream([str(photos)]), features, ["cat", "dog"], labels, top=1))
+    assert run(photos, tmp_path / "out", broken).written == 4
+    with torch.no_grad():
+        for weights in broken.visual.parameters():
+            weights.view(-1)[-1] = float("nan")
+    with pytest.raises(DataError, match="the model gives no finite numbers in fp32: its weights are damaged"):
+        run(photos, tmp_path / "broken", broken)
+    assert not list(tmp_path.glob("broken/img_emb/*"))

@@ -1,0 +1,447 @@
+"""Embeddings are the model's, lie where clip-retrieval looks for them, and no stop changes a bit of them."""
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit.config import Config, OptimConfig
+from clipkit.errors import ConfigError, DataError
+from clipkit.inference.encode import Encoded, encode, model_hash
+from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.stream import FeatureStream
+from clipkit.model.architectures import TextTower
+from clipkit.model.clip import CLIP
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from clipkit.training.optim import adamw
+from tests.forked import Forked
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+COUNT = 23
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return clipkit.create("ViT-Ti-4-16", seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("model") / "run"
+    optimizer = adamw(model, OptimConfig())
+    save_checkpoint(run, model, optimizer, LoopState(step=0, data=""), Config(), keep=1)
+    return run
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Good pictures in two folders, and broken ones at places 4, 12, 13 and 14."""
+    folder = tmp_path_factory.mktemp("pictures") / "photos"
+    (folder / "more").mkdir(parents=True)
+    for number in range(COUNT):
+        path = folder / ("more" if number > 15 else "") / f"{number:02d}.png"
+        path.write_bytes(b"broken" if number in (4, 12, 13, 14) else png(number))
+    return folder
+
+
+def png(number: int) -> bytes:
+    noise = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def encode_folder(
+    photos: Path | Sequence[Path],
+    out: Path,
+    model: CLIP,
+    *,
+    batch_size: int = 2,
+    workers: int = 2,
+    **more: Any,
+) -> Encoded:
+    features = FeatureStream(model, batch_size=batch_size, workers=workers)
+    settings = {"rows_per_file": 3, "progress": False, **more}
+    sources = [photos] if isinstance(photos, Path) else photos
+    stream = Stream([str(source) for source in sources], kind=settings.pop("kind", "image"))
+    return encode(stream, out, features, **settings)
+
+
+def tree(out: Path) -> dict[str, bytes]:
+    files = (path for path in out.rglob("*") if path.is_file() and not path.name.startswith(".lock-"))
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+
+def rows_of(out: Path, kind: str = "img") -> np.ndarray[Any, np.dtype[np.float16]]:
+    """As clip-retrieval's reader puts them together: files in the order of their names."""
+    return np.concatenate([np.load(path) for path in sorted((out / f"{kind}_emb").glob("*.npy"))])
+
+
+def metadata_of(out: Path) -> dict[str, list[str | None]]:
+    tables = [parquet.read_table(path) for path in sorted((out / "metadata").glob("*.parquet"))]
+    assert len({str(table.schema) for table in tables}) == 1
+    return {name: [v for t in tables for v in t.column(name).to_pylist()] for name in tables[0].column_names}
+
+
+def failures_of(out: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (out / "failures.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(photos: Path, model: CLIP, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("whole") / "out"
+    encode_folder(photos, out, model)
+    return tree(out)
+
+
+def test_embeddings_are_the_models_in_the_order_of_the_pictures(
+    photos: Path, model: CLIP, tmp_path: Path
+) -> None:
+    done = encode_folder(photos, tmp_path / "out", model)
+    good = [path for path in sorted(photos.rglob("*.png"), key=str) if path.read_bytes() != b"broken"]
+    rows = rows_of(tmp_path / "out")
+    assert rows.dtype == np.float16
+    want = clipkit.encode_image([str(path) for path in good], model)
+    assert np.abs(rows.astype(np.float32) - want.numpy()).max() < 1e-3  # half precision
+    assert np.abs(np.linalg.norm(rows.astype(np.float32), axis=1) - 1).max() < 1e-3
+    assert metadata_of(tmp_path / "out") == {
+        "image_path": [str(path) for path in good],
+        "source": [str(photos)] * len(good),
+    }
+    assert failures_of(tmp_path / "out") == [
+        {
+            "source": str(photos),
+            "key": str(photos / f"{number:02d}.png"),
+            "cause": "not a picture in a known format",
+        }
+        for number in (4, 12, 13, 14)
+    ]
+    assert (done.files, done.written, done.found, done.done, done.failed) == (8, 8, 0, COUNT, 4)
+    assert done.totals is not None
+    assert (done.totals.rows, done.totals.width, done.totals.failures) == (COUNT - 4, rows.shape[1], 4)
+
+
+def test_files_are_numbered_without_gaps_and_padded_as_clip_retrieval_does(
+    photos: Path, model: CLIP, tmp_path: Path
+) -> None:
+    for rows_per_file, names in ((23, ["0"]), (3, list("01234567")), (2, [f"{n:02d}" for n in range(12)])):
+        out = tmp_path / str(rows_per_file)
+        encode_folder(photos, out, model, rows_per_file=rows_per_file)
+        assert sorted(path.stem for path in (out / "img_emb").glob("*.npy")) == [
+            f"img_emb_{n}" for n in names
+        ]
+        paths = sorted((out / "metadata").glob("*.parquet"))
+        assert [path.stem for path in paths] == [f"metadata_{n}" for n in names]
+        assert len(rows_of(out)) == COUNT - 4
+    empty = np.load(tmp_path / "3/img_emb/img_emb_4.npy")  # the pictures 12, 13 and 14 are broken
+    assert (empty.shape, empty.dtype) == ((0, rows_of(tmp_path / "3").shape[1]), np.float16)
+
+
+def test_the_threads_that_read_change_no_bit(
+    photos: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    for workers in (0, 5):
+        encode_folder(photos, tmp_path / str(workers), model, workers=workers)
+        assert tree(tmp_path / str(workers)) == whole
+
+
+def test_the_number_of_cores_changes_no_bit_because_a_batch_takes_one(
+    photos: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, int]] = set()
+    encode_image = CLIP.encode_image
+
+    def watched(self: CLIP, images: torch.Tensor) -> torch.Tensor:
+        seen.add((threading.get_ident(), torch.get_num_threads()))
+        return encode_image(self, images)
+
+    monkeypatch.setattr(CLIP, "encode_image", watched)
+    torch.set_num_threads(4)
+    try:
+        encode_folder(photos, tmp_path / "out", model)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(1)
+    assert tree(tmp_path / "out") == whole
+    computing = {cores for thread, cores in seen if thread != threading.get_ident()}
+    assert computing == {1}
+    assert len(seen) > 2
+
+
+def test_processes_share_the_parts_and_write_the_same_files(
+    photos: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    done = [encode_folder(photos, tmp_path / "out", model, process=n, processes=3) for n in (2, 0)]
+    (
+        tmp_path / "out/.manifest.json.7.partial"
+    ).touch()  # by a process that was killed, of another number of them
+    done.append(encode_folder(photos, tmp_path / "out", model, process=1, processes=3))
+    assert [one.written for one in done] == [2, 3, 3]
+    assert [one.totals is None for one in done] == [True, True, False]
+    assert tree(tmp_path / "out") == whole
+    (tmp_path / "out/img_emb/img_emb_5.npy").unlink()  # process 2's, done by the only one there is now
+    assert encode_folder(photos, tmp_path / "out", model).written == 1
+    assert tree(tmp_path / "out") == whole
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+def test_a_kill_at_any_moment_of_the_writing_changes_no_bit(
+    photos: Path, tiny: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dies at the first, second, … call to the file system, goes on, and ends with the same files."""
+    text = tiny.architecture.text
+    assert isinstance(text, TextTower)
+    small = CLIP(replace(tiny.architecture, text=replace(text, vocab_size=100))).initialize()
+    countdown = [0]
+
+    def dying(call: Any) -> Any:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            countdown[0] -= 1
+            if countdown[0] == 0:
+                raise Killed
+            return call(*arguments, **more)
+
+        return counted
+
+    for owner, names in ((os, ("fsync", "link")), (Path, ("replace", "unlink", "mkdir"))):
+        for name in names:
+            monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
+    pictures = [photos / f"{number:02d}.png" for number in (3, 4, 5)]  # the second one is broken
+    settings = {"rows_per_file": 2, "workers": 0}
+    moment = 0
+    while True:
+        moment += 1
+        out = tmp_path / str(moment)
+        countdown[0] = moment
+        try:
+            encode_folder(pictures, out, small, **settings)
+        except Killed:
+            before = {path: path.stat().st_ino for path in out.rglob("*") if not path.name.startswith(".")}
+            countdown[0] = -1
+            complete = [int(path.stem) for path in out.glob(".parts/[0-9]*.jsonl")]
+            done = encode_folder(pictures, out, small, **settings)
+            assert (done.found, done.written) == (len(complete), 2 - len(complete))
+            for part in complete:
+                for path in (out / f"img_emb/img_emb_{part}.npy", out / f"metadata/metadata_{part}.parquet"):
+                    assert path.stat().st_ino == before[path]  # not written again
+        else:
+            break
+    assert moment > 20
+    trees = {number: tree(tmp_path / str(number)) for number in range(1, moment + 1)}
+    assert all(one == trees[moment] for one in trees.values())
+    assert not [name for name in trees[moment] if name.endswith(".partial")]
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "clipkit", "encode", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@pytest.mark.slow
+def test_kill_9_and_the_same_command_again(
+    photos: Path, checkpoint: Path, tmp_path: Path, forked: Forked
+) -> None:
+    sources = [photos] * 8
+    settings = ["--model", str(checkpoint), "--rows-per-file", "4", "--batch-size", "2", "--quiet"]
+    files = -(-len(sources) * COUNT // 4)
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    at = random.SystemRandom().randint(1, files // 2)
+    with subprocess.Popen(
+        command(*sources, *settings, "--out", killed), env=environment(), stdout=subprocess.PIPE
+    ) as process:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(OSError):
+                if len(list((killed / ".parts").glob("*.jsonl"))) >= at:
+                    process.kill()
+                    break
+            time.sleep(0.001)
+    assert process.returncode == -signal.SIGKILL
+    assert not (killed / "failures.jsonl").exists()
+    for out in (killed, straight):
+        given = ["encode", *map(str, sources), *settings, "--out", str(out)]
+        done = forked.run("clipkit/__main__.py", given, {})
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"{4 * 8} failed, listed in {out / 'failures.jsonl'}" in done.stdout
+    assert tree(killed) == tree(straight), f"killed at file {at}"
+
+
+@pytest.mark.long
+def test_torchrun_gives_the_same_files(
+    photos: Path, checkpoint: Path, model: CLIP, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = [str(photos), "--model", str(checkpoint), "--rows-per-file", "3", "--batch-size", "2"]
+    arguments = [*launch, *command(*settings, "--out", tmp_path / "out")[1:]]
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "process 1 of 2: 12 pictures in" in done.stdout
+    assert "process 2 of 2: 11 pictures in" in done.stdout
+    assert f"19 embeddings of 128 numbers in 8 files of {tmp_path / 'out/img_emb'}" in done.stdout
+    found = tree(tmp_path / "out")
+    for one in (found, expected := dict(whole)):
+        manifest = json.loads(one.pop("manifest.json"))
+        assert manifest["weights"] == model_hash(model)
+    assert found == expected
+
+
+def test_texts_of_lines_tables_and_shards(model: CLIP, tmp_path: Path) -> None:
+    texts = ["a cat", "", "two dogs and a very long walk", "a cat", "naïve 🐈"]
+    (tmp_path / "lines.txt").write_text("\n".join(texts) + "\n")
+    want = clipkit.encode_text(texts, model).numpy()
+    encode_folder(tmp_path / "lines.txt", tmp_path / "a", model, kind="caption")
+    assert np.abs(rows_of(tmp_path / "a", "text").astype(np.float32) - want).max() < 1e-3
+    assert metadata_of(tmp_path / "a") == {
+        "caption": texts,
+        "key": ["1", "2", "3", "4", "5"],
+        "source": [str(tmp_path / "lines.txt")] * 5,
+    }
+    assert not (tmp_path / "a/failures.jsonl").exists()
+    assert not (tmp_path / "a/img_emb").exists()
+
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        latin = "na\u00efve".encode("latin-1")
+        for number, text in enumerate([*(text.encode() for text in texts), b"x" * 100_001, latin]):
+            for suffix, content in (("png", png(number)), ("txt", text)):
+                info = tarfile.TarInfo(f"{number}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    encode_folder(tmp_path / "0.tar", tmp_path / "b", model, kind="caption")
+    kept = rows_of(tmp_path / "a", "text")[[0, 2, 3, 4]]  # without the empty one
+    assert np.abs(rows_of(tmp_path / "b", "text").astype(np.float32) - kept).max() < 1e-3
+    assert [one["cause"] for one in failures_of(tmp_path / "b")] == [
+        "empty caption",
+        "a text of more than 100,000 characters",
+        "caption is not UTF-8",
+    ]
+    # pictures come with their captions
+    encode_folder(tmp_path / "0.tar", tmp_path / "c", model)
+    assert metadata_of(tmp_path / "c")["caption"] == [text or None for text in texts] + [
+        "x" * 100_001,
+        None,
+    ]
+    assert metadata_of(tmp_path / "c")["image_path"] == ["0", "1", "2", "3", "4", "5", "6"]
+
+
+def test_only_some_pictures_have_captions(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    """The columns are those of the whole folder of embeddings: readers take the first file's for all."""
+    table = tmp_path / "t.jsonl"
+    table.write_text(f'{{"path": "{photos}/00.png"}}\n{{"path": "{photos}/01.png", "caption": "one"}}\n')
+    encode_folder(table, tmp_path / "out", model, rows_per_file=1)
+    assert metadata_of(tmp_path / "out")["caption"] == [None, "one"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows_per_file": 4}, "--rows-per-file was 3, now it is 4"),
+        ({"batch_size": 3}, "--batch-size was 2, now it is 3"),
+        ({"kind": "caption"}, "holds texts|no shard"),
+        ({"weights": 1}, r"the model was pets \([0-9a-f]{8}\), now it is pets \([0-9a-f]{8}\)"),
+        ({"preprocess": 1}, "the model was pets"),
+        ({"other": 1}, "{0} was among the sources, which now are {1}"),
+        (
+            {"spelled": 1},
+            r"the source {0} was spelled so, now it is {0}/\.\./photos, and so would be the paths",
+        ),
+    ],
+)
+def test_another_model_or_setting_in_the_same_folder_is_an_error(
+    photos: Path, model: CLIP, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    source = tmp_path / "photos"
+    source.mkdir()
+    for path in photos.rglob("*.png"):
+        (source / path.name).write_bytes(path.read_bytes())
+    named: dict[str, Any] = {"sources": [str(source)], "model_name": "pets"}
+    encode_folder(source, tmp_path / "out", model, **named)
+    before = tree(tmp_path / "out")
+    other = clipkit.create("ViT-Ti-4-16", seed=1 if change.pop("weights", 0) else 0).eval()
+    if change.pop("preprocess", 0):
+        other.preprocess = replace(other.preprocess, mean=(0.0, 0.0, 0.0))
+    if change.pop("other", 0):
+        named["sources"] = [str(photos)]
+    if change.pop("spelled", 0):
+        named["sources"] = [f"{source}/../photos"]
+    message = message.replace("{0}", str(source)).replace("{1}", str(photos))
+    with pytest.raises((ConfigError, DataError), match=message) as caught:
+        encode_folder(source, tmp_path / "out", other, **named, **change)
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path / "out") == before
+
+
+def test_a_folder_that_is_not_ours_is_an_error(photos: Path, model: CLIP, tmp_path: Path) -> None:
+    (tmp_path / "out/img_emb").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"holds embeddings but no manifest\.json"):
+        encode_folder(photos, tmp_path / "out", model)
+    for content in (b"", b"[]", b"{", b"\xff"):
+        (tmp_path / "out/manifest.json").write_bytes(content)
+        with pytest.raises((DataError, ConfigError), match=r"manifest\.json cannot be read|another run"):
+            encode_folder(photos, tmp_path / "out", model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"rows_per_file": 0}, "rows_per_file = 0"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"workers": -1}, "workers = -1"),
+    ],
+)
+def test_settings_are_checked(
+    photos: Path, model: CLIP, tmp_path: Path, setting: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        encode_folder(photos, tmp_path / "out", model, **setting)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_that_shrink_while_they_are_read_are_an_error(
+    photos: Path, model: CLIP, tmp_path: Path
+) -> None:
+    class Shrinking(Stream):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Item]:
+            self.looks += 1
+            items = list(super().__iter__())
+            return iter(items if self.looks == 1 else items[:10])
+
+    features = FeatureStream(model, batch_size=2)
+    with pytest.raises(DataError, match="have changed while they were read"):
+        encode(Shrinking([str(photos)]), tmp_path / "out", features, rows_per_file=4, progress=False)
+
+
+def test_the_hash_of_a_model_is_of_all_that_makes_it(model: CLIP) -> None:
+    assert model_hash(model) == model_hash(clipkit.create("ViT-Ti-4-16", seed=0))
+    other = clipkit.create("ViT-Ti-4-16", seed=0)
+    with torch.no_grad():
+        other.logit_scale.add_(1e-3)
+    assert model_hash(model) != model_hash(other)
+    exported = clipkit.create("ViT-Ti-4-16", seed=0)  # other formats do not say how fresh weights are drawn
+    exported.architecture = replace(exported.architecture, small_data=False)
+    assert model_hash(model) == model_hash(exported)

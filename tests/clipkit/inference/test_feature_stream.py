@@ -1,0 +1,96 @@
+"""Batches follow from the items alone, memory from the size of a batch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit.errors import ConfigError
+from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.stream import Failure, Features, FeatureStream, pick_device
+from clipkit.model.clip import CLIP
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return clipkit.create("ViT-Ti-4-16", seed=0).eval()
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Ten pictures, of which numbers 2 and 5 are broken."""
+    for number in range(10):
+        noise = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / f"{number}.png")
+    for number in (2, 5):
+        (tmp_path / f"{number}.png").write_bytes(b"broken")
+    return tmp_path
+
+
+def test_batches_are_full_within_a_part_and_failures_leave_no_gap(photos: Path, model: CLIP) -> None:
+    items = ((number // 6, item) for number, item in enumerate(Stream([str(photos)])))
+    features = FeatureStream(model, batch_size=3, workers=2)
+    outcomes = list(features.run(items, kind="image"))
+    batches = [one for one in outcomes if isinstance(one, Features)]
+    names = [(one.part, [Path(item.key).stem for item in one.items]) for one in batches]
+    assert names == [(0, ["0", "1", "3"]), (0, ["4"]), (1, ["6", "7", "8"]), (1, ["9"])]
+    failed = [(one.part, Path(one.item.key).stem) for one in outcomes if isinstance(one, Failure)]
+    assert failed == [(0, "2"), (0, "5")]
+    assert features.nothing("image").shape == features.nothing("caption").shape == (0, 128)
+    assert FeatureStream(model).batch_size == 32
+
+
+def test_a_model_gets_the_mode_back_that_it_had(photos: Path) -> None:
+    model = clipkit.create("ViT-Ti-4-16", seed=0).train()
+    run = FeatureStream(model, batch_size=2).run(((0, item) for item in Stream([str(photos)])), kind="image")
+    next(run)
+    assert not model.training
+    list(run)
+    assert model.training
+
+
+def test_devices_and_precisions(model: CLIP) -> None:
+    assert pick_device("cpu") == torch.device("cpu")
+    for name in ("nonsense", "cuda:99"):
+        with pytest.raises(ConfigError, match=f"device '{name}' cannot be used"):
+            pick_device(name)
+    with pytest.raises(ConfigError, match="known are fp32, bf16, fp16"):
+        FeatureStream(model, batch_size=1, precision="int4")
+
+
+def test_bf16_is_near_and_float32_at_the_end(photos: Path, model: CLIP) -> None:
+    rows = {}
+    for precision in ("fp32", "bf16"):
+        features = FeatureStream(model, batch_size=8, precision=precision)
+        items = ((0, item) for item in Stream([str(photos)]))
+        outcomes = list(features.run(items, kind="image"))
+        rows[precision] = np.concatenate([one.rows for one in outcomes if isinstance(one, Features)])
+        assert rows[precision].dtype == np.float32
+        assert np.abs(np.linalg.norm(rows[precision], axis=1) - 1).max() < 1e-5
+    cosine = (rows["fp32"] * rows["bf16"]).sum(axis=1)
+    assert 0.99 < cosine.min() < cosine.max() <= 1.00001
+    assert not np.array_equal(rows["fp32"], rows["bf16"])
+
+
+def test_no_more_is_taken_from_a_stream_than_a_few_batches(model: CLIP, photos: Path) -> None:
+    """A generator without end: what is asked of it is bounded, and so is what is kept of it."""
+    taken = 0
+
+    def endless() -> Iterator[tuple[int, Item]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield 0, Item(source="", key=str(taken), image=photos / "0.png")
+
+    outcomes = FeatureStream(model, batch_size=4, workers=2).run(endless(), kind="image")
+    for number in range(30):
+        one = next(outcomes)
+        assert isinstance(one, Features)
+        assert one.items[0].key == str(4 * number + 1)
+        assert taken <= 4 * (number + 1) + 4 + 2 * 4  # one more in the making, two read ahead
+    outcomes.close()  # type: ignore[attr-defined]
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,427 @@
+"""Streams from every kind of source: the same order each time, each item once, bounded memory."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clipkit.errors import DataError
+from clipkit.inference import inputs
+from clipkit.inference.inputs import (
+    MAX_BYTES,
+    MAX_LINE,
+    Item,
+    Kind,
+    Member,
+    Stream,
+    members,
+    pictures_below,
+    read_caption,
+    read_image,
+    readable,
+    shards_in,
+)
+
+
+def write_tar(path: Path, files: Sequence[tuple[str, bytes]], **how: int) -> Path:
+    with tarfile.open(path, "w", **how) as tar:  # type: ignore[call-overload]
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def found(*sources: str | Path, kind: Kind = "image", **more: str) -> list[tuple[str, str]]:
+    """Key and cause of each item, read twice."""
+    stream = Stream([str(source) for source in sources], kind=kind, **more)
+    items = [(item.key, item.cause) for item in stream]
+    assert items == [(item.key, item.cause) for item in stream]
+    return items
+
+
+def texts(*sources: str | Path, **more: str) -> list[str]:
+    stream = Stream([str(source) for source in sources], kind="caption", **more)
+    return [outcome(item) for item in stream]
+
+
+def outcome(item: Item) -> str:
+    try:
+        return read_caption(item)
+    except DataError as error:
+        return f"<{error}>"
+
+
+def cause(item: Item) -> str:
+    with pytest.raises(DataError) as caught:
+        read_image(item)
+    return str(caught.value)
+
+
+def test_a_folder_is_every_picture_below_it_in_the_order_of_the_paths(tmp_path: Path) -> None:
+    for name in ("b.jpg", "a/z.PNG", "a/deep/er/x.webp", "a.b/y.tiff", "a0.gif", "note.txt", "noext"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / ".hidden.jpg").touch()
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/x.jpg").touch()
+    (tmp_path / "link.jpg").symlink_to("b.jpg")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    names = ["a.b/y.tiff", "a/deep/er/x.webp", "a/z.PNG", "a0.gif", "b.jpg", "link.jpg"]
+    assert found(tmp_path) == [(str(tmp_path / name), "") for name in names]
+    read = [read_image(item).decode() for item in Stream([str(tmp_path)])]
+    assert read == [*names[:-1], "b.jpg"]
+    assert {item.source for item in Stream([str(tmp_path)])} == {str(tmp_path)}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(st.characters(exclude_characters="\0/"), max_size=6), unique=True), st.integers(1, 9))
+def test_a_folder_is_sorted_in_pieces_as_in_one(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], piece: int
+) -> None:
+    monkeypatch.setattr(inputs, "_RUN", piece)
+    assert list(inputs._sorted(names)) == sorted(names)
+
+
+def test_names_that_are_no_utf8_are_found_and_read(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9\n.jpg")).write_bytes(b"x")
+    (item,) = Stream([str(tmp_path)])
+    assert read_image(item) == b"x"
+    assert item.key == f"{tmp_path}/caf\\xe9\n.jpg"  # a Parquet file takes UTF-8 only
+    assert readable("naïve 🐈") == "naïve 🐈"
+
+
+def test_memory_does_not_grow_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty times the pictures, in a flat folder: the names alone would be some 300 KB more."""
+    monkeypatch.setattr(inputs, "_RUN", 100)
+
+    def peak(folder: Path) -> int:
+        tracemalloc.start()
+        count = sum(1 for _ in Stream([str(folder)]))
+        top = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count == len(os.listdir(folder))  # noqa: PTH208
+        return top
+
+    sizes = {}
+    for count in (150, 3000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        for number in range(count):
+            (folder / f"{'long ' * 10}{number}.jpg").touch()
+        sizes[count] = min(peak(folder) for _ in range(3))  # of which others in the process have less part
+    # a file of 100 names is open for each hundred: its buffer of some 10 KB counts, not its names
+    assert sizes[3000] - sizes[150] < 30 * 16_384
+
+
+def test_what_is_no_readable_file_is_an_item_with_a_cause(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "gone.jpg").symlink_to("nowhere")
+    with (tmp_path / "large.jpg").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    causes = {Path(item.key).stem: cause(item) for item in Stream([str(tmp_path)])}
+    assert causes == {
+        "empty": "empty file",
+        "gone": "missing file",
+        "large": "file of more than 256 MiB",
+        "pipe": "not a file",
+    }
+
+
+def test_a_folder_that_vanishes_is_an_item_with_a_cause(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").touch()
+    (tmp_path / "b").mkdir()
+    walk = pictures_below(tmp_path)
+    assert next(walk) == (tmp_path / "a.jpg", "")
+    (tmp_path / "b").rmdir()
+    assert list(walk) == [(tmp_path / "b", "folder cannot be read: No such file or directory")]
+
+
+SAMPLES = [
+    ("0001.jpg", b"one"),
+    ("0001.txt", b"first"),
+    ("0001.json", b'{"caption": "not this"}'),
+    ("sub/0002.seg.png", b"mask"),
+    ("sub/0002.PNG", b"two"),
+    ("sub/0002.json", b'{"caption": "second"}'),
+    ("0003.txt", b"third"),
+    ("0004.jpeg", b"four"),
+    ("0004.json", b"[" * 100_000),
+]
+
+
+def test_shards_give_samples_with_key_picture_and_caption(tmp_path: Path) -> None:
+    for number, name in enumerate(["0.tar", "2.tar", "10.tar"]):
+        files = [(f"{number}/{key}", content) for key, content in [*SAMPLES, (".x.jpg", b"")]]
+        write_tar(tmp_path / name, files)
+    assert [path.name for path in shards_in(tmp_path)] == ["0.tar", "2.tar", "10.tar"]
+    one = [("{}/0001", ""), ("{}/sub/0002", ""), ("{}/0003", "no picture, only txt"), ("{}/0004", "")]
+    keys = [(key.format(number), why) for number in range(3) for key, why in one]
+    assert found(tmp_path) == keys
+    assert found(f"{tmp_path}/{{0,2,10}}.tar") == keys
+    assert found(tmp_path / "2.tar", tmp_path / "0.tar") == keys[4:8] + keys[:4]
+    items = list(Stream([str(tmp_path)]))
+    assert {item.source for item in items} == {str(path) for path in shards_in(tmp_path)}
+    assert [read_image(item) for item in items[:4] if not item.cause] == [b"one", b"two", b"four"]
+    assert texts(tmp_path / "0.tar") == ["first", "second", "third", "<its json does not parse>"]
+
+
+def test_a_data_set_is_the_shards_of_all_its_splits(tmp_path: Path) -> None:
+    for split, key in (("train", "a"), ("test", "b"), ("notes", "c")):
+        (tmp_path / split).mkdir()
+        write_tar(tmp_path / split / "0.tar", [(f"{key}.jpg", b"x"), (f"{key}.txt", key.encode())])
+        if split != "notes":
+            (tmp_path / split / "nshards.txt").write_text("1\n")
+    (tmp_path / "bad_rows.jsonl").touch()
+    assert found(tmp_path) == [("b", ""), ("a", "")]
+    assert texts(tmp_path) == ["b", "a"]
+
+
+def test_wildcards_stand_for_paths_with_numbers_as_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (9, 10, 100):
+        write_tar(tmp_path / f"part-{number}.tar", [(f"{number}.jpg", b"x")])
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / ".part-1.tar").touch()
+    keys = [("9", ""), ("10", ""), ("100", "")]
+    assert found(tmp_path / "*.tar") == found(tmp_path / "part-*.tar") == keys
+    assert found(f"{tmp_path}/part-{{100,[0-9]}}.tar") == [keys[2], keys[0]]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert found("~/*.tar") == keys
+    write_tar(tmp_path / "[9]*.tar", [("own.jpg", b"x")])
+    assert found(tmp_path / "[9]*.tar") == [("own", "")]
+
+
+def test_a_blank_caption_is_none_but_a_blank_line_is_a_text(tmp_path: Path) -> None:
+    shard = write_tar(
+        tmp_path / "0.tar",
+        [("1.txt", b""), ("2.txt", b" \n"), ("3.json", b'{"caption": ""}'), ("4.txt", b"x")],
+    )
+    assert texts(shard) == ["<empty caption>"] * 3 + ["x"]
+    (tmp_path / "t.jsonl").write_text('{"text": " "}\n{"text": null}\n{"text": "x"}\n')
+    assert texts(tmp_path / "t.jsonl") == ["<empty caption>", "<no caption>", "x"]
+    (tmp_path / "lines.txt").write_text("\nx\n")
+    assert texts(tmp_path / "lines.txt") == ["", "x"]
+
+
+def test_a_folder_of_pictures_and_shards_gives_both(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.png", "sub/a.png"):
+        (tmp_path / name).touch()
+    write_tar(tmp_path / "backup.tar", SAMPLES[:2])
+    names = [str(tmp_path / "b.png"), str(tmp_path / "sub/a.png")]
+    assert found(tmp_path) == [(name, "") for name in ["0001", *names]]
+    assert texts(tmp_path) == ["first"]
+
+
+def test_a_member_that_is_there_twice_in_a_row_is_listed(tmp_path: Path) -> None:
+    files = [
+        ("1.jpg", b"a"),
+        ("1.jpg", b"b"),
+        ("1.txt", b"one"),
+        ("1.txt", b"uno"),
+        ("1.x", b""),
+        ("1.x", b""),
+    ]
+    shard = write_tar(tmp_path / "0.tar", [*files, ("2.jpg", b"c")])
+    assert found(shard) == [("1", ""), ("1", "1.jpg is there twice in a row: one was taken"), ("2", "")]
+    assert found(shard, kind="caption")[:2] == [
+        ("1", ""),
+        ("1", "1.txt is there twice in a row: one was taken"),
+    ]
+    (first, *_) = Stream([str(shard)])
+    assert read_image(first) == b"a"
+
+
+@pytest.mark.parametrize("how", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_long_names_in_every_format(tmp_path: Path, how: int) -> None:
+    name = "folder/" * 20 + "ä" * 20 + ".jpg"
+    if how != tarfile.USTAR_FORMAT:
+        name = "x" * 300 + "/" + name
+    shard = write_tar(tmp_path / "0.tar", [(name, b"x")], format=how)
+    assert found(shard) == [(name.removesuffix(".jpg"), "")]
+
+
+def test_a_broken_shard_gives_what_lies_before_the_fault(tmp_path: Path) -> None:
+    whole = write_tar(tmp_path / "whole.tar", SAMPLES)
+    data = whole.read_bytes()
+    (tmp_path / "cut.tar").write_bytes(data[:2000])
+    (tmp_path / "no_end.tar").write_bytes(data[: 2 * 512 * len(SAMPLES)])
+    header = bytearray(data)
+    header[3 * 1024] ^= 0xFF
+    (tmp_path / "header.tar").write_bytes(header)
+    (tmp_path / "empty.tar").touch()
+    (tmp_path / "text.tar").write_text("no tar" * 1000)
+    for name, keys, why in [
+        ("cut.tar", ["0001"], "is truncated"),
+        ("header.tar", ["0001"], "has a broken header at byte 3072"),
+        ("empty.tar", [], "is empty"),
+        ("text.tar", [], "is not a tar file"),
+    ]:
+        *before, (key, why_not) = found(tmp_path / name)
+        assert ([key for key, _ in before], key) == (keys, "")
+        assert why in why_not
+    # the others are read all the same
+    assert len(found(tmp_path / "cut.tar", whole)) == 2 + 4
+
+
+def test_a_shard_that_shrinks_or_vanishes_is_a_cause(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "0.tar", SAMPLES)
+    items = list(Stream([str(shard)]))
+    os.truncate(shard, 3600)
+    assert read_image(items[0]) == b"one"
+    assert cause(items[1]) == "the shard has become shorter since it was looked through"
+    shard.unlink()
+    assert cause(items[0]).startswith("the shard cannot be read: No such file")
+    with pytest.raises(DataError, match="of more than 1 MiB"):
+        Member(shard=shard, offset=0, size=2**30, extension="jpg").read(2**20)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_broken_shard_raises_anything_else_or_reads_beyond_its_end(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    shard = write_tar(tmp_path / "0.tar", [("a" * 120 + ".jpg", b"1"), ("b.txt", b"22")])
+    content = bytearray(shard.read_bytes())
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, 512 * 7))] = data.draw(st.integers(0, 255))
+    shard.write_bytes(content)
+    try:
+        for _, member in members(shard):
+            assert 0 <= member.offset <= member.offset + member.size <= len(content)
+    except DataError:
+        pass
+
+
+def test_tables_of_paths_and_of_captions(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"a")
+    table = tmp_path / "t.csv"
+    rows = ["a.jpg,one", "gone.jpg,", ",three", "https://x/a.jpg,four", "file://a.jpg,five"]
+    table.write_text("\n".join(["file,text", *rows]) + "\n")
+    items = list(Stream([str(table)]))
+    assert [(Path(item.key).name, item.caption) for item in items if not item.cause] == [
+        ("a.jpg", "one"),
+        ("gone.jpg", ""),
+        ("a.jpg", "five"),
+    ]
+    assert [read_image(items[0]), read_image(items[4])] == [b"a", b"a"]
+    assert [cause(item) for item in items[1:4]] == [
+        "missing file",
+        "no path",
+        "a web address, not a file: download it first",
+    ]
+    assert texts(table) == ["one", "<empty caption>", "three", "four", "five"]
+    assert [item.key for item in Stream([str(table)], kind="caption")] == ["1", "2", "3", "4", "5"]
+    (tmp_path / "a b.jpg").write_bytes(b"blank")
+    table.write_text(f"file\nfile://{tmp_path}/a%20b.jpg\nfile://localhost{tmp_path}/a.jpg\n")
+    assert [read_image(item) for item in Stream([str(table)])] == [b"blank", b"a"]
+    lone = tmp_path / "t.jsonl"
+    lone.write_text('{"text": "half a pair \\ud800", "other": "y"}\n{"text": 5}\nno\n')
+    assert texts(lone) == ["half a pair \\xed\\xa0\\x80", "<caption is not text>", "<not JSON>"]
+    assert texts(lone, caption_column="other") == ["y", "<no caption>", "<not JSON>"]
+
+
+def test_a_parquet_table_that_breaks_off_gives_what_lies_before(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "t.parquet"
+    captions = [os.urandom(100).hex() for _ in range(20_000)]
+    parquet.write_table(pyarrow.table({"text": captions}), path, row_group_size=10_000, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    for place in range(len(content) // 2, len(content) // 2 + 400_000):
+        content[place] ^= 0x5A
+    path.write_bytes(content)
+    items = list(Stream([str(path)], kind="caption"))
+    assert items[0].caption == captions[0]
+    assert "is broken behind row" in items[-1].cause
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_text_file_is_a_text_a_line(tmp_path: Path, encoding: str) -> None:
+    lines = ["one", "", "drei ä 🐈", "  four\tand more ", "five\u2028still five\x0c"]
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(lines), encoding=encoding)
+    assert texts(path) == lines
+    path.write_text("\r\n".join([*lines, ""]), encoding=encoding, newline="")
+    assert texts(path) == lines
+    assert [item.key for item in Stream([str(path)], kind="caption")] == ["1", "2", "3", "4", "5"]
+
+
+def test_a_line_too_long_is_a_cause_and_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("one\n" + "x" * (3 * MAX_LINE) + "\nthree\n")
+    assert texts(path) == ["one", "<a line of more than 1,048,576 characters>", "three"]
+    path.write_text("y" * (MAX_LINE + 1))
+    assert texts(path) == ["<a line of more than 1,048,576 characters>"]
+    path.write_bytes(b"caf\xe9\n" + b"z" * MAX_LINE + b"\n")
+    assert texts(path) == ["caf\ufffd", "<a line of more than 1,048,576 characters>"]
+
+
+def test_standard_input_can_be_read_twice() -> None:
+    code = (
+        "from clipkit.inference.inputs import Stream\n"
+        "stream = Stream(['-'], kind='caption')\n"
+        "print([[item.caption for item in stream] for _ in range(2)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="one\ntwo", capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str([["one", "two"]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        ("nowhere", "image", "nowhere: no such file or folder"),
+        ("nowhere/{0..3}.tar", "image", "of the 4 paths of 'nowhere/{0..3}.tar' 4 do not exist"),
+        ("{0..99999999}.tar", "image", "more than 1,000,000 paths"),
+        ("{0..999}{0..9}{-99..100}.tar", "image", "more than 1,000,000 paths"),
+        ("x{1,2.tar", "image", "do not balance"),
+        ("s3://bucket/0.tar", "image", "is a web address"),
+        ("lines.txt", "image", "holds texts: add --text"),
+        ("-", "image", "holds texts: add --text"),
+        ("0.tar.gz", "image", "is compressed"),
+        ("a.jpg", "caption", "texts come from a .txt file"),
+        ("photos", "caption", "holds no shard to take captions from"),
+        ("table.csv", "caption", "which column is the caption"),
+        ("empty", "image", "holds no picture; there are shards in empty/test, empty/train"),
+        ("empty", "caption", "; there are shards in empty/test, empty/train"),
+        ("no*.tar", "image", "no file or folder on this disk has a name as 'no*.tar'"),
+        ("{photos,none}/*", "image", "no file or folder on this disk has a name as 'none/*'"),
+        ("empty.txt", "caption", "holds no text"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, kind: Kind, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    empty = [f"empty/{split}/0.tar" for split in ("train", "test")]
+    for name in ("lines.txt", "0.tar.gz", "a.jpg", "photos/a.jpg", *empty, "empty.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    Path("table.csv").write_text("path\na.jpg\n")
+    with pytest.raises(DataError) as caught:
+        list(Stream([source], kind=kind))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_with_braces_in_its_name_is_that_path(tmp_path: Path) -> None:
+    (tmp_path / "a{1,2}.jpg").write_bytes(b"x")
+    assert found(tmp_path / "a{1,2}.jpg") == [(str(tmp_path / "a{1,2}.jpg"), "")]
+
+
+def test_keys_can_be_written_as_json(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "0.tar", [("caf\udce9.jpg", b"x")])
+    assert [json.loads(json.dumps(key)) for key, _ in found(shard)] == ["caf\\xe9"]

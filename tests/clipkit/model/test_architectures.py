@@ -1,0 +1,65 @@
+"""The named shapes are the published ones, parameter for parameter, and a stored shape is checked."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
+from clipkit.model.clip import CLIP
+from clipkit.model.names import architecture
+
+OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16"}
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - OWN))
+def test_parameters_have_open_clips_names_and_shapes(name: str) -> None:
+    import open_clip
+
+    config = open_clip.get_model_config(name)
+    with torch.device("meta"):  # no memory is taken
+        ours, theirs = CLIP(architecture(name), name=name), open_clip.CLIP(**config)
+    shapes = {key: value.shape for key, value in ours.state_dict().items()}
+    assert shapes == {key: value.shape for key, value in theirs.state_dict().items()}
+    assert list(shapes) == list(theirs.state_dict())
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    assert ours.preprocess.image_size == config["vision_cfg"]["image_size"]
+    assert ours.architecture.quick_gelu == config.get("quick_gelu", False)
+    heads = [tower.transformer.resblocks[0].attn.num_heads for tower in (theirs.visual, theirs)]
+    assert [tower.heads for tower in ours.architecture.own_towers()] == heads
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_shape_is_stored_as_plain_values(name: str) -> None:
+    shape = ARCHITECTURES[name]
+    assert Architecture.from_dict(shape.to_dict()) == shape
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("vision", "width", 0), ("vision", "width", -64), ("vision", "width", 64.0), ("vision", "width", True),
+        ("vision", "width", "64"), ("vision", "heads", 7), ("vision", "patch_size", 5), ("vision", "more", 1),
+        ("text", "context_length", None), ("text", "vocab_size", 10**12), ("text", "layers", 10**6),
+        ("text", "more", 1),
+        ("", "embed_dim", "512"), ("", "embed_dim", 0), ("", "embed_dim", None), ("", "quick_gelu", "false"),
+        ("", "vision", None), ("", "text", []), ("", "vision", "x"), ("", "more", 1),
+    ],
+)  # fmt: skip
+def test_a_stored_shape_that_is_none_is_refused(where: str, name: str, value: Any) -> None:
+    values = ARCHITECTURES["ViT-B-32"].to_dict()
+    (values[where] if where else values)[name] = value
+    with pytest.raises(CheckpointError, match="not one this version knows"):
+        Architecture.from_dict(values)
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="image_size = 30 is no multiple of patch_size = 8"):
+        VisionTower(image_size=30, patch_size=8, width=64, layers=1, heads=1)
+    with pytest.raises(ConfigError, match="width = 64 is no multiple of heads = 3"):
+        TextTower(width=64, layers=1, heads=3)
+    mistakes: list[Any] = [[], None, "x", 5, {}]
+    for wrong in mistakes:
+        with pytest.raises(CheckpointError):
+            Architecture.from_dict(wrong)

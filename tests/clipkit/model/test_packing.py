@@ -1,0 +1,161 @@
+"""Packed texts give what the padded tower gives, whatever computes their attention."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import clipkit.model.clip
+from clipkit.model.clip import CLIP
+from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
+from clipkit.model.towers import Packed, attention_by_length, attention_varlen, pack, varlen_runs
+
+LENGTHS = [5, 2, 77, 5, 9, 33, 2, 9, 9, 12, 3, 76]
+CPU = torch.device("cpu")
+
+
+def texts(lengths: list[int], width: int = 77) -> Tensor:
+    """(B, width) with noise behind the end of each text, of smaller ids."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, START_OF_TEXT, (len(lengths), width), generator=generator)
+    for row, length in zip(tokens, lengths, strict=True):
+        row[0], row[length - 1] = START_OF_TEXT, END_OF_TEXT
+    return tokens
+
+
+def by_segment(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
+    """As the CUDA kernel is told to: one text after the other, by the places where they start."""
+    starts = packed.starts.tolist()
+    outputs = []
+    for number, (first, after) in enumerate(pairwise(starts)):
+        query = q[number : number + 1] if ends_only else q[first:after]
+        a, b, c = (one.transpose(0, 1)[None] for one in (query, k[first:after], v[first:after]))
+        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=not ends_only)
+        outputs.append(mixed[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def padded(model: CLIP, tokens: Tensor) -> Tensor:
+    """As the tower computes where lengths are not known."""
+    x = model.token_embedding(tokens) + model.positional_embedding[: tokens.shape[1]]
+    read = model.ln_final(model.transformer(x, tokens.argmax(dim=-1)))
+    return F.normalize(read @ model.text_projection, dim=-1)
+
+
+def gradients(model: CLIP, features: Tensor) -> dict[str, Tensor]:
+    """Of a fixed linear function of the features."""
+    model.zero_grad()
+    direction = torch.randn(features.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.autograd.backward((features * direction.to(features)).sum())
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("how", ["by length", "by segment"])
+def test_packed_is_padded(
+    tiny: CLIP, how: str, dtype: torch.dtype, close: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "by segment":
+        monkeypatch.setattr(clipkit.model.clip, "varlen_runs", lambda *_, **__: True)
+        monkeypatch.setattr(clipkit.model.clip, "attention_varlen", by_segment)
+    model, tokens = tiny.to(dtype), texts(LENGTHS)
+    want, own = padded(model, tokens), model.encode_text(tokens, lengths=LENGTHS)
+    assert own.dtype == want.dtype
+    assert (own - want).abs().max() <= close
+    own_gradients, wanted = gradients(model, own), gradients(model, want)
+    assert own_gradients.keys() == wanted.keys()
+    for name, gradient in own_gradients.items():
+        assert (gradient - wanted[name]).abs().max() <= close * max(1.0, float(wanted[name].abs().max())), (
+            name
+        )
+
+
+def test_lengths_change_nothing_but_where_they_are_known(tiny: CLIP) -> None:
+    tokens = texts(LENGTHS)
+    assert torch.equal(tiny.encode_text(tokens, lengths=LENGTHS), tiny.encode_text(tokens))
+    image = torch.zeros(len(LENGTHS), 3, 32, 32, dtype=torch.uint8)
+    assert torch.equal(tiny(image, tokens, lengths=LENGTHS)[1], tiny(image, tokens)[1])
+    assert tiny.encode_text(tokens[:0], lengths=[]).shape == (0, 48)
+
+
+@given(lengths=st.lists(st.integers(1, 12), max_size=20))
+def test_a_layout_holds_each_token_once(lengths: list[int]) -> None:
+    packed = pack(lengths, longest=12, attention=attention_by_length, device=CPU)
+    pairs = sorted(zip(packed.rows.tolist(), packed.places.tolist(), strict=True))
+    assert pairs == [(row, place) for row, length in enumerate(lengths) for place in range(length)]
+    assert [length for texts, length in packed.counts for _ in range(texts)] == sorted(lengths)
+    assert packed.starts.tolist() == [sum(sorted(lengths)[:n]) for n in range(len(lengths) + 1)]
+    assert packed.starts.dtype == torch.int32
+    ends = packed.read(torch.stack([packed.rows, packed.places], dim=1))
+    assert packed.in_order(ends).tolist() == [[row, length - 1] for row, length in enumerate(lengths)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    heads=st.integers(1, 3),
+    ends_only=st.booleans(),
+)
+def test_attention_by_length_is_that_by_segment(lengths: list[int], heads: int, ends_only: bool) -> None:
+    packed = pack(lengths, longest=9, attention=attention_by_length, device=CPU)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, sum(lengths), heads, 4, generator=generator, dtype=torch.float64)
+    query = packed.read(q) if ends_only else q
+    ours = attention_by_length(query, k, v, packed, ends_only=ends_only)
+    assert (ours - by_segment(query, k, v, packed, ends_only=ends_only)).abs().max() <= 1e-14
+
+
+def test_work_is_that_of_the_tokens(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Size] = []
+    linear = F.linear
+
+    def counting(x: Tensor, *rest: Any) -> Tensor:
+        seen.append(x.shape)
+        return linear(x, *rest)
+
+    monkeypatch.setattr(F, "linear", counting)
+    tiny.encode_text(texts(LENGTHS))
+    tokens = {math.prod(shape[:-1]) for shape in seen}
+    assert tokens == {sum(LENGTHS), len(LENGTHS)}  # each, and those that are read
+
+
+def test_the_kernel_of_cuda_is_not_asked_of_a_cpu(tiny: CLIP) -> None:
+    assert not varlen_runs(CPU, torch.bfloat16, head_width=64)
+    half = tiny.bfloat16()
+    with torch.no_grad():
+        assert half.encode_text(texts([3, 9]), lengths=[3, 9]).dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["autocast", "bfloat16", "float16"])
+def test_on_a_gpu_packed_is_padded(tiny: CLIP, how: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    device = torch.device("cuda")
+    exact, tokens = tiny.to(device), texts(LENGTHS).to(device)
+    want = padded(exact, tokens)
+    wanted = gradients(exact, want)
+    model = exact if how == "autocast" else exact.to(getattr(torch, how))
+    with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
+        assert varlen_runs(device, model.text_projection.dtype, head_width=16)
+        torch.cuda.set_sync_debug_mode("error")  # nothing waits for the device
+        try:
+            own = model.encode_text(tokens, lengths=LENGTHS)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert own.dtype == torch.float32
+    assert (own - want).abs().max() < 0.03
+    for name, gradient in gradients(model, own).items():
+        assert (gradient - wanted[name]).norm() <= 0.05 * wanted[name].norm(), name
+    packed = pack(LENGTHS, longest=77, attention=attention_varlen, device=device)
+    q, k, v = torch.randn(3, sum(LENGTHS), 4, 16, device=device, dtype=torch.bfloat16)
+    for ends_only in (False, True):
+        query = packed.read(q) if ends_only else q
+        ours = attention_varlen(query, k, v, packed, ends_only=ends_only).float()
+        plain = by_segment(query.float(), k.float(), v.float(), packed, ends_only=ends_only)
+        assert (ours - plain).abs().max() < 0.03

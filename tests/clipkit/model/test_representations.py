@@ -1,0 +1,78 @@
+"""What towers know before their projection: projected by hand it is what they give."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import clipkit
+from clipkit import CLIP
+from clipkit.errors import ConfigError
+from clipkit.model.probes import image_representations, layer_count
+from tests.clipkit.stored_models import write_hub_folder
+
+
+def pictures(model: CLIP, count: int = 3) -> torch.Tensor:
+    size = model.preprocess.image_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["ViT", "ResNet", "timm's ViT", "ConvNeXt", "SigLIP", "CoCa"])
+@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
+def test_before_the_projection_of_every_kind_of_tower(kind: str, tmp_path: Path) -> None:
+    write_hub_folder(tmp_path, kind)
+    model = clipkit.load(tmp_path)
+    images = pictures(model)
+    with torch.inference_mode():
+        out = image_representations(model, images)
+        raw = model.encode_image(images, normalize=False)
+        torch.testing.assert_close(out.projected, model.encode_image(images))
+        maps = [
+            value for name, value in model.visual.named_parameters() if name in ("proj", "head.proj.weight")
+        ]
+        before = out.before_projection  # (B, W)
+        across = [one if one.shape[0] == before.shape[1] else one.T for one in maps]
+        by_hand = before @ across[0] if maps else before  # where pooling is the projection
+    assert bool(maps) == (kind not in ("ResNet", "SigLIP"))
+    torch.testing.assert_close(by_hand, raw, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_end_in_what_is_projected() -> None:
+    model = clipkit.create("ViT-Ti-4-16", seed=0).eval()
+    images = pictures(model)
+    count = layer_count(model)
+    with torch.inference_mode():
+        out = image_representations(model, images, layers=range(1, count + 1))
+        norm = model.visual.get_submodule("ln_post")
+        torch.testing.assert_close(norm(out.layers[count]), out.before_projection)
+        torch.testing.assert_close(out.projected, model.encode_image(images))
+        # the first block by hand, from what reaches it
+        seen: list[torch.Tensor] = []
+        block = model.visual.get_submodule("transformer.resblocks.0")
+        handle = block.register_forward_hook(lambda _, __, result: seen.append(result))
+        model.encode_image(images)
+        handle.remove()
+    torch.testing.assert_close(out.layers[1], seen[0][:, 0])
+    assert {tuple(values.shape) for values in out.layers.values()} == {(3, out.before_projection.shape[1])}
+    with pytest.raises(ConfigError, match=f"no layer {count + 1} to look behind: 1 to {count}"):
+        image_representations(model, images, layers=[count + 1])
+
+
+@pytest.mark.parametrize("kind", ["ViT", "CoCa"])
+@pytest.mark.filterwarnings("ignore")  # open_clip's own, at import
+def test_threads_that_share_a_model_see_their_own_pictures_alone(kind: str, tmp_path: Path) -> None:
+    write_hub_folder(tmp_path, kind)
+    model = clipkit.load(tmp_path)
+
+    def look(count: int) -> bool:
+        images = pictures(model, count)
+        with torch.inference_mode():
+            outs = [image_representations(model, images) for _ in range(30)]
+        return all(torch.equal(one.before_projection, outs[0].before_projection) for one in outs) and all(
+            len(one.before_projection) == len(one.projected) == count for one in outs
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(look, [1, 2, 3, 4]))

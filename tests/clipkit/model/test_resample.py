@@ -1,0 +1,63 @@
+"""Position embeddings of another grid while a tower is trained."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipkit.model.clip import CLIP
+from clipkit.model.resample import fit_positions, fitted_grid, smooth_grid
+
+NAME = "visual.positional_embedding"
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_what_is_fitted_in_training_is_what_loading_fits(side: int, new_side: int) -> None:
+    old = torch.randn(1 + side**2, 3, generator=torch.Generator().manual_seed(side))
+    wanted = torch.Size((1 + new_side**2, 3))
+    fitted = fitted_grid(old, new_side)
+    assert fitted.shape == wanted
+    assert torch.allclose(fitted, fit_positions({NAME: old}, {NAME: wanted})[NAME], atol=1e-6)
+
+
+def test_the_gradient_reaches_all_positions() -> None:
+    old = torch.randn(1 + 49, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda one: fitted_grid(one, 3), old)
+    fitted_grid(old, 3).square().sum().backward()
+    assert old.grad is not None
+    assert (old.grad.abs().sum(dim=1) > 0).all()
+
+
+def test_smooth_positions_hold_no_more_than_the_small_grid_tells() -> None:
+    positions = torch.randn(1 + 64, 200, generator=torch.Generator().manual_seed(0))
+    first = positions[0].clone()
+    smooth_grid(positions, 4)
+    assert torch.equal(positions[0], first)
+    grid = positions[1:].T.reshape(-1, 8, 8)
+    spectrum = torch.fft.fft2(grid).abs()
+    assert (
+        spectrum[:, 4, :].mean() < 0.25 * spectrum[:, 1, :].mean()
+    )  # the fastest change there is, and a slow one
+
+
+def test_a_size_first_seen_in_a_score_can_be_trained_and_stays_float32(tiny: CLIP) -> None:
+    images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
+    with torch.inference_mode():
+        scored = tiny.encode_image(images)
+    trained = tiny.encode_image(images)
+    assert torch.equal(scored, trained)
+    trained.sum().backward()
+    positions = torch.randn(17, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        fitted = fitted_grid(positions, 3)
+    assert torch.equal(fitted, fitted_grid(positions, 3)) and fitted.dtype == torch.float32
+
+
+def test_a_tower_sees_smaller_and_larger_pictures(tiny: CLIP) -> None:
+    patch = tiny.visual.patch_size
+    assert isinstance(patch, int)
+    for side in (patch, 2 * patch, 5 * patch):
+        images = torch.randint(0, 256, (2, 3, side, side), dtype=torch.uint8)
+        assert tiny.encode_image(images).shape == (2, tiny.architecture.embed_dim)
+    with pytest.raises(AssertionError):
+        tiny.encode_image(torch.zeros(1, 3, patch + 1, patch + 1, dtype=torch.uint8))

@@ -1,0 +1,192 @@
+"""A head of classes in the text tower's place: its names, its loss, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import clipkit
+from clipkit.__main__ import dispatch
+from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig, load_config
+from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.formats.checkpoint import save_model
+from clipkit.model.architectures import ARCHITECTURES, Architecture, ClassTable
+from clipkit.model.clip import CLIP, create
+from clipkit.model.names import architecture
+from clipkit.objectives.classes import class_loss, right_classes
+from clipkit.training.build import first_model, shape_of
+from clipkit.training.parallel import recompute_blocks
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+@given(st.integers(1, 9), st.integers(1, 7), st.integers(0, 2**31), st.floats(0.1, 100))
+def test_the_loss_is_cross_entropy_and_right_is_argmax(
+    rows: int, classes: int, seed: int, scale: float
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    images, heads = (
+        F.normalize(torch.randn(n, 5, dtype=torch.float64, generator=random), dim=1) for n in (rows, classes)
+    )
+    labels = torch.randint(0, classes, (rows,), generator=random)
+    logits = scale * images @ heads.T
+    value = class_loss(images, heads, torch.tensor(scale), labels=labels)
+    assert value.item() == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+    assert right_classes(images, heads, labels) == (logits.argmax(1) == labels).double().mean().item()
+
+
+@pytest.fixture(scope="module")
+def head() -> CLIP:
+    names = ("tabby cat", "dog", "3")
+    return create(replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=names)), seed=0).eval()
+
+
+def test_a_class_is_found_by_its_name(head: CLIP, tmp_path: Path) -> None:
+    rows = clipkit.encode_text([" tabby\tcat ", "3"], head)
+    assert head.text is not None
+    weight = head.text.get_parameter("weight").detach()
+    assert torch.equal(torch.as_tensor(rows), F.normalize(weight[[0, 2]], dim=1))
+    with pytest.raises(DataError, match="'cat' is none of the model's 3 classes: "):
+        clipkit.encode_text(["cat"], head)
+    save_model(head, tmp_path / "head")
+    stored = clipkit.load(tmp_path / "head")
+    assert stored.architecture == head.architecture
+    assert torch.equal(
+        torch.as_tensor(clipkit.encode_text([" tabby cat", "3"], stored)), torch.as_tensor(rows)
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), "number of classes = 0"),
+        (("a", "b", "a"), "class name 'a' stands there twice"),
+        (("a", ""), "class name '' is empty"),
+        (("a  b",), "class name 'a  b' is empty, or has spaces"),
+        (("a", 3), "names is no list"),
+        ("ab", "names is no list"),
+    ],
+)
+def test_names_that_a_caption_cannot_tell_apart_are_refused(names: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ClassTable(names=names)  # type: ignore[arg-type]
+    stored = replace(ARCHITECTURES["ViT-Ti-4-16"], text=ClassTable(names=("a",))).to_dict()
+    stored["text"]["names"] = names
+    with pytest.raises(CheckpointError, match=said):
+        Architecture.from_dict(stored)
+
+
+def test_an_architecture_reads_the_names_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "classnames.txt"
+    file.write_text("cat\ndog\n")
+    found = architecture("ViT-Ti-4-16", text=f"classes:{file}")
+    assert found.text == ClassTable(names=("cat", "dog")) and found.text.context_length == 1
+    with pytest.raises(ConfigError, match="a class is one token"):
+        architecture("ViT-Ti-4-16", text=f"classes:{file}", context_length=20)
+    with pytest.raises(ConfigError, match="nothing has no class names to read"):
+        architecture("ViT-Ti-4-16", text="classes:nothing")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["loss.name=classes"], "loss.name = 'classes' does not fit: not without model.text=classes:FILE"),
+        (["model.text=classes:x"], "model.text = 'classes:x' does not fit: with loss.name=classes alone"),
+        (["loss.name=classes", "model.text=classes:x", "loss.same=positives"], "loss.same = 'positives'"),
+        (
+            ["loss.name=classes", "model.text=classes:x", "distill.teacher=y"],
+            "no teacher with loss.name=classes",
+        ),
+    ],
+)
+def test_a_head_and_its_loss_go_together(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(QUICKSTART, settings)
+    assert Config().loss.name == "clip"
+
+
+def test_names_are_encoded_and_no_other_text(head: CLIP, tmp_path: Path) -> None:
+    save_model(head, tmp_path / "head")
+    command = ["encode", str(tmp_path / "texts.txt"), "--text", "--model", str(tmp_path / "head"), "--out"]
+    (tmp_path / "texts.txt").write_text("3\nfox")
+    with pytest.raises(DataError, match="'fox' is none of the model's 3 classes"):
+        dispatch([*command, str(tmp_path / "b")])
+    (tmp_path / "texts.txt").write_text("3\ndog")
+    assert dispatch([*command, str(tmp_path / "a")]) == 0
+    rows = torch.from_numpy(np.load(tmp_path / "a/text_emb/text_emb_0.npy")).float()
+    assert (rows - torch.as_tensor(clipkit.encode_text(["3", "dog"], head))).abs().max() < 1e-3
+
+
+def test_the_image_tower_beside_a_head_is_recomputed(head: CLIP) -> None:
+    recompute_blocks(head)
+    assert all(block.recompute for block in head.transformers["image"].blocks)
+    recompute_blocks(head, every=0)
+    assert not any(block.recompute for block in head.transformers["image"].blocks)
+
+
+BY_CLASSES, TINY = LossConfig(name="classes"), "ViT-Ti-4-16"
+
+
+def begin(weights: Path, text: str, *, loss: str = "classes", checkpoint: Path | None = None) -> CLIP:
+    """The model that a training begins or goes on with."""
+    model = ModelConfig(name=TINY, weights=str(weights), text=text)
+    shape = shape_of(model, LossConfig(name=loss), SmallConfig())
+    return first_model(
+        model, LossConfig(name=loss), shape, seed=0, small=SmallConfig(), checkpoint=checkpoint
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("dog", "tabby cat", "3"), "classes in another order, number 1 is 'tabby cat' and not 'dog'"),
+        (("tabby cat", "fox", "3"), "other classes, number 2 is 'dog' and not 'fox'"),
+        (("tabby cat", "dog", "3", "x"), "3 classes, not of 4"),
+    ],
+)
+def test_other_names_than_the_weights_were_trained_for_are_told(
+    head: CLIP, tmp_path: Path, names: tuple[str, ...], said: str
+) -> None:
+    save_model(head, tmp_path / "head")
+    file = tmp_path / "classnames.txt"
+    file.write_text("\n".join(names))
+    with pytest.raises(ConfigError, match=f"head' are of {said}: give classes:.* as it was for them"):
+        begin(tmp_path / "head", f"classes:{file}")
+    with pytest.raises(CheckpointError, match=f"head is of {said}: give .*, or set out=… for a new run"):
+        begin(tmp_path / "head", f"classes:{file}", checkpoint=tmp_path / "head")
+    file.write_text("\n".join(("tabby cat", "dog", "3")))
+    assert begin(tmp_path / "head", f"classes:{file}").name == f"{TINY} + classes"  # no folder's name
+
+
+def test_weights_that_have_the_other_kind_of_head_are_told(head: CLIP, tmp_path: Path) -> None:
+    save_model(head, tmp_path / "head")
+    save_model(create(ARCHITECTURES[TINY], name=TINY, seed=0), tmp_path / "clip")
+    (tmp_path / "names").write_text("a\nb")
+    with pytest.raises(
+        ConfigError, match=r"have a text tower and no rows of classes, .* eval fine-tune` makes"
+    ):
+        begin(tmp_path / "clip", f"classes:{tmp_path}/names")
+    with pytest.raises(ConfigError, match=r"have a head of classes and no text tower, .* give other weights"):
+        begin(tmp_path / "head", "", loss="clip")
+
+
+def test_how_fresh_weights_are_drawn_does_not_part_weights_from_their_architecture(tmp_path: Path) -> None:
+    drawn = ARCHITECTURES[TINY].small_data
+    save_model(
+        create(replace(ARCHITECTURES[TINY], small_data=not drawn), name="", seed=0), tmp_path / "model"
+    )
+    assert begin(tmp_path / "model", "", loss="clip").architecture.small_data != drawn
+    begin(tmp_path / "model", "", loss="clip", checkpoint=tmp_path / "model")
+
+
+def test_small_pictures_go_with_a_head_of_classes_and_short_captions_do_not(tmp_path: Path) -> None:
+    (tmp_path / "names").write_text("a\nb")
+    model = ModelConfig(name=TINY, text=f"classes:{tmp_path}/names")
+    shape_of(model, BY_CLASSES, SmallConfig(steps=3, image_size=8))
+    with pytest.raises(ConfigError, match=r"small.context_length = 5 does not fit .*: a class is one token"):
+        shape_of(model, BY_CLASSES, SmallConfig(steps=3, context_length=5))

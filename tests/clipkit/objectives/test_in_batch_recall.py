@@ -1,0 +1,53 @@
+"""How often the nearest of a batch is the right one."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import clipkit.objectives.tiles
+from clipkit.objectives.clip import in_batch_recall
+from tests.clipkit.plain_losses import given as given_batch
+
+
+@settings(deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    tile=st.integers(1, 400),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_it_counts_who_is_nearest_to_its_own(rows: int, tile: int, seed: int, dtype: torch.dtype) -> None:
+    batch = given_batch(rows, seed=seed, dtype=dtype)
+    cosines, own = batch.images @ batch.texts.T, torch.arange(rows)
+    want = torch.stack([(cosines.argmax(by) == own).to(dtype).mean() for by in (1, 0)])
+    with patch.multiple(clipkit.objectives.tiles, _TILE=tile, _LEAST_ROWS=1):
+        found = in_batch_recall(batch.images, batch.texts)
+    torch.testing.assert_close(found, want)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("rows", [2, 3, 17, 100])
+def test_ties_are_wrong(rows: int) -> None:
+    """Equal features, of which a product may round one up; and each pair twice."""
+    alike = F.normalize(torch.linspace(0.1, 1, 31), dim=0).expand(rows, 31)
+    assert in_batch_recall(alike, alike).tolist() == [0, 0]
+    images, texts = (F.normalize(torch.randn(rows, 31), dim=-1).repeat(2, 1) for _ in range(2))
+    assert in_batch_recall(images, texts).tolist() == [0, 0]
+
+
+def test_pictures_and_texts_are_told_apart() -> None:
+    """All pictures lie nearest to text 0, each text nearest to its own picture."""
+    images = F.normalize(torch.tensor([[3.0, 0.0, 0.0], [3.0, 1.0, 0.0], [3.0, 0.0, 1.0]]), dim=-1)
+    texts = F.normalize(torch.tensor([[3.0, -0.1, -0.1], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), dim=-1)
+    assert in_batch_recall(images, texts).tolist() == pytest.approx([1 / 3, 1])
+    assert in_batch_recall(texts, images).tolist() == pytest.approx([1, 1 / 3])
+
+
+def test_features_that_are_no_numbers_recall_nothing() -> None:
+    lost = torch.full((4, 8), torch.nan)
+    assert in_batch_recall(lost, lost).tolist() == [0, 0]
+    assert in_batch_recall(torch.eye(4).bfloat16(), torch.eye(4).bfloat16()).tolist() == [1, 1]

@@ -1,0 +1,92 @@
+"""The settings' loss is the formula's, with and without a teacher; and chance is what a blind model comes to."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipkit.config import DistillConfig, LossConfig
+from clipkit.objectives import Teaching, batch_loss, chance_level
+from tests.clipkit.plain_losses import LOSSES, Given, given, plain
+
+CONTRASTIVE = tuple(name for name in LOSSES if name != "distillation")
+
+
+def settings_of(name: str) -> LossConfig:
+    """Of a loss as ``plain`` calls it."""
+    loss, _, same = name.partition(" ")
+    return LossConfig(name=loss, same=same or "negatives")
+
+
+def teaching(batch: Given) -> Teaching:
+    return Teaching(images=batch.teacher_images, texts=batch.teacher_texts, scale=batch.teacher_scale)
+
+
+def value(loss: Callable[..., Tensor], batch: Given, *, bias: bool) -> Tensor:
+    return loss(batch.images, batch.texts, batch.scale, *([batch.bias] if bias else []))
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_without_a_teacher_it_is_the_contrastive_one(name: str) -> None:
+    batch = given(12)
+    for bias in {name.startswith("siglip"), True}:  # a model may have a bias that softmax does not see
+        loss = batch_loss(settings_of(name), DistillConfig(), batch.identities, None)
+        torch.testing.assert_close(value(loss, batch, bias=bias), plain(name, batch))
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+@pytest.mark.parametrize("weight", [0.25, 1.0])
+def test_a_teacher_has_its_share(name: str, weight: float) -> None:
+    batch = given(12).slice(slice(None))
+    loss = batch_loss(
+        settings_of(name), DistillConfig(teacher="another", weight=weight), batch.identities, teaching(batch)
+    )
+    found = value(loss, batch, bias=True)
+    wanted = weight * plain("distillation", batch) + (1 - weight) * plain(name, batch)
+    torch.testing.assert_close(found, wanted)
+    trained = [batch.images, batch.texts, batch.scale]
+    trained += [batch.bias] if name.startswith("siglip") else []
+    gradients = torch.autograd.grad(found, trained)  # each has one, or DistributedDataParallel would wait
+    for own, other in zip(gradients, torch.autograd.grad(wanted, trained, allow_unused=True), strict=True):
+        torch.testing.assert_close(own, torch.zeros_like(own) if other is None else other)
+
+
+@pytest.mark.parametrize("rows", [2, 7, 64])
+@pytest.mark.parametrize("name", CONTRASTIVE)
+@pytest.mark.parametrize("alike", ["some", "none", "all"])
+def test_chance_is_the_least_that_a_blind_model_comes_to(name: str, rows: int, alike: str) -> None:
+    """Its bias would be the logit of the share of right pairs; 0.5 beside that the loss is larger."""
+    batch, settings = given(rows), settings_of(name)
+    ids = {
+        "some": batch.identities,
+        "none": torch.arange(2 * rows).view(rows, 2),
+        "all": torch.zeros(rows, 2, dtype=torch.int64),
+    }[alike]
+    level = chance_level(settings, DistillConfig(), ids)
+    blind = F.normalize(torch.ones(rows, 5, dtype=torch.float64), dim=-1)
+
+    def of_bias(bias: float) -> float:
+        scale, shift = torch.tensor(3.0, dtype=torch.float64), torch.tensor(bias - 3.0, dtype=torch.float64)
+        return batch_loss(settings, DistillConfig(), ids, None)(blind, blind, scale, shift).item()
+
+    if name.startswith("clip"):
+        assert of_bias(0.0) == pytest.approx(level, abs=1e-9)
+        assert name == "clip ignored" or level == pytest.approx(math.log(rows))
+        return
+    same = (ids[:, None] == ids[None]).any(2)
+    own = rows if settings.same != "positives" else int(same.sum())
+    questions = rows**2 - (int(same.sum()) - rows if settings.same == "ignored" else 0)
+    if own == questions:  # nothing to tell apart, and any certainty is right
+        assert level == 0
+        return
+    best = math.log(own / (questions - own))
+    assert of_bias(best) == pytest.approx(level)
+    assert of_bias(best) < min(of_bias(best - 0.5), of_bias(best + 0.5))
+
+
+def test_with_a_teacher_there_is_no_level_of_chance() -> None:
+    identities = torch.zeros(4, 2, dtype=torch.int64)
+    assert chance_level(LossConfig(), DistillConfig(teacher="another"), identities) is None

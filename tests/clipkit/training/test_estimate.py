@@ -1,0 +1,168 @@
+"""What a run will cost, beside what autograd keeps and what an optimizer holds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import ARCHITECTURES, OpenClipVision
+from clipkit.model.clip import CLIP, create
+from clipkit.training.costs import Estimate, activation_bytes, estimate
+from clipkit.training.flops import counted_flops, step_flops
+
+TOLERANCE = 0.1
+SMALL = "ViT-Ti-8-48"
+
+
+def kept(model: CLIP, compute: Callable[[], Tensor]) -> int:
+    """Bytes of the tensors that autograd keeps, each memory once, without the weights and their copies."""
+    weights = {parameter.shape for parameter in model.parameters() if parameter.ndim > 1}
+    weights |= {torch.Size((*shape[::-1],)) for shape in weights}
+    memory: dict[int, int] = {}
+    alive: list[Tensor] = []  # or another tensor would lie where one was
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and tensor.shape not in weights:
+            storage = tensor.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for address, size in memory.items() if address not in own)
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return create(SMALL, seed=0).train()
+
+
+def test_activations_of_the_image_tower_are_what_autograd_keeps(model: CLIP) -> None:
+    vision, _ = model.architecture.own_towers()
+    images = torch.randint(0, 256, (8, 3, 48, 48), dtype=torch.uint8)
+    found = kept(model, lambda: model.visual(images.float() / 255))
+    assert 8 * activation_bytes(vision, 37, bf16=False) == pytest.approx(found, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_activations_of_the_text_tower_are_what_autograd_keeps(model: CLIP, bf16: bool) -> None:
+    _, text = model.architecture.own_towers()
+    tokens = torch.zeros(48, 20, dtype=torch.int64)  # many, beside autocast's copies of parts of weights
+    tokens[:, -1] = 1
+
+    def compute() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return model.encode_text(tokens)
+
+    assert 48 * activation_bytes(text, 20, bf16=bf16) == pytest.approx(kept(model, compute), rel=TOLERANCE)
+
+
+def test_recomputed_blocks_keep_their_inputs(model: CLIP) -> None:
+    vision, _ = model.architecture.own_towers()
+    whole, recomputed = (activation_bytes(vision, 37, bf16=True, recompute=flag) for flag in (False, True))
+    assert recomputed < whole
+    deep = replace(vision, layers=24)
+    one_more = replace(vision, layers=25)
+    more = activation_bytes(one_more, 37, bf16=True, recompute=True)
+    assert more - activation_bytes(deep, 37, bf16=True, recompute=True) == 37 * 192 * 4
+
+
+def test_frozen_blocks_keep_nothing(model: CLIP) -> None:
+    vision, _ = model.architecture.own_towers()
+    sizes = [activation_bytes(vision, 37, blocks=blocks, bf16=True) for blocks in (1, 2, 3, 4)]
+    assert all(a < b for a, b in pairwise(sizes))
+    assert sizes[-1] < activation_bytes(vision, 37, bf16=True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "stable_adamw"])
+def test_weights_gradients_and_state_are_what_adamw_holds(model: CLIP, name: str) -> None:
+    copy = create(SMALL, seed=0)
+    optimizer = torch.optim.AdamW(copy.parameters())
+    for parameter in copy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    found = estimate(copy, batch_size=16, steps=1, bf16=False, optimizer=name).memory
+    numbers = sum(parameter.numel() for parameter in copy.parameters())
+    held = sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1
+    )
+    assert found.weights == found.gradients == 4 * numbers
+    assert found.optimizer == pytest.approx(held, rel=1e-3)
+    assert found.average == 0
+    assert estimate(copy, batch_size=16, steps=1, average=True).memory.average == 4 * numbers
+    assert estimate(copy, batch_size=16, steps=1, optimizer="muon").memory.optimizer < found.optimizer
+
+
+def test_what_is_frozen_has_no_gradient_no_state_no_activations() -> None:
+    locked = create(SMALL, seed=0)
+    whole = estimate(locked, batch_size=64, steps=10, peak=1e12)
+    locked.visual.requires_grad_(False)
+    found = estimate(locked, batch_size=64, steps=10, peak=1e12)
+    image = found.parameters["image"]
+    assert found.trained == whole.trained - image
+    assert whole.memory.gradients - found.memory.gradients == 4 * image
+    assert whole.memory.optimizer - found.memory.optimizer == 8 * image
+    assert found.memory.activations is not None and whole.memory.activations is not None
+    assert found.memory.activations < whole.memory.activations
+    assert found.hours is not None and whole.hours is not None and found.hours < whole.hours
+
+
+def meta(name: str) -> CLIP:
+    with torch.device("meta"):
+        return CLIP(ARCHITECTURES[name])
+
+
+def test_sharding_divides_what_lasts() -> None:
+    model = meta("ViT-H-14")
+    plain = estimate(model, batch_size=4096, steps=1, world=64).memory
+    full = estimate(model, batch_size=4096, steps=1, world=64, sharding="full").memory
+    hybrid = estimate(model, batch_size=4096, steps=1, world=64, sharding="hybrid", shard_ranks=8).memory
+    assert full.optimizer == pytest.approx(plain.optimizer / 64, rel=1e-3)
+    assert hybrid.gradients == pytest.approx(plain.gradients / 8, rel=1e-3)
+    assert full.weights < hybrid.weights < plain.weights
+    assert full.activations == plain.activations
+
+
+def test_the_loss_grows_with_the_batch_and_not_with_its_square() -> None:
+    model = meta("ViT-B-32")
+    small, large = (
+        estimate(model, batch_size=size, steps=1, world=8).memory.loss for size in (32_768, 1_048_576)
+    )
+    assert 2 < large / small <= 32
+
+
+def test_parts_divide_activations_and_hours_follow_the_peak() -> None:
+    model = meta("ViT-L-14")
+    one = estimate(model, batch_size=1024, steps=1000, peak=312e12, mfu=0.4, tokens=16)
+    four = estimate(model, batch_size=1024, steps=1000, peak=624e12, mfu=0.4, tokens=16, parts=4)
+    assert one.memory.activations is not None and four.memory.activations is not None
+    assert one.memory.activations == 4 * four.memory.activations
+    assert one.hours is not None and four.hours == pytest.approx(one.hours / 2)
+    flops = step_flops(model.architecture, rows=1024, lengths={16: 1024}, global_rows=1024)
+    assert one.step_flops == flops
+    assert one.hours == pytest.approx(1000 * flops / (0.4 * 312e12) / 3600)
+    two = estimate(model, batch_size=1024, steps=1000, peak=312e12, world=2, tokens=16)
+    assert two.hours == pytest.approx(one.hours / 2, rel=1e-3)
+
+
+def test_a_librarys_tower_has_no_activations_but_flops_where_counted() -> None:
+    vision = OpenClipVision(
+        image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
+    )
+    model = create(replace(ARCHITECTURES["ViT-Ti-4-16"], vision=vision), seed=0)
+    unknown = estimate(model, batch_size=8, steps=1, peak=1e12)
+    assert unknown.step_flops is None and unknown.hours is None and unknown.memory.activations is None
+    known: Estimate = estimate(model, batch_size=8, steps=1, peak=1e12, counted=counted_flops(model))
+    assert known.step_flops is not None and known.hours is not None
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "adam"}, {"sharding": "fully"}])
+def test_unknown_names_are_told(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        estimate(meta(SMALL), batch_size=8, steps=1, **settings)  # type: ignore[arg-type]

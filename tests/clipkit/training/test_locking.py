@@ -1,0 +1,154 @@
+"""Locked parameters get no gradient; what is locked follows from the settings and the step."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from clipkit.config import OptimConfig
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import Architecture, OpenClipVision, TextTower, TimmVision, VisionTower
+from clipkit.model.clip import CLIP, create
+from clipkit.objectives.clip import clip_loss
+from clipkit.training.build import Unfreezing, free_depths, lock, still_statistics
+from clipkit.training.depth import places, tower_of
+from clipkit.training.optim import make_optimizer
+
+TEXT = TextTower(width=16, layers=2, heads=2, context_length=8, vocab_size=50)
+TINY = Architecture(
+    embed_dim=16, vision=VisionTower(image_size=16, patch_size=8, width=24, layers=3, heads=2), text=TEXT
+)
+RESNET = Architecture(
+    embed_dim=16,
+    vision=OpenClipVision(
+        image_size=64, config={"layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 8}
+    ),
+    text=TEXT,
+)
+
+
+def batch(side: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    images = torch.rand(4, 3, side, side, generator=random)
+    return images, torch.randint(1, 50, (4, 8), generator=random)
+
+
+def trained(model: CLIP) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@settings(max_examples=40, deadline=None)
+@given(image=st.integers(0, 5), text=st.sampled_from(["", "all", 0, 1, "2", 4]))
+def test_the_top_depths_stay_free(image: int, text: str | int) -> None:
+    model = create(TINY, seed=0)
+    free = {"image": image, "text": 4 if text == "" else 0 if text == "all" else int(text), "": 1}
+    wanted = {name for name, place in places(model).items() if place.above < free[place.tower]}
+    if wanted == {"logit_scale"}:
+        with pytest.raises(ConfigError, match=r"lock.image = 0 and lock.text = .* leave nothing to train"):
+            lock(model, image=image, text=text)
+        return
+    lock(model, image=image, text=text)
+    assert trained(model) == wanted
+    assert "logit_scale" in wanted
+
+
+def test_a_locked_tower_gets_no_gradient_and_does_not_move() -> None:
+    model = create(TINY, seed=0)
+    lock(model, image="all")
+    optimizer = make_optimizer(model, OptimConfig(lr=0.1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.autograd.backward(clip_loss(*model(*batch())))
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        locked = tower_of(name) == "image"
+        assert (parameter.grad is None) == locked == torch.equal(parameter, before[name]), name
+
+
+def test_whole_towers_of_any_library_can_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Architecture(embed_dim=16, vision=TimmVision(image_size=64, name="test_convnext"), text=TEXT)
+    model = create(shape, seed=0)
+    trunk = model.visual.get_submodule("trunk")
+    monkeypatch.setattr(trunk, "group_matcher", lambda coarse: lambda name: (0,))
+    lock(model, image="all")
+    assert not any(name.startswith("visual.") for name in trained(model))
+    with pytest.raises(ConfigError, match="the image tower has no blocks that are recognised"):
+        lock(model, image=2)
+
+
+def test_statistics_of_a_locked_tower_stay() -> None:
+    model = create(RESNET, seed=0)
+    lock(model, image=2)  # the pooling and the last stage are trained
+    model.train()
+    still_statistics(model)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    model(*batch(64))
+    changed = {name for name, value in model.named_buffers() if not torch.equal(value, before[name])}
+    assert changed and all(name.startswith("visual.layer4.") for name in changed)
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {name for name, module in norms if module.training} == {
+        name for name, _ in norms if name.startswith("visual.layer4.")
+    }
+
+
+@pytest.mark.parametrize(
+    ("image", "text", "message"),
+    [
+        ("all", "all", "leave nothing to train"),
+        ("all", 0, "leave nothing to train"),
+        (7, "", "lock.image = 7 does not fit: at most 5"),
+        ("", 5, "lock.text = 5 does not fit: at most 4"),
+        (-1, "", "lock.image = -1 does not fit"),
+        ("some", "", "lock.image = 'some' does not fit"),
+        ("", "1.5", "lock.text = '1.5' does not fit"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(image: str | int, text: str | int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lock(create(TINY, seed=0), image=image, text=text)
+
+
+# --- gradual unfreezing -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(every=st.integers(1, 7), first=st.integers(1, 4), steps=st.lists(st.integers(0, 40), max_size=6))
+def test_what_is_trained_follows_from_the_step_alone(every: int, first: int, steps: list[int]) -> None:
+    model = create(TINY, seed=0)
+    lock(model, text=2)
+    free = trained(model)
+    where = places(model)
+    unfreezing = Unfreezing(model, every=every, first=first)
+    for step in steps:
+        before = trained(model)
+        changed = unfreezing.lock_for_step(step)
+        depths = free_depths(step, every=every, first=first)
+        assert depths == first + step // every
+        assert trained(model) == {n for n in free if not where[n].tower or where[n].above < depths}
+        assert changed == (trained(model) != before)
+
+
+def test_an_optimizer_made_before_takes_what_joins_later() -> None:
+    model = create(TINY, seed=0)
+    optimizer = make_optimizer(model, OptimConfig(lr=0.01))
+    unfreezing = Unfreezing(model, every=2)
+    moved_at: dict[str, int] = {}
+    for step in range(10):
+        changed = unfreezing.lock_for_step(step)
+        assert changed == (step in (0, 2, 4, 6, 8) and step // 2 <= 4)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(clip_loss(*model(*batch())))
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            if not torch.equal(parameter, before[name]):
+                moved_at.setdefault(name, step)
+    where = places(model)
+    assert {name: 2 * where[name].above for name in moved_at} == moved_at
+    assert moved_at.keys() == where.keys()
+
+
+@pytest.mark.parametrize("values", [{"every": 0}, {"every": 3, "first": 0}])
+def test_unfreezing_needs_whole_numbers_above_zero(values: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"lock\.unfreeze_.* = 0 does not fit: at least 1"):
+        Unfreezing(create(TINY, seed=0), **values)

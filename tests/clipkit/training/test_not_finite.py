@@ -1,0 +1,99 @@
+"""Where a step is not finite is found and told, and the samples that it was made of are listed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from clipkit.errors import DataError
+from clipkit.model.clip import CLIP
+from clipkit.objectives.clip import clip_loss
+from clipkit.training.guards import find, line, write_down
+from clipkit.training.step import Features, backward
+
+NAMES = [("a.tar", "0001"), ("b.tar", 'an "odd" näme\n')]
+
+
+@pytest.fixture
+def inputs() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (4, 3, 32, 32), generator=random, dtype=torch.uint8)
+    tokens = torch.randint(1, 99, (4, 9), generator=random)
+    tokens[:, 8] = 49407
+    return {"images": images, "tokens": tokens}
+
+
+def compute(model: CLIP, inputs: dict[str, Tensor], parts: int = 1) -> Features:
+    return backward(model, inputs, loss=clip_loss, parts=parts, autocast=False)
+
+
+def test_a_finite_step_has_nothing_to_find(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
+    before = {name: one.clone() for name, one in tiny.state_dict().items()}
+    found = find(tiny, lambda: compute(tiny, inputs))
+    assert (found.where, found.rows) == ("", ()) and found.loss > 0
+    assert all(torch.equal(before[name], one) for name, one in tiny.state_dict().items())
+    assert not any(module._forward_hooks for module in tiny.modules())
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("weight", "value", "where"),
+    [
+        ("visual.conv1.weight", torch.nan, "the weight visual.conv1.weight"),
+        ("logit_scale", torch.inf, "the weight logit_scale"),
+        (
+            "visual.transformer.resblocks.1.mlp.c_fc.weight",
+            3e38,
+            "the output of visual.transformer.resblocks.1",
+        ),
+        ("visual.conv1.weight", 3e38, "the output of visual.ln_pre"),
+    ],
+)
+def test_the_first_place_is_named(
+    parts: int, weight: str, value: float, where: str, tiny: CLIP, inputs: dict[str, Tensor]
+) -> None:
+    tiny.state_dict()[weight].fill_(value)
+    found = find(tiny, lambda: compute(tiny, inputs, parts))
+    assert found.where.startswith(where), found.where
+    assert not any(module._forward_hooks for module in tiny.modules())
+
+
+def test_the_rows_are_named(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
+    inputs["tokens"][2, 3] = 77
+    tiny.state_dict()["token_embedding.weight"][77] = 3e38  # of a word that one text has
+    found = find(tiny, lambda: compute(tiny, inputs))
+    assert found.rows == (2,) and "transformer" in found.where
+
+
+def test_a_gradient_alone_is_found(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
+    def spoilt() -> Features:
+        features = compute(tiny, inputs)
+        assert tiny.text_projection.grad is not None
+        tiny.text_projection.grad[0, 0] = torch.nan
+        return features
+
+    assert find(tiny, spoilt).where == "the gradient of text_projection"
+
+
+def test_samples_are_listed_by_rank_and_anew(tmp_path: Path) -> None:
+    assert write_down(tmp_path, NAMES, step=4, rank=0) == tmp_path / "not_finite.jsonl"
+    assert write_down(tmp_path, NAMES[1:], step=4, rank=3) == tmp_path / "not_finite-3.jsonl"
+    write_down(tmp_path, NAMES, step=7, rank=0)
+    found = [json.loads(one) for one in (tmp_path / "not_finite.jsonl").read_text().splitlines()]
+    assert found == [{"step": 8, "shard": shard, "key": key} for shard, key in NAMES]
+    assert len((tmp_path / "not_finite-3.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_list_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "not_finite.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"not_finite.jsonl cannot be written: Is a directory"):
+        write_down(tmp_path, NAMES, step=4, rank=0)
+
+
+def test_what_is_said_names_what_is_no_number(tmp_path: Path) -> None:
+    assert line(tmp_path, 4, torch.nan, 1.0).startswith("the loss of step 5 is nan; step 4 is saved")
+    assert line(tmp_path, 4, torch.nan, torch.nan).startswith("the loss of step 5 is nan")
+    assert line(tmp_path, 4, 2.5, torch.inf).startswith("the gradient of step 5 is inf")
+    assert "\n" not in line(tmp_path, 4, torch.nan, 1.0)

@@ -1,0 +1,331 @@
+"""Decay only where it belongs, rates by depth, each optimizer against its library's own, and the schedules."""
+
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from clipkit.config import OptimConfig
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.clip import CLIP, create
+from clipkit.training.checkpoint import optimizer_tensors
+from clipkit.training.depth import places
+from clipkit.training.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    adamw,
+    expected_state,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+)
+
+TINY = Architecture(
+    embed_dim=16,
+    vision=VisionTower(image_size=16, patch_size=8, width=24, layers=2, heads=2),
+    text=TextTower(width=16, layers=2, heads=2, context_length=8, vocab_size=50),
+)
+
+
+def test_gains_biases_class_embedding_and_temperature_do_not_decay(tiny: CLIP) -> None:
+    config = OptimConfig(lr=1e-3, weight_decay=0.3, beta1=0.8, beta2=0.95, eps=1e-7)
+    optimizer = adamw(tiny, config)
+    names = {parameter: name for name, parameter in tiny.named_parameters()}
+    groups = {group["weight_decay"]: {names[p] for p in group["params"]} for group in optimizer.param_groups}
+    assert groups.keys() == {0.0, 0.3}
+    still = {
+        name
+        for name in names.values()
+        if name.endswith(
+            ("bias", "ln_1.weight", "ln_2.weight", "ln_pre.weight", "ln_post.weight", "ln_final.weight")
+        )
+    } | {"logit_scale", "visual.class_embedding"}
+    assert groups[0.0] == still
+    assert groups[0.3] == set(names.values()) - still
+    assert "token_embedding.weight" in groups[0.3]
+    for group in optimizer.param_groups:
+        assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.95), 1e-7, 1e-3)
+
+
+def test_without_a_gradient_only_weights_shrink(tiny: CLIP) -> None:
+    optimizer = adamw(tiny, OptimConfig(lr=0.1, weight_decay=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in tiny.named_parameters()}
+    for parameter in tiny.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in tiny.named_parameters():
+        factor = 0.95 if parameter.ndim >= 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_frozen_parameters_are_left_out(tiny: CLIP) -> None:
+    tiny.visual.requires_grad_(False)
+    optimizer = adamw(tiny, OptimConfig())
+    given_ones = {p for group in optimizer.param_groups for p in group["params"]}
+    assert given_ones == {p for p in tiny.parameters() if p.requires_grad}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[int, OptimConfig]:
+    lr = draw(st.floats(1e-9, 1e3))
+    config = OptimConfig(lr=lr, min_lr=lr * draw(st.floats(0, 1)), warmup=draw(st.integers(0, 60)))
+    return draw(st.integers(1, 100)), config
+
+
+@given(schedule=schedules())
+def test_the_rate_rises_in_a_line_to_its_peak_and_falls_to_its_floor(
+    schedule: tuple[int, OptimConfig],
+) -> None:
+    steps, config = schedule
+    rates = [learning_rate(step, steps, config) for step in range(steps)]
+    assert all(0 < rate <= config.lr * (1 + 1e-12) for rate in rates)
+    rising, falling = rates[: config.warmup], rates[config.warmup :]
+    for step, rate in enumerate(rising):
+        assert rate == pytest.approx(config.lr * (step + 1) / config.warmup)
+    assert all(a >= b * (1 - 1e-12) for a, b in pairwise(falling))
+    assert all(rate >= config.min_lr * (1 - 1e-12) for rate in falling)
+    if falling:
+        assert falling[0] == pytest.approx(config.lr)
+    half = (steps - config.warmup) / 2
+    if half >= 1 and half == int(half):
+        middle = learning_rate(config.warmup + int(half), steps, config)
+        assert middle == pytest.approx((config.lr + config.min_lr) / 2)
+    assert learning_rate(max(steps, config.warmup), steps, config) == pytest.approx(
+        config.min_lr if steps > config.warmup else config.lr, abs=config.lr * 1e-9
+    )
+
+
+# --- rates by depth and tower -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    layer_decay=st.floats(0.1, 1),
+    image_scale=st.sampled_from([0.0, 0.1, 1.0]),
+    text_scale=st.sampled_from([1.0, 3.0]),
+)
+def test_rates_fall_by_depth_and_differ_by_tower(
+    layer_decay: float, image_scale: float, text_scale: float
+) -> None:
+    config = OptimConfig(
+        lr=1e-3,
+        weight_decay=0.3,
+        layer_decay=layer_decay,
+        image_lr_scale=image_scale,
+        text_lr_scale=text_scale,
+    )
+    model = create(TINY, seed=0)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    where, seen = places(model), set()
+    for group in parameter_groups(model, config):
+        assert group["lr"] == config.lr * group["lr_scale"]
+        for parameter in group["params"]:
+            name = names[parameter]
+            seen.add(name)
+            of_tower = {"image": image_scale, "text": text_scale, "": 1.0}[where[name].tower]
+            assert group["lr_scale"] == pytest.approx(of_tower * layer_decay ** where[name].above)
+            assert group["weight_decay"] == (0.3 if parameter.ndim >= 2 else 0.0)
+    assert seen == set(where)
+
+
+def test_a_tower_at_rate_zero_does_not_move(tiny: CLIP) -> None:
+    for name in OPTIMIZERS:
+        optimizer = make_optimizer(tiny, OptimConfig(lr=0.1, name=name, image_lr_scale=0))
+        before = {key: parameter.detach().clone() for key, parameter in tiny.named_parameters()}
+        give_gradients(tiny, 0)
+        optimizer.step()
+        for key, parameter in tiny.named_parameters():
+            assert torch.equal(parameter, before[key]) == key.startswith("visual."), (name, key)
+
+
+@pytest.mark.parametrize(
+    "values", [{"layer_decay": 0.0}, {"layer_decay": 1.1}, {"image_lr_scale": -0.1}, {"text_lr_scale": -1.0}]
+)
+def test_rates_out_of_range_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="does not fit"):
+        OptimConfig(**values)  # type: ignore[arg-type]
+
+
+def test_the_configuration_says_it_all(tiny: CLIP) -> None:
+    config = OptimConfig(
+        name="stable_adamw", layer_decay=0.5, image_lr_scale=0.1, text_lr_scale=2.0,
+        schedule="constant", cooldown=5, warmup=0,
+    )  # fmt: skip
+    optimizer = make_optimizer(tiny, config)
+    assert type(optimizer).__name__ == "StableAdamW"
+    assert {group["lr_scale"] for group in optimizer.param_groups} >= {0.1, 0.05, 2.0, 0.25}
+    for step in range(20):
+        rate = learning_rate(step, 20, config)
+        assert (rate == config.lr) == (step <= 15)
+
+
+# --- optimizers by name -------------------------------------------------------------------------------------------
+
+
+def give_gradients(model: CLIP, seed: int, without: tuple[str, ...] = ()) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=random)
+        parameter.grad = None if name.startswith(without or ("nothing",)) else drawn
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_restored_state_goes_on_to_the_bit(name: str) -> None:
+    config = OptimConfig(lr=1e-2, name=name, layer_decay=0.7)
+
+    def made(seed: int) -> tuple[CLIP, torch.optim.Optimizer]:
+        model = create(TINY, seed=seed)
+        return model, make_optimizer(model, config)
+
+    late = ("visual.conv1", "token_embedding", "visual.transformer.resblocks.0.mlp.c_fc", "logit_scale")
+    model, optimizer = made(0)
+    for step in range(3):
+        give_gradients(model, step, without=late)
+        optimizer.step()
+    stored = load(save(optimizer_tensors(model, optimizer)))  # as a file has it: nothing is shared
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+
+    again, other = made(1)
+    again.load_state_dict(weights)
+    parameters = dict(again.named_parameters())
+    for key, value in stored.items():
+        owner, _, what = key.rpartition("/")
+        assert not owner.startswith(late)
+        assert expected_state(other, parameters[owner])[what] == (value.shape, value.dtype)
+        other.state[parameters[owner]][what] = value
+    assert {key.rpartition("/")[0] for key in stored} == {
+        key for key in parameters if not key.startswith(late)
+    }
+    for state in optimizer.state:
+        assert set(optimizer.state[state]) == set(expected_state(optimizer, state))
+    for step in range(3, 6):
+        for one, its in ((model, optimizer), (again, other)):
+            give_gradients(one, step)  # now all of them
+            its.step()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[key]), key
+    first, second = optimizer_tensors(model, optimizer), optimizer_tensors(again, other)
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_a_gradient_nothing_moves_and_nothing_is_kept(name: str, tiny: CLIP) -> None:
+    optimizer = make_optimizer(tiny, OptimConfig(lr=0.1, name=name))
+    before = {key: value.clone() for key, value in tiny.state_dict().items()}
+    give_gradients(tiny, 0, without=("visual.",))
+    optimizer.step()
+    for key, parameter in tiny.named_parameters():
+        assert torch.equal(parameter, before[key]) == key.startswith("visual.")
+        assert (parameter in optimizer.state) == (not key.startswith("visual."))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torchs_own_way_of_saving_works_too(name: str) -> None:
+    models = [create(TINY, seed=0) for _ in range(2)]
+    first, second = (make_optimizer(model, OptimConfig(lr=1e-2, name=name)) for model in models)
+    give_gradients(models[0], 0)
+    first.step()
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))  # torch would share the tensors
+    for model, optimizer in zip(models, (first, second), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * group["lr_scale"]
+        give_gradients(model, 1)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_lamb_is_timms() -> None:
+    from timm.optim.lamb import Lamb
+
+    config = OptimConfig(name="lamb", lr=1e-2, weight_decay=0.1)
+    ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
+    mine = make_optimizer(ours, config)
+    reference = Lamb(
+        parameter_groups(theirs, config), lr=1e-2, betas=(0.9, 0.98), eps=1e-6, max_grad_norm=None
+    )
+    for step in range(4):
+        for model, optimizer in ((ours, mine), (theirs, reference)):
+            give_gradients(model, step)
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_muon_is_torchs_for_the_matrices_of_blocks_and_adamw_for_the_rest() -> None:
+    config = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
+    ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
+    mine = make_optimizer(ours, config)
+    endings = ("in_proj_weight", "out_proj.weight", "c_fc.weight", "c_proj.weight")
+    matrices = [
+        p for name, p in theirs.named_parameters() if ".resblocks." in f".{name}" and name.endswith(endings)
+    ]
+    chosen = {id(p) for p in matrices}
+    others: list[dict[str, Any]] = [
+        {**group, "params": [p for p in group["params"] if id(p) not in chosen]}
+        for group in parameter_groups(theirs, config)
+    ]
+    reference: tuple[torch.optim.Optimizer, ...] = (
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=1e-2, betas=(0.9, 0.98), eps=1e-6, fused=True),
+    )
+    assert len(matrices) == 16
+    for step in range(3):
+        give_gradients(ours, step)
+        mine.step()
+        give_gradients(theirs, step)
+        for optimizer in reference:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_each_name_that_a_configuration_takes_is_an_optimizer_or_a_schedule() -> None:
+    for names, setting in ((OPTIMIZERS, "name"), (SCHEDULES, "schedule")):
+        for name in names:
+            OptimConfig(**{setting: name})  # type: ignore[arg-type]
+        known = f"{', '.join(tuple(names)[:-1])} or {tuple(names)[-1]}"
+        with pytest.raises(ConfigError, match=f"optim.{setting} = 'other' does not fit: {known}"):
+            OptimConfig(**{setting: "other"})  # type: ignore[arg-type]
+
+
+# --- other schedules ----------------------------------------------------------------------------------------------
+
+
+@given(schedule=schedules(), cooldown=st.integers(0, 120), longer=st.integers(0, 50))
+def test_a_constant_rate_falls_in_a_line_at_the_end(
+    schedule: tuple[int, OptimConfig], cooldown: int, longer: int
+) -> None:
+    steps, config = schedule
+    floor = config.min_lr if cooldown else 0.0  # which a rate that never falls may not have
+    constant = replace(config, schedule="constant", cooldown=cooldown, min_lr=floor)
+
+    def rate(step: int, of: int = steps) -> float:
+        return learning_rate(step, of, constant)
+
+    begin = max(config.warmup, steps - cooldown)
+    for step in range(steps):
+        if step < config.warmup:
+            assert rate(step) == learning_rate(step, steps, config)
+        elif step <= begin:
+            assert rate(step) == pytest.approx(config.lr)
+            assert rate(step, steps + longer) == rate(step)  # a longer run is the same up to here
+        else:
+            left = (steps - step) / (steps - begin)
+            assert rate(step) == pytest.approx(config.min_lr + (config.lr - config.min_lr) * left)
+
+
+@given(schedule=schedules())
+def test_a_linear_rate_falls_evenly(schedule: tuple[int, OptimConfig]) -> None:
+    steps, config = schedule
+    linear = replace(config, schedule="linear")
+    rates = [learning_rate(step, steps, linear) for step in range(config.warmup, steps)]
+    fall = (config.lr - config.min_lr) / max(1, steps - config.warmup)
+    assert all(a - b == pytest.approx(fall, abs=config.lr * 1e-9) for a, b in pairwise(rates))
+    if rates:
+        assert rates[0] == pytest.approx(config.lr)

@@ -1,0 +1,154 @@
+"""What is done for gradients and weights beside DDP and FSDP: clipped as a whole, put into parts, made whole.
+
+Here by one rank, whose parts are the whole; by several in test_distributed.py, test_sharded.py and
+tests/test_train_sharded.py.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from clipkit.errors import ConfigError
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.clip import CLIP, create
+from clipkit.training.parallel import (
+    clip_gradients,
+    complete_gradients,
+    gathered,
+    local_gradients,
+    put,
+    replicated,
+    shard,
+    single_numbers,
+    without_values,
+)
+
+SHAPE = Architecture(
+    embed_dim=8,
+    vision=VisionTower(image_size=8, patch_size=8, width=8, layers=1, heads=2),
+    text=TextTower(width=8, layers=1, heads=2, context_length=4, vocab_size=11),
+    logit_bias=True,
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model() -> CLIP:
+    made = create(SHAPE, seed=0)
+    random = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=random)
+    return made
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """Of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def spread(model: CLIP, mesh: DeviceMesh) -> CLIP:
+    """As FSDP2 has it: all but the single numbers in parts, and their gradients too."""
+    made, found = deepcopy(model), gradients(model)
+    for module in made.modules():
+        for name, own in list(module.named_parameters(recurse=False)):
+            if own.ndim:
+                module.register_parameter(
+                    name, nn.Parameter(distribute_tensor(own.detach(), mesh, [Shard(0)]))
+                )
+    for name, parameter in made.named_parameters():
+        grad = found[name]
+        parameter.grad = distribute_tensor(grad, mesh, [Shard(0)]) if grad.ndim else grad
+    return made
+
+
+def gradients(model: CLIP) -> dict[str, Tensor]:
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+        for name, grad in found.items()
+    }
+
+
+def norm_of(found: dict[str, Tensor]) -> float:
+    return float(torch.cat([one.flatten().double() for one in found.values()]).norm())
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(limit=st.floats(0, 200), size=st.floats(1e-3, 1e3))
+def test_a_gradient_is_clipped_as_a_whole(limit: float, size: float, model: CLIP) -> None:
+    clipped = deepcopy(model)
+    for own, other in zip(clipped.parameters(), model.parameters(), strict=True):
+        assert other.grad is not None
+        own.grad = other.grad * size
+    before = gradients(clipped)
+    norm = clip_gradients(clipped, limit).item()
+    assert norm == pytest.approx(norm_of(before), rel=1e-5)
+    after = gradients(clipped)
+    factor = min(1.0, limit / norm) if limit else 1.0
+    for name, one in before.items():
+        torch.testing.assert_close(after[name], one * factor, rtol=1e-4, atol=1e-6 * size)
+
+
+def test_what_has_no_gradient_is_left_alone(model: CLIP) -> None:
+    model.logit_scale.grad = model.visual.conv1.weight.grad = None  # type: ignore[union-attr]
+    norm = clip_gradients(model, 1.0).item()
+    assert norm > 1 and norm_of(gradients(model)) == pytest.approx(1, rel=1e-4)
+    assert model.logit_scale.grad is None
+
+
+def test_parts_and_whole_ones_are_clipped_together(model: CLIP, mesh: DeviceMesh) -> None:
+    parts = spread(model, mesh)
+    for limit in (0.0, 100.0, 0.5):
+        assert clip_gradients(parts, limit).item() == pytest.approx(
+            clip_gradients(model, limit).item(), rel=1e-5
+        )
+        found, wanted = gradients(parts), gradients(model)
+        assert found.keys() == wanted.keys()
+        for name, one in wanted.items():
+            torch.testing.assert_close(found[name], one)
+
+
+def test_a_whole_tensor_is_put_into_parts_and_into_whole_ones(model: CLIP, mesh: DeviceMesh) -> None:
+    parts, other = spread(model, mesh), create(SHAPE, seed=5).state_dict()
+    for target in (parts, model):
+        for name, own in target.state_dict().items():
+            put(own, other[name])
+        for name, own in target.state_dict().items():
+            whole = own.full_tensor() if isinstance(own, DTensor) else own
+            assert torch.equal(whole, other[name]), name
+
+
+def test_a_model_without_values_is_the_same_otherwise(model: CLIP) -> None:
+    model.visual.requires_grad_(False)
+    empty = without_values(model.eval())
+    assert empty.training and {one.device.type for one in empty.parameters()} == {"meta"}
+    assert empty.architecture == model.architecture
+    assert [(name, one.shape, one.requires_grad) for name, one in empty.named_parameters()] == [
+        (name, one.shape, one.requires_grad) for name, one in model.named_parameters()
+    ]
+
+
+def test_one_rank_needs_no_wrapper(model: CLIP) -> None:
+    before = gradients(model)
+    assert replicated(model) is model
+    with gathered(model), local_gradients(model, last=False):
+        complete_gradients(model)
+    assert all(torch.equal(one, before[name]) for name, one in gradients(model).items())
+    assert single_numbers(model) == [model.logit_scale, model.logit_bias]
+
+
+def test_what_cannot_be_split_is_one_line(model: CLIP) -> None:
+    with pytest.raises(ConfigError, match="sharding = 'full' needs several processes: start with torchrun"):
+        shard(without_values(model), model.state_dict(), "full", device=CPU)

@@ -1,0 +1,49 @@
+"""The peak is what the device reaches, and published ones are found by the device's name."""
+
+import time
+
+import pytest
+import torch
+
+from clipkit.training.machines import PUBLISHED_BF16, measured_peak, published_peak
+
+
+def test_the_measured_peak_is_what_a_product_reaches() -> None:
+    began = time.monotonic()
+    rate = measured_peak(torch.device("cpu"), torch.float32, seconds=0.1)
+    assert time.monotonic() - began < 5  # on a machine that has other things to do
+    size = 512
+    a = torch.randn(size, size)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - start)
+    assert 0.2 < rate / (2 * size**3 / min(times)) < 5
+
+
+def test_half_precision_has_a_peak_of_its_own() -> None:
+    assert measured_peak(torch.device("cpu"), torch.bfloat16, seconds=0.02) > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_a_published_peak_is_found_by_name(device: str, name: str) -> None:
+    assert published_peak(device) == PUBLISHED_BF16[name]
+
+
+@pytest.mark.parametrize("device", ["NVIDIA A10G", "Tesla V100-SXM2-16GB", "NVIDIA RTX A4000", ""])
+def test_an_unknown_device_has_no_published_peak(device: str) -> None:
+    assert published_peak(device) is None

@@ -1,0 +1,48 @@
+"""A step of several ranks is computed again by one process in as many pieces as they had together."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clipkit.config import Config, to_toml
+from clipkit.errors import ConfigError
+from clipkit.training.checkpoint import as_replayed
+
+CONFIG = Config(out="runs/test", batch_size=48, accumulate=2)
+
+
+def failed_run(run: Path, *, ranks: int) -> None:
+    """One that has saved step 7 and met step 8, whose samples each rank has listed."""
+    folder = run / "checkpoints" / "step_00000007"
+    folder.mkdir(parents=True)
+    names = ("model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml")
+    for name in names:
+        (folder / name).touch()
+    (folder / "config.toml").write_text(to_toml(CONFIG))
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    (folder / "COMPLETE").write_text(json.dumps(sizes))
+    for rank in range(ranks):
+        lines = json.dumps({"step": 8, "shard": "0.tar", "key": "a"}) + "\n"
+        (run / (f"not_finite-{rank}.jsonl" if rank else "not_finite.jsonl")).write_text(lines)
+    (run / "not_finite-9.jsonl").write_text(json.dumps({"step": 3, "shard": "0.tar", "key": "a"}) + "\n")
+    (run / "not_finite-10.jsonl").write_text("broken")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "parts"), [(0, 2, 2), (1, 1, 2), (4, 2, 8), (4, 12, 12), (9, 40, 40)]
+)
+def test_pieces_are_those_of_all_ranks(tmp_path: Path, ranks: int, given: int, parts: int) -> None:
+    failed_run(tmp_path, ranks=ranks)
+    assert as_replayed(replace(CONFIG, accumulate=given), tmp_path) == replace(CONFIG, accumulate=parts)
+
+
+def test_no_piece_is_without_a_row(tmp_path: Path) -> None:
+    failed_run(tmp_path, ranks=8)
+    assert as_replayed(replace(CONFIG, batch_size=12), tmp_path).accumulate == 12
+
+
+def test_a_run_that_was_never_saved_is_not_replayed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a run that was saved: there is no checkpoint in"):
+        as_replayed(CONFIG, tmp_path)

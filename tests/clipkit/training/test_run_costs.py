@@ -1,0 +1,145 @@
+"""What a dry run tells: published hours come out again, and what does not fit is told with what would."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clipkit.config import Config, DistillConfig, ModelConfig, load_config
+from clipkit.training.build import shape_of
+from clipkit.training.costs import GPU_MFU, PUBLISHED_MFU, Costs, cost_table, duration, run_costs
+from clipkit.training.machines import PUBLISHED_BF16, PUBLISHED_GB, Machine, published_memory
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+A100 = Machine(gpu="A100", memory=80 << 30, peak=312e12, measured=False)
+
+
+def costs_of(config: Config, world: int, machine: Machine = A100, mfu: float | None = None) -> Costs:
+    shape = shape_of(config.model, config.loss, config.small)
+    return run_costs(config, shape, machine, world=world, shard_ranks=min(world, 8), bf16=True, mfu=mfu)
+
+
+def named(name: str, *settings: str) -> Config:
+    return load_config(CONFIGS / f"{name}.toml", settings)
+
+
+def text_of(costs: Costs) -> str:
+    return " ".join(" ".join(cost_table(costs)).split())
+
+
+L_14 = ("model.name=ViT-L-14", "small.steps=0", "small.image_size=0", "steps=397_785")
+
+
+@pytest.mark.parametrize(
+    ("configs", "gpus", "hours", "mfu"),
+    [
+        ([named("laion400m_vit_b_32")], 128, 36, 0.10),
+        ([named("vit_l_14_336", *L_14)], 400, 50_800 / 400, 0.12),
+        ([named("vit_h_14")], 824, 438_984 * 79_104 / 34_608 / 3600, 0.15),
+        ([named("clipa_vit_b_16"), named("clipa_vit_b_16_finish")], 8, 48, 0.19),
+    ],
+)
+def test_published_hours_are_those_of_the_shares_that_are_stated(
+    configs: list[Config], gpus: int, hours: float, mfu: float
+) -> None:
+    found = sum(costs_of(config, gpus, mfu=1.0).whole.hours or 0 for config in configs)
+    assert round(found / hours, 2) == mfu
+    assert PUBLISHED_MFU[0] <= mfu <= PUBLISHED_MFU[1]
+
+
+def test_where_nothing_is_said_the_least_published_share_is_assumed_and_said() -> None:
+    config = named("laion400m_vit_b_32")
+    assumed, given = costs_of(config, 128), costs_of(config, 128, mfu=0.4)
+    assert assumed.mfu == GPU_MFU == PUBLISHED_MFU[0]
+    assert "10% (--mfu) of 312 TFLOP/s are reached, the rate by its data sheet (published runs" in text_of(
+        assumed
+    )
+    assert "if the data keep up and 40% (--mfu)" in text_of(given) and "published" not in text_of(given)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "size"),
+    [
+        (named("vit_h_14"), 8, 80),
+        (named("vit_b_32"), 1, 24),
+        (named("vit_b_32", "small.steps=10", "small.image_size=64"), 2, 40),
+    ],
+)
+def test_what_does_not_fit_is_told_with_settings_that_do(config: Config, gpus: int, size: int) -> None:
+    machine = replace(A100, memory=size << 30)
+    costs = costs_of(config, gpus, machine)
+    assert costs.fits is False and costs.instead
+    assert f"fits no: A100 has {size} GB, of which {0.9 * size:.0f} are counted on" in text_of(costs)
+    for settings in costs.instead:
+        assert settings in text_of(costs)
+        changed = config
+        for one in settings.split():
+            name, _, value = one.partition("=")
+            changed = replace(changed, **{name: type(getattr(config, name))(value)})
+        assert costs_of(changed, gpus, machine).fits is True, settings
+
+
+def test_what_fits_nowhere_has_no_settings_that_help() -> None:
+    costs = costs_of(named("vit_b_32"), 1, replace(A100, memory=1 << 30))
+    assert costs.fits is False and not costs.instead
+    assert "it might with more GPUs" in text_of(costs)
+
+
+def test_without_a_rate_there_are_no_hours() -> None:
+    costs = costs_of(named("vit_b_32"), 8, replace(A100, peak=None))
+    assert "time not known: the published rates of GPUs are of bf16" in text_of(
+        costs
+    ) and "hours" not in text_of(costs)
+
+
+def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
+    cpu = Machine(gpu="", memory=None, peak=1e11, measured=True)
+    costs = costs_of(named("quickstart"), 1, cpu)
+    text = text_of(costs)
+    assert costs.fits is None and "fits" not in text and "GPU" not in text and "CUDA" not in text
+    assert "40% (--mfu) of 0.1 TFLOP/s" in text and "measured just now" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus"),
+    [(named("vit_h_14"), 8), (named("vit_l_14_336", "steps=400_000_000"), 1024), (Config(), 1)],
+)
+def test_the_table_is_narrow(config: Config, gpus: int) -> None:
+    for machine in (
+        A100,
+        Machine(gpu="NVIDIA GeForce RTX 4090 Laptop GPU", memory=16 << 30, peak=1e13, measured=True),
+    ):
+        lines = cost_table(costs_of(config, gpus, machine))
+        assert all(len(line) <= 80 and line == line.rstrip() for line in lines), "\n".join(lines)
+
+
+def test_a_teacher_that_encodes_along_costs_memory_and_time(tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(name="ViT-B-32"))
+    alone = costs_of(config, 1)
+    taught = costs_of(replace(config, distill=DistillConfig(teacher="open_clip:ViT-B-32/any")), 1)
+    numbers = sum(alone.whole.parameters.values())
+    assert 4 * numbers < taught.whole.memory.teacher <= 6 * numbers
+    assert taught.whole.memory.total - alone.whole.memory.total == taught.whole.memory.teacher
+    assert alone.whole.hours is not None and taught.whole.hours is not None
+    assert taught.whole.hours == pytest.approx(4 / 3 * alone.whole.hours, rel=0.02)  # one more forward pass
+    elsewhere = costs_of(replace(config, distill=DistillConfig(teacher=str(tmp_path / "none"))), 1)
+    assert elsewhere.unknown_teacher and elsewhere.fits is None
+    assert "a teacher that is not on this machine: not known" in text_of(elsewhere)
+
+
+def test_every_gpu_with_a_rate_has_a_size() -> None:
+    assert all(published_memory(name) for name in PUBLISHED_BF16)
+    assert published_memory("NVIDIA A100-PCIE-40GB") == 40 << 30
+    assert published_memory("NVIDIA H100 NVL") == PUBLISHED_GB["H100 NVL"] << 30
+    assert published_memory("Tesla K80") is None
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [
+        (0.01, "36 seconds"), (0.2, "12 minutes"), (1.6, "1.6 hours"), (47, "47.0 hours"),
+        (106, "106 hours (4.4 days)"), (10_000, "10,000 hours (416.7 days)"),
+    ],
+)  # fmt: skip
+def test_time_in_the_unit_that_suits_it(hours: float, text: str) -> None:
+    assert duration(hours) == text

@@ -1,0 +1,47 @@
+"""Seeds follow from the run's seed and from where they are used, and from nothing else."""
+
+from itertools import pairwise, product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipkit.training.step import seed_of, seeds_of
+
+seeds = st.integers(0, 2**63 - 1)
+places = st.lists(st.integers(0, 2**40), max_size=4)
+
+
+@given(seeds, places)
+def test_a_seed_is_one_that_torch_takes_and_the_same_again(seed: int, where: list[int]) -> None:
+    found = seed_of(seed, *where)
+    assert 0 <= found < 2**63 and found == seed_of(seed, *where)
+
+
+@given(seeds, places, places)
+def test_other_places_have_other_seeds(seed: int, one: list[int], other: list[int]) -> None:
+    assert (seed_of(seed, *one) == seed_of(seed, *other)) == (one == other)
+
+
+def test_steps_ranks_and_pieces_never_meet() -> None:
+    found = [
+        one
+        for seed, step, rank in product(range(4), range(200), range(8))
+        for one in seeds_of(seed, step, rank, 4)
+    ]
+    found += [seed_of(seed, step) for seed, step in product(range(4), range(200))]
+    assert len(set(found)) == len(found)
+
+
+def test_bits_are_even() -> None:
+    """Neighbouring steps give seeds that look like no neighbours."""
+    drawn = [seed_of(0, step) for step in range(2000)]
+    for bit in range(63):
+        assert 850 < sum(one >> bit & 1 for one in drawn) < 1150, bit
+    changed = [(a ^ b).bit_count() for a, b in pairwise(drawn)]
+    assert 28 < sum(changed) / len(changed) < 35
+
+
+@given(seeds, st.integers(0, 10**6), st.integers(0, 4000), st.integers(1, 9), st.integers(1, 9))
+def test_a_piece_has_its_seed_however_many_there_are(seed: int, step: int, rank: int, a: int, b: int) -> None:
+    fewer = min(a, b)
+    assert seeds_of(seed, step, rank, a)[:fewer] == seeds_of(seed, step, rank, b)[:fewer]

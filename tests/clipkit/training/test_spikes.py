@@ -1,0 +1,57 @@
+"""Which gradients are far above the usual, and what is usual."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipkit.training.guards import is_spike, next_usual
+
+norms = st.floats(0, 1e6)
+
+
+def skipped(found: list[float], factor: float) -> list[int]:
+    """The steps that are left out of a training with gradients of such norms."""
+    usual, updates, spikes = 0.0, 0, []
+    for step, norm in enumerate(found):
+        spike = is_spike(norm, usual, factor=factor, updates=updates)
+        usual = next_usual(usual, norm, factor=factor, updates=updates)
+        updates += not spike
+        spikes += [step] * spike
+    return spikes
+
+
+@given(st.lists(norms, max_size=60))
+def test_nothing_is_left_out_unless_it_is_asked_for(found: list[float]) -> None:
+    assert skipped(found, 0) == []
+
+
+@given(st.lists(norms, max_size=20))
+def test_the_first_updates_only_tell_what_is_usual(found: list[float]) -> None:
+    assert skipped(found, 1.01) == []
+
+
+def test_a_spike_is_left_out_and_the_next_step_is_not() -> None:
+    assert skipped([1.0] * 30 + [100.0] + [1.0] * 30, 3) == [30]
+    assert skipped([1.0] * 30 + [2.9] + [1.0] * 30, 3) == []
+    assert skipped([1.0] * 30 + [100.0, 100.0] + [1.0] * 30, 3) == [30, 31]
+
+
+@given(st.floats(1.5, 10), st.floats(2, 1e3))
+def test_norms_that_rise_for_good_are_soon_usual(factor: float, rise: float) -> None:
+    left_out = skipped([1.0] * 50 + [rise] * 900, factor)
+    assert left_out == list(range(50, 50 + len(left_out)))  # and then never again
+    assert len(left_out) < 900
+
+
+@given(norms, st.floats(0.5, 2), st.integers(0, 10_000))
+def test_the_usual_stays_where_norms_stay(norm: float, other: float, updates: int) -> None:
+    assert abs(next_usual(norm, norm, factor=3, updates=updates) - norm) <= 1e-9 * norm
+    between = sorted((norm, norm * other))
+    moved = next_usual(norm, norm * other, factor=3, updates=updates)
+    assert between[0] * (1 - 1e-9) <= moved <= between[1] * (1 + 1e-9)
+
+
+def test_the_first_norms_count_alike() -> None:
+    usual = 0.0
+    for updates, norm in enumerate([1.0, 2.0, 3.0, 6.0]):
+        usual = next_usual(usual, norm, factor=3, updates=updates)
+    assert abs(usual - 3.0) < 1e-12

@@ -1,0 +1,480 @@
+"""What is told of shards before a training, with real tars of every kind of fault."""
+
+import io
+import json
+import os
+import re
+import signal
+import threading
+import time
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipkit.errors import ConfigError, DataError, run_command
+from clipkit.files.traits import Decoding
+from data.__main__ import main
+from data.inspect import inspect
+from data.inspect.report import notes, page_of
+from data.inspect.survey import token_counts
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from tests.data.inspected_tars import Members, look, pairs, picture, row, told, write_tar
+from tests.data.remote import servers
+
+nginx = servers.nginx
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def good(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards of twelve good samples."""
+    folder = tmp_path_factory.mktemp("good")
+    for number in range(3):
+        write_tar(folder / f"{number:05d}.tar", pairs(100 * number, 12))
+    return folder
+
+
+def test_good_shards(good: Path) -> None:
+    found = look([str(good)])
+    shards, names, sampled = found.shards, found.names, found.sampled
+    assert (shards.count, shards.looked_into, shards.samples, shards.samples_known) == (3, 3, 36, True)
+    assert (shards.least, shards.median, shards.greatest) == (12, 12, 12)
+    assert shards.bytes == sum(path.stat().st_size for path in good.iterdir())
+    assert (shards.missing, shards.broken, shards.empty, shards.suspicious) == ((), (), (), 0)
+    assert names.patterns == {"######": 36} and names.extensions == {"jpg": 36, "txt": 36}
+    assert (sampled.tried, sampled.bad, sampled.low) == (36, 0, 0.0) and 0.05 < sampled.high < 0.15
+    assert found.captions.read == 36 and found.captions.repeated == 0
+    assert sum(found.captions.tokens.counts) == 36
+    assert found.pictures.formats == {"JPEG": 36} and not found.pictures.misnamed
+    assert found.pictures.same_bytes.groups == found.pictures.same_look.groups == 0
+    assert len(found.sheet) == 24 and all(entry.picture[8:12] == b"WEBP" for entry in found.sheet)
+    assert found.speed.per_core > 0 and found.speed.workers >= 1 and found.speed.read > 0
+    assert not any(note.grave for note in notes(found))
+
+
+def test_a_second_look_sees_the_same(good: Path) -> None:
+    first, second = (look([str(good)], samples=10).to_dict() for _ in range(2))
+    for one in (first, second):
+        del one["speed"], one["seconds"]
+    assert first == second
+    assert first["sampled"]["tried"] == 10 and len(first["sheet"]) == 10
+    shards = {entry["place"]["shard"] for entry in first["sheet"]}
+    assert len(shards) == 3  # spread over all
+
+
+@pytest.mark.parametrize("samples", [1, 7, 25, 35, 36, 100])
+def test_no_sample_is_taken_twice(good: Path, samples: int) -> None:
+    found = look([str(good)], samples=samples)
+    assert found.sampled.tried == found.pictures.read == min(samples, 36)
+    assert found.pictures.same_bytes.groups == 0
+    assert (found.captions.read, found.captions.repeated) == (36, 0)  # captions of others are read too
+    assert len(found.sheet) == min(samples, 24)
+
+
+def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+    for number in (0, 1, 4, 7):
+        write_tar(tmp_path / f"{number:05d}.tar", pairs(100 * number, 5))
+    cut = (tmp_path / "00001.tar").read_bytes()
+    (tmp_path / "00001.tar").write_bytes(cut[: len(cut) // 2])
+    (tmp_path / "00002.tar").write_bytes(b"")
+    (tmp_path / "00005.tar").write_bytes(b"<html>not found</html>" * 100)
+    write_tar(tmp_path / "00008.tar", [("a.txt", b"alone"), ("b.txt", b"too")])
+    pattern = f"{tmp_path}/{{00000..00009}}.tar"
+    for source, missing in ((str(tmp_path), ("00003", "00006")), (pattern, ("00003", "00006", "00009"))):
+        found = look([source])
+        assert found.shards.missing == missing and found.shards.missing_count == len(missing)
+        assert found.shards.samples == 15
+        broken = {Path(one.shard).name: one.cause for one in found.shards.broken}
+        assert set(broken) == {"00001.tar", "00002.tar", "00005.tar"}
+        assert "truncated" in broken["00001.tar"] and "empty" in broken["00002.tar"]
+        assert [Path(one).name for one in found.shards.empty] == ["00008.tar"]
+        assert found.names.without_picture == 2
+        assert "3 of 7 shards looked into cannot be read" in told(found)
+        assert "2 shards truncated: data.truncated=use trains on the intact part" in told(found)
+    assert "3 of 10 shards are missing" in told(found)
+
+
+def test_where_all_shards_are_truncated_the_setting_is_told(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pairs(0, 5))
+    os.truncate(tmp_path / "0.tar", (tmp_path / "0.tar").stat().st_size // 2)
+    with pytest.raises(
+        DataError, match=r"0\.tar is truncated: .*; data\.truncated=use trains on the intact part"
+    ):
+        look([str(tmp_path)])
+
+
+def test_a_count_of_shards_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train/0.tar", pairs(0, 3))
+    (tmp_path / "train/nshards.txt").write_text("4\n")
+    found = look([str(tmp_path)])
+    assert "nshards.txt says '4'" in told(found) and found.shards.samples == 3
+
+
+def test_bad_samples_by_cause(tmp_path: Path) -> None:
+    pictures = {3: b"no picture", 5: picture(5)[:300], 9: b"no picture", 11: b""}
+    captions = {2: b" \n", 7: b"x" * 200_001}
+    write_tar(tmp_path / "0.tar", pairs(0, 20, pictures=pictures, captions=captions))
+    found = look([str(tmp_path)])
+    assert (found.sampled.tried, found.sampled.bad) == (20, 6)
+    causes = {one.cause: (one.count, [place.key for place in one.first]) for one in found.sampled.causes}
+    assert causes["empty caption"] == (1, ["000002"])
+    assert causes["not a picture in a known format"] == (3, ["000003", "000009", "000011"])
+    assert any("200001 characters" in cause for cause in causes)
+    assert "30.0% of the samples are bad; training stops beyond 5%" in told(found)
+    assert found.captions.empty == 2  # no text, and one too long to read
+    assert found.pictures.read == 14
+
+
+@pytest.mark.parametrize("samples", [4, 100])
+def test_captions_that_are_not_utf8(samples: int, tmp_path: Path) -> None:
+    latin = "caf\u00e9".encode("latin-1")
+    write_tar(tmp_path / "0.tar", pairs(0, 20, captions=dict.fromkeys((3, 5, 9, 11, 12), latin)))
+    found = look([str(tmp_path)], samples=samples)
+    captions = found.captions
+    assert (captions.not_utf8, captions.read, captions.empty) == (5, 15, 0)
+    places = sorted(place.key for place in captions.not_utf8_at)
+    assert len(places) == 3 and set(places) <= {"000003", "000005", "000009", "000011", "000012"}
+    (note,) = (note for note in notes(found) if "UTF-8" in note.text)
+    assert note.grave and note.text.startswith(
+        "5 of 20 (25.0%) captions read are not UTF-8, such as 0.tar: 0000"
+    )
+    assert row(found, "captions", "not UTF-8").startswith("5: 0.tar: 0000")
+    if samples == 100:
+        (cause,) = found.sampled.causes
+        assert (cause.cause, cause.count) == ("caption is not UTF-8", 5)
+    page_of(found).encode()
+    clean = look([str(tmp_path)], captions=["caption", "txt"]).captions
+    assert clean.not_utf8 == 5
+    write_tar(
+        tmp_path / "0.tar",
+        [*pairs(0, 3), ("a.jpg", picture(1)), ("a.json", b'{"caption": "' + latin + b'"}')],
+    )
+    assert look([str(tmp_path)]).captions.not_utf8_at[0].key == "a"
+
+
+def test_captions(tmp_path: Path) -> None:
+    long = "a very long description of a thing " * 20
+    captions = dict.fromkeys(range(6), b"the same") | {7: long.encode(), 8: long.encode()}
+    write_tar(tmp_path / "0.tar", pairs(0, 12, captions=captions))
+    found = look([str(tmp_path)])
+    assert found.captions.repeated == 6
+    assert found.captions.frequent[0] == ("the same", 6) and found.captions.frequent[1][1] == 2
+    assert found.captions.cut == 2 and found.captions.longest == token_counts([long])[0] == 142
+    cut = next(entry for entry in found.sheet if entry.rest)
+    assert long.startswith(cut.caption + cut.rest[:20]) and token_counts([cut.caption])[0] == 77
+
+
+def test_captions_in_json(tmp_path: Path) -> None:
+    members = []
+    for number in range(4):
+        texts = {"caption": f"in json {number}", "alt": ["one", "two"]}
+        members += [(f"{number}.jpg", picture(number)), (f"{number}.json", json.dumps(texts).encode())]
+    write_tar(tmp_path / "0.tar", members)
+    assert {entry.caption for entry in look([str(tmp_path)]).sheet} == {f"in json {n}" for n in range(4)}
+    assert {entry.caption for entry in look([str(tmp_path)], captions=["alt"]).sheet} == {"one"}
+
+
+def test_pictures_and_what_is_special_about_them(tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    grey = io.BytesIO()
+    Image.fromarray(np.arange(1600, dtype=np.uint16).reshape(40, 40) * 40).save(grey, "png")
+    cmyk, clear = io.BytesIO(), io.BytesIO()
+    Image.new("CMYK", (40, 40), (9, 99, 0, 0)).save(cmyk, "jpeg")
+    Image.new("RGBA", (40, 40), (9, 99, 0, 0)).save(clear, "png")
+    again = io.BytesIO()
+    Image.open(io.BytesIO(picture(9, (200, 200)))).resize((128, 128)).save(again, "jpeg", quality=70)
+    contents = [
+        picture(0, exif=turned), grey.getvalue(), cmyk.getvalue(), clear.getvalue(),
+        picture(4, (300, 20)), picture(5, (20, 240)), picture(6, form="webp"), picture(6, form="webp"),
+        picture(9, (200, 200)), again.getvalue(),
+    ]  # fmt: skip
+    write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=dict(enumerate(contents))))
+    pictures = look([str(tmp_path)]).pictures
+    assert pictures.read == 10
+    assert pictures.marks == {"grey": 1, "16 bits": 1, "CMYK": 1}
+    assert (pictures.transparent.count, [one.key for one in pictures.transparent.first]) == (1, ["000003"])
+    assert (pictures.rotated.count, [one.key for one in pictures.rotated.first]) == (1, ["000000"])
+    assert pictures.misnamed == {".jpg is PNG": 2, ".jpg is WEBP": 2}
+    assert (pictures.widest, pictures.tallest) == (15.0, 12.0)
+    assert pictures.widest_at is not None and pictures.widest_at.key == "000004"
+    assert pictures.small == 2
+    assert [[place.key for place in group] for group in pictures.same_bytes.shown] == [["000006", "000007"]]
+    assert [[place.key for place in group] for group in pictures.same_look.shown] == [["000008", "000009"]]
+
+
+def test_two_files_of_a_kind_in_one_sample(tmp_path: Path) -> None:
+    """The first one is used: of captions, of pictures of two formats, and of fields."""
+    members = []
+    for number in range(8):
+        key = f"{number:06d}"
+        members += [(f"{key}.jpg", picture(number)), (f"{key}.txt", b"first"), (f"{key}.json", b"{}")]
+        members += [(f"{key}.txt", b"second")] * (number in (2, 3, 5, 6))
+        members += [(f"{key}.png", picture(9, form="png")), (f"{key}.json", b"[]")] * (number == 5)
+    write_tar(tmp_path / "0.tar", members)
+    found = look([str(tmp_path)])
+    assert found.names.repeated == {"txt": 4, "picture": 1, "json": 1}
+    assert [place.key for place in found.names.repeated_at] == ["000002", "000003", "000005"]
+    counts = "4 more txt, 1 more picture, 1 more json (such as 0.tar: 000002; 0.tar: 000003; 0.tar: 000005)"
+    assert row(found, "samples", "twice in a sample") == f"{counts}; the first one is used"
+    assert (
+        f"samples with more than one file of a kind: {counts}; training uses the first one of each sample and "
+        "ignores the others"
+    ) in told(found)
+    assert {entry.caption for entry in found.sheet} == {"first"}  # as a training does
+    data = Shards.of(find_shards(str(tmp_path)))
+    assert {data.read(number).caption for number in range(8)} == {"first"}
+    assert data.read(5).image[:2] == b"\xff\xd8"
+
+
+def test_keys_and_members(tmp_path: Path) -> None:
+    members = [
+        ("a/one.JPG", picture(1)), ("a/one.txt", b"one"), ("a/one.jpg", picture(1)),
+        ("a/two.jpg", picture(2)), ("a/three.txt", b"three"), ("a/two.txt", b"two"),
+        ("a/x.1.jpg", picture(3)), ("a/x.1.txt", b"x"), (".hidden.jpg", b""), ("README", b""),
+        ("a/four.jpeg", picture(4)), ("a/four.txt", b"four"),
+    ]  # fmt: skip
+    write_tar(tmp_path / "0.tar", members)
+    write_tar(tmp_path / "1.tar", [("a/one.jpg", picture(7)), ("a/one.txt", b"another")])
+    found = look([str(tmp_path)])
+    names = found.names
+    assert names.upper_case == {"JPG": 1} and names.repeated == {"picture": 1}
+    assert names.extensions == {"jpg": 4, "txt": 5, "1.jpg": 1, "1.txt": 1, "jpeg": 1}
+    assert (names.second_dot, names.hidden, names.apart, names.across) == (2, 2, 1, 1)
+    assert names.apart_example is not None and names.apart_example.key == "a/two"
+    assert names.across_example == "a/one"
+    assert (names.without_picture, names.without_caption) == (2, 1)
+    assert found.shards.samples == 3
+    assert "2 files with a second dot" in told(found) and "1 key coming back later" in told(found)
+
+
+@pytest.mark.parametrize(
+    ("members", "seen", "hint"),
+    [
+        ([("a.jpg", b""), ("a.caption", b"")], "'caption' (1)", "name the .caption files .txt"),
+        ([("a.jpg", b""), ("a.text", b"")], "'text' (1)", "name the .text files .txt"),
+        ([("a.JPG.txt", b""), ("a.JPG", b"")], "'jpg.txt' (1)", "leave no other dots in names"),
+        ([("0.jpg", b""), ("1.txt", b"")], "'jpg' (1)", "follow one another"),
+        ([("README", b""), (".x.jpg", b"")], "none; 2 files have no extension", "expected are KEY.jpg/"),
+        ([], "none", "expected are KEY.jpg/jpeg/png/webp/… with KEY.txt"),
+    ],
+)
+def test_no_pair_says_what_was_seen_and_what_is_expected(
+    members: Members, seen: str, hint: str, tmp_path: Path
+) -> None:
+    write_tar(tmp_path / "0.tar", members)
+    with pytest.raises(DataError) as error:
+        look([str(tmp_path)])
+    assert seen in str(error.value) and hint in str(error.value)
+
+
+def test_ten_thousand_shards_of_the_wrong_kind_end_soon(tmp_path: Path) -> None:
+    write_tar(tmp_path / "00000.tar", [("a.jpg", b"x"), ("a.caption", b"y")])
+    for number in range(1, 10_000):
+        os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"the first 8 shards looked into hold no pair .*'caption' \(8\)"):
+        look([str(tmp_path)])
+    assert time.monotonic() - begin < 10
+
+
+def test_many_shards_are_sampled(tmp_path: Path) -> None:
+    write_tar(tmp_path / "00000.tar", pairs(0, 3))
+    for number in range(1, 300):
+        os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
+    for number in range(0, 300, 2):
+        (tmp_path / f"{number:05d}_stats.json").write_text('{"successes": 3}')
+    write_tar(tmp_path / "00299.tar.new", pairs(0, 3))
+    (tmp_path / "00299.tar.new").replace(tmp_path / "00299.tar")  # else it would be the same file
+    cut = (tmp_path / "00000.tar").read_bytes()[:-3000]
+    (tmp_path / "00151.tar").unlink()
+    (tmp_path / "00151.tar").write_bytes(cut)
+    found = look([str(tmp_path)], shards=4, samples=6)
+    assert (found.shards.count, found.shards.looked_into, found.shards.suspicious) == (300, 5, 1)
+    assert [Path(one.shard).name for one in found.shards.broken] == ["00151.tar"]
+    assert not found.shards.samples_known and found.shards.counted >= 150
+    assert abs(found.shards.samples - 3 * 299) <= 3
+    assert found.sampled.tried == 6
+    assert "5 of 300, spread evenly" in row(found, "shards", "looked into")
+    assert "about" in row(found, "shards", "samples")
+
+
+def test_nothing_decodes(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pairs(0, 70, pictures=dict.fromkeys(range(70), b"no")))
+    with pytest.raises(
+        DataError, match=r"none of the first 64 samples can be used: not a picture.*'jpg' \(70\)"
+    ):
+        look([str(tmp_path)])
+
+
+def test_nothing_can_be_read(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.tar").write_bytes(b"junk" * 1000)
+    with pytest.raises(DataError, match=r"is not a tar file.*and 1 more"):
+        look([str(tmp_path)])
+    with pytest.raises(DataError, match="no tar of split"):
+        (tmp_path / "empty").mkdir()
+        look([str(tmp_path / "empty")])
+    for name in ("samples", "shards", "image_size", "rate"):
+        with pytest.raises(ConfigError, match=f"{name} = -1"):
+            wrong: dict[str, Any] = {name: -1}
+            inspect([str(tmp_path)], **wrong)
+    with pytest.raises(ConfigError, match="rate = nan"):
+        inspect([str(tmp_path)], rate=float("nan"))
+
+
+HOSTILE = "<script>alert(1)</script>\x1b[2J\u202e&\"'\x00]]>[bold]\ud800"
+
+
+class _Strict(HTMLParser):
+    """Notes the elements of a page and where they point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.pointers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.pointers += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_hostile_text_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, no_utf8 = HOSTILE.encode("utf-8", "ignore"), HOSTILE.encode("utf-8", "surrogatepass")
+    assert text != no_utf8
+    members = [(name.replace("0", "<b>\x1b[31m", 1), content) for name, content in pairs(0, 6)]
+    members = [(name, text if name.endswith(".txt") else content) for name, content in members]
+    fields = b'{"' + no_utf8.replace(b'"', b"") + b'": "' + no_utf8.replace(b'"', b"") + b'"}'
+    members += [("bad.jpg", picture(7)), ("bad.txt", no_utf8), ("bad.json", fields)]
+    write_tar(tmp_path / "<i>&.tar", members)
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    options = ["--image-size", "16", "--html", str(page), "--json", str(figures), "--quiet"]
+    assert main(["inspect", str(tmp_path), *options]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    *lines, last = output.out.splitlines()
+    assert max(map(len, lines)) <= 80 and last == f"wrote {page}"
+    assert all(character.isprintable() or character == "\n" for character in output.out)
+    strict = _Strict()
+    strict.feed(page.read_text(encoding="utf-8"))
+    assert not strict.tags & {"script", "b", "iframe", "object"}
+    assert all(pointer.startswith(("#", "data:image/webp;base64,")) for pointer in strict.pointers)
+    assert "\x1b" not in page.read_text() and "\u202e" not in page.read_text()
+    told = json.loads(figures.read_text())
+    assert told["captions"]["frequent"][0][1] == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["<i>&.tar", "figures.json", "page.html"]
+
+
+def test_the_command(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(good), "--image-size", "16"]) == 0
+    output = capsys.readouterr()
+    assert max(map(len, output.out.splitlines())) <= 80 and "\x1b" not in output.out
+    assert not any(line.endswith(" ") for line in output.out.splitlines())
+    assert "3 shards, 36 samples" in output.out
+    assert re.search(r"workers needed +\d+ workers? \(data.workers\) for a GPU", output.out)
+    wrong = tmp_path / "none/page.html"
+    with pytest.raises(SystemExit) as stop:
+        run_command(partial(main, ["inspect", str(good), "--html", str(wrong)]))
+    assert stop.value.code == 1
+
+
+def test_ctrl_c_ends_it_with_a_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        assert main(["inspect", str(good), "--image-size", "8000", "--quiet"]) == 130
+    finally:
+        timer.cancel()
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("stopped") and output.err.count("\n") == 1
+
+
+def test_several_sources(good: Path, tmp_path: Path) -> None:
+    write_tar(tmp_path / "more.tar", pairs(900, 2))
+    found = look([str(good), str(tmp_path / "more.tar")])
+    assert (found.shards.count, found.shards.samples) == (4, 38)
+    assert page_of(found).count("<img ") == 24
+
+
+def test_two_files_of_a_kind_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
+    """Its index has counts, but no names."""
+    write_tar(tmp_path / "0.tar", [*pairs(0, 5), ("000004.txt", b"another"), ("000004.png", picture(7))])
+    nginx.put("twice/0.tar", (tmp_path / "0.tar").read_bytes())
+    found = look([nginx.url("twice/0.tar")])
+    assert found.names.repeated == {"picture": 1, "txt": 1} and found.names.repeated_at == ()
+    assert row(found, "samples", "twice in a sample") == "1 more picture, 1 more txt; the first one is used"
+
+
+def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
+    nginx: servers.Nginx, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for number in (0, 1, 3):
+        write_tar(tmp_path / "one.tar", pairs(100 * number, 4))
+        nginx.put(f"set/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())
+    pattern = nginx.url("set/{00000..00003}.tar?token=s3cret")
+    found = look([pattern])
+    assert (found.shards.samples, found.shards.missing, found.sampled.bad) == (12, ("00002",), 0)
+    assert found.sampled.tried == 12 and len(found.sheet) == 12
+    assert found.shards.beginnings == 0  # they are small
+    page = page_of(found)
+    assert "s3cret" not in page and "s3cret" not in json.dumps(found.to_dict())
+    assert look([nginx.url("set")]).shards.missing == ("00002",)
+
+
+def test_of_large_remote_shards_the_first_samples_are_read(
+    nginx: servers.Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("data.inspect.samples.BEGINNING", 20_000)
+    for number in range(3):
+        write_tar(tmp_path / "one.tar", pairs(100 * number, 60))
+        nginx.put(f"large/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())
+    found = look([nginx.url("large")])
+    assert (found.shards.beginnings, found.shards.counted, found.sampled.bad) == (3, 0, 0)
+    assert 15 <= found.sampled.tried < 60 and found.names.without_caption == 0
+    assert not found.shards.samples_known and 150 < found.shards.samples < 210
+    assert "of 3 the first samples only" in row(found, "shards", "looked into")
+    for number in range(3):
+        nginx.put(f"large/{number:05d}_stats.json", b'{"successes": 61}')
+    found = look([nginx.url("large")])
+    assert (found.shards.samples, found.shards.samples_known, found.shards.counted) == (183, True, 3)
+
+
+def test_transparent_and_rotated_images_are_found_with_what_to_set(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    clear, opaque = io.BytesIO(), io.BytesIO()
+    Image.new("RGBA", (40, 40), (9, 99, 0, 254)).save(clear, "png")
+    Image.new("RGBA", (40, 40), (9, 99, 0, 255)).save(opaque, "png")
+    turned = picture(0, exif=exif)
+    contents = {1: clear.getvalue(), 2: opaque.getvalue(), **dict.fromkeys(range(4, 9), turned)}
+    write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=contents))
+    found = look([str(tmp_path)])
+    assert row(found, "pictures", "transparent") == (
+        "1 of 10 (10.0%); their hidden colors are used, as open_clip does; set data.background=white | "
+        "in 0.tar: 000001"
+    )
+    assert row(found, "pictures", "rotated by EXIF").startswith(
+        "5 of 10 (50.0%); this is not applied, as in open_clip; set data.upright=true | in 0.tar: 000004; "
+    )
+    assert "1 of 10 images is transparent" in told(found) and "5 of 10 images are rotated" in told(found)
+    chosen = look([str(tmp_path)], decoding=Decoding(background=(255, 255, 255), upright=True))
+    assert row(chosen, "pictures", "transparent").startswith("1 of 10 (10.0%); laid on #ffffff")
+    assert row(chosen, "pictures", "rotated by EXIF").startswith("5 of 10 (50.0%); turned upright")
+    assert "transparent" not in told(chosen) and "rotated" not in told(chosen)
+    write_tar(tmp_path / "plain/0.tar", pairs(0, 10))
+    none = look([str(tmp_path / "plain")])
+    assert row(none, "pictures", "transparent") == row(none, "pictures", "rotated by EXIF") == "none"
+    json.dumps(chosen.to_dict())

@@ -1,0 +1,102 @@
+"""The parts of an inspection by themselves: numbers that lack, forms of keys, intervals, what looks the same."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.inspect.findings import Histogram, Speed, plain, wilson
+from data.inspect.samples import groups_alike, groups_equal, look_code, missing_numbers
+from data.inspect.survey import token_counts
+from data.inspect.timing import key_pattern
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))
+def test_missing_numbers_are_those_between(numbers: list[int], width: int) -> None:
+    ranges, count = missing_numbers([f"/a/x{number:0{width}d}.tar" for number in numbers])
+    missing = sorted(set(range(min(numbers), max(numbers))) - set(numbers))
+    if len(missing) > 10 * len(numbers):
+        assert (ranges, count) == ([], 0)
+        return
+    assert count == len(missing)
+    stated: list[int] = []
+    for one in ranges:
+        first, _, last = one.partition("–")
+        stated += range(int(first), int(last or first) + 1)
+    assert stated == missing
+
+
+def test_missing_numbers_of_several_folders_and_names() -> None:
+    urls = ["/a/0.tar", "/a/2.tar", "/b/0.tar", "s3://b/t-08.tar?v=1", "s3://b/t-10.tar?v=1", "/c/only.tar"]
+    assert missing_numbers(urls) == (["1", "09"], 2)
+    assert missing_numbers(["/a/1700000000.tar", "/a/1800000000.tar"]) == ([], 0)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_wilson_holds_the_share(part: int, more: int) -> None:
+    low, high = wilson(part, part + more)
+    assert 0 <= low <= (part / (part + more) if part + more else 0.5) <= high <= 1
+    if part + more:
+        assert wilson(2 * part, 2 * (part + more))[1] - wilson(2 * part, 2 * (part + more))[0] <= high - low
+    assert wilson(3, 100) == pytest.approx(
+        (0.010254, 0.084515), abs=1e-5
+    )  # by the formula, worked out by hand
+
+
+@given(st.text(st.characters(codec=None), max_size=300))
+def test_plain_text_moves_nothing(text: str) -> None:
+    shown = plain(text)
+    assert shown.isprintable() or not shown
+    assert shown.startswith(text[:160]) or not text[:160].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "form"),
+    [
+        ("000012", True, "######"),
+        ("train/00/cat_7", True, "train/##/cat_#"),
+        ("train/00/cat_7", False, "abc/#…/abc_#…"),
+        ("12345678901234567890", True, "#×20"),
+        ("d41d8cd98f00b204e9800998ecf8427e", True, "hex×32"),
+        ("bäume-3", False, "abc-#…"),
+        ("", True, ""),
+    ],
+)
+def test_key_pattern(key: str, words: bool, form: str) -> None:
+    assert key_pattern(key, words=words) == form
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=30)
+@given(st.lists(st.integers(0, 12), max_size=30))
+def test_groups_of_the_same(kinds: list[int]) -> None:
+    expected = sorted(
+        [n for n, one in enumerate(kinds) if one == kind] for kind in set(kinds) if kinds.count(kind) > 1
+    )
+    assert sorted(groups_equal([bytes([kind]) for kind in kinds])) == expected
+    codes = [np.random.default_rng(kind).integers(-1, 2, 256).astype(np.int8) for kind in kinds]
+    assert sorted(groups_alike(codes)) == expected
+
+
+def test_plain_pictures_do_not_look_the_same() -> None:
+    codes = [look_code(np.full((50, 50, 3), value, dtype=np.uint8)) for value in (0, 100, 255)]
+    assert groups_alike(codes) == []
+    assert look_code(np.zeros((1, 1, 3), dtype=np.uint8)).shape == (256,)
+
+
+@given(st.lists(st.integers(0, 400), max_size=40))
+def test_histogram_counts_each_once(values: list[int]) -> None:
+    bins = Histogram.of("x", values, (0, 10, 100))
+    assert bins.labels == ("0–9", "10–99", "100 and more")
+    assert sum(bins.counts) == len(values) and bins.counts[1] == sum(10 <= one < 100 for one in values)
+
+
+def test_tokens_are_counted_to_the_end() -> None:
+    assert token_counts(["", "!", "a cat !!!", "<end_of_text> a"]) == [2, 3, 5, 4]
+
+
+def test_workers_are_as_many_as_the_rate_needs() -> None:
+    figures = {"per_core": 500.0, "make": 1.9, "text": 0.1, "read_bytes": 1e6, "workers": 0, "cores": 2}
+    here = Speed(**figures, read=1000.0, remote=False, rate=1000.0)  # type: ignore[arg-type]
+    there = Speed(**figures, read=1000.0, remote=True, rate=1000.0)  # type: ignore[arg-type]
+    assert [here.workers_for(rate) for rate in (1, 300, 1000, 2000)] == [1, 1, 3, 6]
+    assert [there.workers_for(rate) for rate in (1, 500, 501, 2000)] == [1, 1, 2, 4]

@@ -1,0 +1,278 @@
+"""What an inspection tells of the json, filters, `_stats.json`, steps, and the pictures that it shows."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clipkit.errors import ConfigError, DataError
+from data.__main__ import main
+from data.captions import Filter
+from data.inspect.report import notes, page_of
+from data.inspect.survey import FieldSurvey
+from tests.data.inspected_tars import look, pairs, picture, row, told, write_tar
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def with_json(path: Path, metas: list[Any], *, text: bool = True) -> Path:
+    """A shard of a sample for each json; None is a sample without one."""
+    members = []
+    for number, meta in enumerate(metas):
+        members.append((f"{number:03d}.jpg", picture(number)))
+        members += [(f"{number:03d}.txt", f"thing {number}".encode())] if text else []
+        members += [(f"{number:03d}.json", json.dumps(meta).encode())] if meta is not None else []
+    write_tar(path, members)
+    return path
+
+
+METAS: list[dict[str, Any]] = [
+    {"width": 100 + number, "lang": ["en", "en", "de"][number % 3], "ok": True, "a": {"b": number / 4}}
+    for number in range(12)
+]
+
+
+def test_the_fields_of_the_json(tmp_path: Path) -> None:
+    first = METAS[0] | {"tags": ["z"], "url": "v", "mixed": "one"}
+    last = METAS[11] | {"tags": ["x", "y"], "url": "u" * 99, "mixed": 1}
+    metas = [first, *METAS[1:11], last, None, None]
+    found = look([str(with_json(tmp_path / "0.tar", metas))])
+    fields = {one.name: (one.kind, one.count, one.values) for one in found.fields.fields}
+    assert fields == {
+        "width": ("number", 12, "100 to 111, median 105.5"),
+        "lang": ("text", 12, '"en" 67%, "de" 33%'),
+        "ok": ("true or false", 12, 'always "true"'),
+        "a.b": ("number", 12, "0 to 2.75, median 1.375"),
+        "tags": ("list", 2, "1 to 2 items"),
+        "url": ("text", 2, f'"v", "{"u" * 40}…"'),
+        "mixed": ("text or number", 2, '1; "one"'),
+    }
+    assert (found.fields.read, found.fields.with_json, found.fields.more) == (14, 12, 0)
+    assert row(found, "fields", "samples with json") == "12 of 14 (85.7%)"
+    assert row(found, "fields", "width") == "number, in 85.7%: 100 to 111, median 105.5"
+    assert "--filters 'FIELD >= VALUE'" in row(found, "fields", "to select by these")
+
+
+def test_json_of_any_kind_does_no_harm() -> None:
+    survey = FieldSurvey([])
+    odd = [
+        None,
+        {},
+        {"n": 10**400},
+        {"n": float("nan")},
+        {"n": float("inf")},
+        {"n": -3},
+        {"": [], "x" * 500: 1},
+    ]
+    for one in [*odd, {"deep": {"er": {"a": None}}}, *({str(number): number} for number in range(2000))]:
+        survey.add(one)
+    found = survey.found()
+    assert found.read == len(odd) + 2001 and found.with_json == found.read - 1
+    assert len(found.fields) == 40 and found.fields[0].name == "n" and found.more == 960
+    assert found.fields[0].values == "-3" and survey.filtered() is None
+
+
+def test_of_many_numbers_the_range_is_exact_and_the_median_near() -> None:
+    survey = FieldSurvey([])
+    for number in np.random.default_rng(0).permutation(50_000).tolist():
+        survey.add({"n": number})
+    told = re.fullmatch(r"(\S+) to (\S+), median (\S+)", survey.found().fields[0].values)
+    assert told is not None
+    low, high, median = told.groups()
+    assert (low, high) == ("0", "49,999") and abs(float(median.replace(",", "")) - 25_000) < 1500
+
+
+def test_what_filters_leave(tmp_path: Path) -> None:
+    path = with_json(tmp_path / "0.tar", [*METAS, None])
+    found = look([str(path)], filters=["width >= 106", "lang = en"])
+    assert found.filtered is not None
+    assert (found.filtered.read, found.filtered.passed, found.left) == (13, 4, 4)
+    assert found.filtered.left_out == {"not width >= 106": 6, "not lang = en": 2, "without width": 1}
+    assert row(found, "shards", "after the filters").startswith("4 samples (30.8%)")
+    assert row(found, "shards", "one epoch") == "1 step of 4 samples (--batch-size sets the batch)"
+    assert row(found, "fields", "filters") == "width >= 106 | lang = en"
+    assert "4 of 13 (30.8%) pass | 6 left out" in row(found, "fields", "after the filters")
+    assert "the filters leave 4 of 13 (30.8%) of the samples read" in told(found)
+    assert found.sampled.tried == 13 and not any(note.grave for note in notes(found))
+
+
+def test_a_filter_on_a_field_that_is_not_there_is_told(tmp_path: Path) -> None:
+    path = with_json(tmp_path / "0.tar", METAS)
+    found = look([str(path)], filters=["widht >= 106", "WIDTH > 1", "lang = en"])
+    said = told(found)
+    assert (
+        "no sample read has the json field 'widht': did you mean 'width'? their json has: a.b, lang, " in said
+    )
+    assert "no sample read has the json field 'WIDTH': did you mean 'width'?" in said
+    assert "no sample read passes" not in said and "fill no batch" not in said
+    assert "no sample read passes the filters" in told(look([str(path)], filters=["width > 999"]))
+    with pytest.raises(ConfigError, match="has => for >="):
+        look([str(path)], filters=["width => 3"])
+
+
+def test_filters_on_the_command_line_are_those_of_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = with_json(tmp_path / "0.tar", METAS)
+    figures = tmp_path / "figures.json"
+    options = ["--image-size", "16", "--batch-size", "3", "--json", str(figures), "--quiet"]
+    for given in (["width >= 106", "lang=en"], ['["width >= 106", "lang = en"]']):
+        several = [part for one in given for part in ("--filters", one)]
+        assert main(["inspect", str(path), *several, *options]) == 0
+        output = capsys.readouterr().out
+        assert "4 of 12 (33.3%) pass" in output and max(map(len, output.splitlines())) <= 80
+        assert json.loads(figures.read_text())["filtered"]["passed"] == 4
+    with pytest.raises(ConfigError, match="is no list of texts"):
+        main(["inspect", str(path), "--filters", "[width", *options])
+    with pytest.raises(ConfigError, match="--batch-size: '0' is not a whole number"):
+        main(["inspect", str(path), *options, "--batch-size", "0"])
+
+
+def test_captions_that_no_sample_has_are_refused_as_by_a_training(tmp_path: Path) -> None:
+    path = with_json(tmp_path / "0.tar", METAS)
+    with pytest.raises(DataError) as caught:
+        look([str(path)], captions=["lnag"])
+    assert str(caught.value) == (
+        "data.captions names the json field 'lnag', which no sample of 12 looked at has: did you mean 'lang'? "
+        "their json has: lang; 12 of them with a caption file: data.captions=txt takes it"
+    )
+    without = with_json(tmp_path / "1.tar", METAS, text=False)
+    with pytest.raises(
+        DataError, match=r"has a caption file \(.txt\) or the json field 'caption': their json has"
+    ):
+        look([str(without)])
+    empty = dict.fromkeys(range(5), b" ")
+    write_tar(tmp_path / "2.tar", pairs(0, 5, captions=empty))
+    with pytest.raises(DataError, match=r"none of the first 5 samples can be used: empty caption \(5\)"):
+        look([str(tmp_path / "2.tar")])
+
+
+def test_steps_of_an_epoch(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pairs(0, 11))
+    assert row(look([str(tmp_path)]), "shards", "one epoch").startswith("2 steps of 4 samples")
+    found = look([str(tmp_path)], batch_size=12)
+    assert row(found, "shards", "one epoch").startswith("0 steps")
+    assert "11 samples fill no batch of 12: train with a smaller batch_size" in told(found)
+
+
+def test_stats_files_against_what_is_there(tmp_path: Path) -> None:
+    for number, successes in enumerate((5, 9, 3)):
+        write_tar(tmp_path / f"{number}.tar", pairs(100 * number, 5))
+        (tmp_path / f"{number}_stats.json").write_text(json.dumps({"successes": successes}))
+    write_tar(tmp_path / "3.tar", pairs(300, 5))
+    found = look([str(tmp_path)])
+    stated = found.shards.stated
+    assert (stated.shards, stated.stated, stated.found) == (3, 17, 15)
+    assert [(Path(name).name, says, there) for name, says, there in stated.differ] == [
+        ("1.tar", 9, 5),
+        ("2.tar", 3, 5),
+    ]
+    assert "15 samples with a picture are there, fewer than the 17 that _stats.json files say" in told(found)
+    assert row(found, "shards", "_stats.json files").endswith("1.tar: 9, there are 5 | 2.tar: 3, there are 5")
+
+
+def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
+    large = picture(8, (400, 300), quality=95)
+    pictures = {
+        0: b"<p>gone</p>",
+        1: b"",
+        2: large[: len(large) // 2],
+        5: picture(4),
+        9: picture(4, quality=60),
+    }
+    captions = {3: b" "} | dict.fromkeys(range(12, 30), b"")
+    write_tar(tmp_path / "0.tar", pairs(0, 30, pictures=pictures, captions=captions))
+    found = look([str(tmp_path)])
+    shown = {entry.place.key: entry for entry in found.bad_shown}
+    assert sorted(shown) == ["000000", "000001", "000002", "000003", "000012", "000013", "000014"]
+    assert [entry.cause for entry in found.bad_shown[:4]] == ["empty caption"] * 4  # the most frequent
+    assert (shown["000000"].picture, shown["000000"].beginning) == (b"", "<p>gone</p>")
+    assert (shown["000001"].size, shown["000002"].size) == (0, len(large) // 2)
+    assert shown["000002"].picture[8:12] == shown["000003"].picture[8:12] == b"WEBP"
+    assert shown["000002"].caption == "a picture of thing 2"
+    assert [[entry.place.key for entry in group] for group in found.same] == [["000004", "000005"]]
+    assert [[entry.place.key for entry in group] for group in found.alike] == [["000004", "000005", "000009"]]
+    page = page_of(found)
+    assert "&lt;p&gt;gone&lt;/p&gt;" in page and "<p>gone" not in page and ">no bytes<" in page
+    pictures_shown = len(found.sheet) + 5 + 2 + 3
+    assert page.count("<img ") == pictures_shown
+    assert "The same file<" in page and "Look alike<" in page
+
+
+def test_few_of_many_duplicates_are_shown(tmp_path: Path) -> None:
+    pictures = {number: picture(number // 5) for number in range(40)}
+    write_tar(tmp_path / "0.tar", pairs(0, 40, pictures=pictures))
+    found = look([str(tmp_path)])
+    assert [len(group) for group in found.same] == [4] * 6 and found.alike == ()
+    assert "The same file: 6 of 8 groups" in page_of(found)
+
+
+def test_what_takes_seconds_to_import_is_left_alone(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pairs(0, 6))
+    program = (
+        "import sys; from data.__main__ import main; main(sys.argv[1:]); "
+        "print([name for name in ('torchvision', 'matplotlib', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "inspect", str(tmp_path), "--image-size", "16", "--quiet"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_who_has_no_page_is_told_of_it_where_there_is_something_to_see(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def last_line(source: Path) -> str:
+        assert main(["inspect", str(source), "--image-size", "16", "--quiet"]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    write_tar(tmp_path / "good.tar", pairs(0, 4))
+    write_tar(tmp_path / "double.tar", pairs(0, 4, pictures={1: picture(0)}))
+    assert "--html" not in last_line(tmp_path / "good.tar")
+    assert last_line(tmp_path / "double.tar") == "to look at bad and double pictures: --html PAGE.html"
+
+
+def test_filters_may_be_many() -> None:
+    survey = FieldSurvey([Filter.of("a > 1"), Filter.of("b > 1")])
+    for meta in ({"a": 2, "b": 2}, {"a": 2}, {"b": 2}, None):
+        survey.add(meta)
+    filtered = survey.filtered()
+    assert filtered is not None and (filtered.passed, filtered.unknown) == (1, ())
+    assert filtered.left_out == {"without a": 2, "without b": 1}
+
+
+def test_pictures_of_the_test_that_are_trained_on_are_told(tmp_path: Path) -> None:
+    for split, first in (("train", 0), ("test", 9)):
+        pictures = {number: picture(number) for number in range(first, first + 12)}
+        write_tar(tmp_path / "set" / split / "0.tar", pairs(first, 12, pictures=pictures))
+    found = look([str(tmp_path / "set")])
+    assert found.held_out is not None and (found.held_out.read, found.held_out.trained_on) == (12, 3)
+    assert "3 of 12 pictures of the split test are the same files as some among those of train" in told(found)
+    for alone in (look([str(tmp_path / "set" / "train")]), look([str(tmp_path / "set")], split="test")):
+        assert alone.held_out is None and "split test" not in told(alone)
+
+
+def test_a_field_of_captions_that_no_sample_has_is_told(tmp_path: Path) -> None:
+    members = [*pairs(0, 6), *((f"{number:06d}.json", b'{"alt_text": "a"}') for number in range(6))]
+    write_tar(tmp_path / "0.tar", sorted(members))
+    found = look([str(tmp_path)], captions=["txt", "alt"])
+    assert "data.captions: no sample read has the json field 'alt': their json has: alt_text" in told(found)
+    assert "data.captions" not in told(look([str(tmp_path)], captions=["txt", "alt_text"]))

@@ -1,0 +1,118 @@
+"""What the command says of the loader's speed, measured with real shards and worker processes."""
+
+import io
+import json
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipkit.errors import run_command
+from data.__main__ import main
+from data.shards.writer import DatasetWriter, Record
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def shards(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Forty samples in four shards; ten have a broken picture."""
+    folder = tmp_path_factory.mktemp("speed") / "set"
+    with DatasetWriter(folder, samples_per_shard=10) as writer:
+        for number in range(40):
+            file = io.BytesIO()
+            pixels = np.random.default_rng(number).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(file, "jpeg")
+            image = b"broken" if number % 4 == 0 else file.getvalue()
+            writer.write("train", Record(key=f"{number}", image=image, extension="jpg", caption="a thing"))
+        writer.finish({})
+    return str(folder)
+
+
+def test_several_numbers_of_workers_in_one_call(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--image-size", "16", "--batch-size", "8", "--seconds", "0.2", "--quiet"]
+    assert main(["speed", shards, *options, "--workers", "0,2,0", "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err == "" and output.out.count("\n") == 1
+    told = json.loads(output.out)
+    assert (told["image_size"], told["batch_size"]) == (16, 8)
+    assert [one["workers"] for one in told["measured"]] == [0, 2]
+    for one in told["measured"]:
+        assert one["samples"] >= 8 and one["samples"] % 8 == 0
+        assert one["samples_per_second"] == pytest.approx(one["samples"] / one["seconds"])
+        assert one["per_worker"] == pytest.approx(one["samples_per_second"] / max(1, one["workers"]))
+        assert one["bytes_per_second"] > 24 * 24 * one["samples_per_second"]
+        assert 0.15 < one["bad"] < 0.6  # a quarter, and some substitutes are bad again
+        assert one["memory"] > 50e6 and one["first_batch"] > 0
+    assert multiprocessing.active_children() == []
+
+
+def test_table(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--image-size", "16", "--seconds", "0.1", "--workers", "0"]
+    assert main(["speed", shards, *options]) == 0
+    output = capsys.readouterr()
+    heading, row, foot = output.out.splitlines()
+    assert heading.split() == [
+        "workers",
+        "samples/s",
+        "a",
+        "worker",
+        "MB/s",
+        "first",
+        "batch",
+        "bad",
+        "memory",
+    ]
+    assert len(heading) == len(row) <= 80
+    assert foot.startswith("16 pixels, batches of 40, ")  # no more than there are
+    assert "measuring with 0 workers for 0.1 s" in output.err
+
+
+def test_mistakes_are_one_line(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in [
+        ([shards, "--workers", "two"], "workers = 'two' does not fit"),
+        ([shards, "--workers", "1,,2"], "does not fit"),
+        ([shards, "--workers", "9999"], "from 0 to 512"),
+        ([shards, "--workers", "0", "2"], "workers = 0 2: with commas: --workers 0,2"),
+        (["--workers", "0,1", "2", shards], "workers = 0,1 2: with commas: --workers 0,1,2"),
+        (["--workers", "0", "no-such-folder"], "no data at 'no-such-folder'"),
+        (["--workers", "0"], "no SOURCE is given"),
+        ([shards, "--batch-size", "0"], "--batch-size: '0' is not a whole number from 1 to 65,536"),
+        ([shards, "--image-size", "-1"], "--image-size: '-1' is not a whole number from 1"),
+        ([shards, "--seconds", "nan"], "--seconds: 'nan' is not a number above 0"),
+        ([str(tmp_path)], "no tar of split"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            run_command(partial(main, ["speed", *arguments]))
+        output = capsys.readouterr()
+        assert (stop.value.code, output.out) == (1, "") and message in output.err
+        assert output.err.count("\n") == 1
+
+
+def test_ctrl_c_ends_it_with_a_line(shards: str) -> None:
+    command = [sys.executable, "-m", "data", "speed", shards, "--image-size", "16", "--workers", "1"]
+    command += ["--seconds", "600", "--batch-size", "8"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "measuring" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1].startswith("stopped")

@@ -1,0 +1,186 @@
+"""Counting shards in processes: what is wrong is one line, and no process stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from clipkit.errors import DataError
+from data.captions import Selection
+from data.remote.shard_file import ShardFile
+from data.shards import manifest
+from data.shards.manifest import Census, make_manifest, take_census
+from data.shards.shard import OpenShard
+
+ROOT = Path(__file__).parents[3]
+SHARDS = 20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[ShardFile]:
+    """Twenty shards; the n-th has n pairs, and a caption without picture."""
+    for shard in range(SHARDS):
+        with webdataset.TarWriter(str(tmp_path / f"{shard}.tar"), encoder=False) as tar:
+            for number in range(shard):
+                tar.write({"__key__": f"{number}", "jpg": b"picture", "txt": b"text"})
+            tar.write({"__key__": "last", "txt": b"text"})
+    return [ShardFile.at(tmp_path / f"{shard}.tar") for shard in range(SHARDS)]
+
+
+def test_each_shard_is_counted_once_and_the_first_one_first(shards: list[ShardFile]) -> None:
+    found = list(take_census(shards, Selection()))
+    assert found[0][0] == 0 and sorted(number for number, _ in found) == list(range(SHARDS))
+    for number, one in found:
+        extensions = {"jpg": number, "txt": number + 1} if number else {"txt": 1}
+        expected = Census(
+            count=number,
+            digest=one.digest,
+            content=one.content,
+            dropped={"without image": 1},
+            extensions=extensions,
+        )
+        assert one == expected and len(one.digest) == 16
+    assert active_children() == []
+    again = dict(take_census(shards, Selection()))
+    assert again == dict(found)
+    alone = {number: next(take_census([shard], Selection()))[1] for number, shard in enumerate(shards)}
+    assert alone == again
+
+
+def test_so_few_are_counted_here(shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "ProcessPoolExecutor", None)
+    assert [one.count for _, one in take_census(shards[: manifest._ALONE], Selection())] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("which", [0, 1, 13, SHARDS - 1])
+@pytest.mark.parametrize("fault", ["gone", "short", "other"])
+def test_a_broken_shard_is_one_line_and_leaves_no_process(
+    which: int, fault: str, shards: list[ShardFile]
+) -> None:
+    path = Path(shards[which].url)
+    if fault == "gone":
+        path.unlink()
+    elif fault == "short":
+        os.truncate(path, 700)
+    else:
+        path.write_bytes(b"no tar" * 300)
+    with pytest.raises(DataError) as caught:
+        make_manifest([shards], Selection())
+    assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert active_children() == []
+
+
+def test_who_stops_listening_leaves_no_process(shards: list[ShardFile]) -> None:
+    counting = take_census(shards, Selection())
+    next(counting)
+    next(counting)
+    assert active_children()
+    del counting
+    assert active_children() == []
+
+
+def kill_this_process(shard: ShardFile, *rest: object) -> OpenShard:
+    if shard.name == "7.tar":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return OpenShard(shard, *rest)  # type: ignore[arg-type]
+
+
+def test_a_process_that_is_killed_is_one_line(
+    shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "OpenShard", kill_this_process)
+    with pytest.raises(DataError, match="a process that counts shards was killed, often for want of memory"):
+        list(take_census(shards, Selection()))
+    assert active_children() == []
+
+
+def test_what_it_costs_is_a_few_shards_ahead(shards: list[ShardFile]) -> None:
+    """A shard that is missing late is told late: no more are begun than processes keep busy."""
+    missing = [replace(shard, url=f"{shard.url}.missing") for shard in shards * 50]
+    began = time.perf_counter()
+    with pytest.raises(DataError, match="No such file"):
+        list(take_census([shards[0], *missing], Selection()))
+    assert time.perf_counter() - began < 5
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+from clipkit.errors import run_command
+from data.shards import manifest as census
+from data.shards.manifest import make_manifest
+from data.shards.shard import OpenShard
+from data.captions import Selection
+from data.remote.shard_file import ShardFile
+
+def slow(shard, *rest):
+    if shard.name != "0.tar":
+        os.write(1, b"%d\\n" % os.getpid())  # in one piece, as several write
+        time.sleep(60)
+    return OpenShard(shard, *rest)
+
+census.OpenShard = slow
+shards = [ShardFile.at(Path(name)) for name in sys.argv[1:]]
+run_command(lambda: print(make_manifest([shards], Selection())))
+"""
+
+
+def is_running(process: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def everyone(process: subprocess.Popen[str]) -> None:
+    """As a terminal does at Ctrl-C."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(
+    ("stop", "status", "said"),
+    [
+        (everyone, 130, "stopped\n"),
+        (subprocess.Popen.terminate, -signal.SIGTERM, ""),
+        (subprocess.Popen.kill, -signal.SIGKILL, ""),
+    ],
+)
+def test_whoever_is_stopped_takes_the_processes_along(
+    stop: Callable[[subprocess.Popen[str]], None], status: int, said: str, shards: list[ShardFile]
+) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *(shard.url for shard in shards)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout is not None and program.stderr is not None
+    counting = [int(program.stdout.readline())]
+    if len(os.sched_getaffinity(0)) > 1:
+        counting.append(int(program.stdout.readline()))
+    stop(program)
+    assert program.wait(20) == status
+    assert program.stderr.read() == said
+    until = time.monotonic() + 5
+    while any(map(is_running, counting)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(is_running, counting))
+    program.stdout.close()
+    program.stderr.close()

@@ -1,0 +1,314 @@
+"""Shards as one list of samples."""
+
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset
+
+from clipkit.errors import DataError
+from data.remote.shard_file import ShardFile
+from data.shards import samples as shards_module
+from data.shards import shard as open_shard
+from data.shards.samples import Sample, Shards
+from data.shards.sources import find_shards
+from data.shards.writer import DatasetWriter, Record
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def record(number: int) -> Record:
+    return Record(
+        key=f"part/{number:06d}",
+        image=b"picture %d " % number * (1 + number % 5),
+        extension=("png", "jpg", "webp")[number % 3],
+        caption=f"caption {number} ü",
+        label=number % 7 if number % 2 else None,
+        meta={"number": number} if number % 3 else {},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A dataset folder of 23 samples in 12 shards."""
+    with DatasetWriter(tmp_path / "set", samples_per_shard=2) as writer:
+        for number in range(23):
+            writer.write("train", record(number))
+        writer.finish({})
+    return tmp_path / "set"
+
+
+def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
+    with webdataset.TarWriter(str(path), encoder=False) as tar:
+        for sample in samples:
+            tar.write(sample)
+    return path
+
+
+def shards_of(*paths: Path, need: Sequence[str] = ("image", "caption")) -> Shards:
+    """Some files of this machine."""
+    return Shards.of([ShardFile.at(path) for path in paths], need=need)
+
+
+def paths_of(source: str, split: str = "train") -> list[Path]:
+    """Where a source's shards lie."""
+    return [Path(shard.url) for shard in find_shards(source, split=split)]
+
+
+def test_it_reads_what_was_written(folder: Path) -> None:
+    paths = paths_of(str(folder))
+    assert [path.name for path in paths] == [f"{number}.tar" for number in range(12)]  # 10 after 9
+    shards = shards_of(*paths, need=("image",))
+    assert len(shards) == 23 and shards.skipped == 0
+    assert shards.counts.tolist() == [2] * 11 + [1]
+    for number in range(23):
+        wrote, shard = record(number), str(paths[number // 2])
+        assert shards.locate(number) == (shard, wrote.key)
+        assert shards.read(number) == Sample(
+            id=number,
+            shard=shard,
+            key=wrote.key,
+            image=wrote.image,
+            caption=wrote.caption,
+            label=wrote.label,
+            meta=dict(wrote.meta),
+            caption_number=0,
+        )
+    for number in (-1, 23):
+        with pytest.raises(IndexError):
+            shards.read(number)
+
+
+def test_what_is_needed_decides_what_counts(tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "0.tar",
+        {"__key__": "a", "jpg": b"A", "txt": b"text"},
+        {"__key__": "b", "jpg": b"B", "cls": b" 12\n"},
+        {"__key__": "c", "jpg": b"C", "json": b'{"caption": "from json", "x": 1}'},
+        {"__key__": "d", "txt": b"no picture"},
+        {"__key__": "e", "jpg": b"E", "txt": b"text", "json": b'{"caption": "not this"}', "cls": b"0"},
+    )
+    pairs = shards_of(path)
+    assert [pairs.read(number).key for number in range(len(pairs))] == ["a", "c", "e"]
+    assert [pairs.read(number).caption for number in range(3)] == ["text", "from json", "text"]
+    assert pairs.skipped == 2
+    labelled = shards_of(path, need=("image", "label"))
+    assert [(labelled.read(number).key, labelled.read(number).label) for number in range(2)] == [
+        ("b", 12),
+        ("e", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("members", "cause"),
+    [
+        ({"cls": b"cat"}, "label 'cat' is not a whole number"),
+        ({"cls": b"-1"}, "label '-1' is not a whole number"),
+        ({"cls": b"9" * 5000}, "label '9{40}' is not a whole number"),
+        ({"json": b"{"}, "its json does not parse"),
+        ({"json": b"[" * 200_000}, "its json does not parse"),
+        ({"json": b"1" * 5000}, "its json does not parse"),
+        ({"json": b"\xff{}"}, "its json does not parse"),
+    ],
+)
+def test_a_bad_sample_is_a_data_error(members: dict[str, bytes], cause: str, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
+    with pytest.raises(DataError, match=cause):
+        shards_of(path, need=("image",)).read(0)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [{"cls": b"tench"}, {"cls": b"-1"}, {"json": b"{"}, {"json": b"[" * 200_000}, {"json": b"1" * 5000}],
+)
+def test_what_is_not_needed_may_be_wrong(members: dict[str, bytes], tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"text", **members})
+    sample = shards_of(path).read(0)
+    assert (sample.image, sample.caption, sample.label, sample.meta) == (b"A", "text", None, {})
+
+
+def test_a_caption_from_json_that_is_wrong_is_a_data_error(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "json": b"{"})
+    with pytest.raises(DataError, match="its json does not parse"):
+        shards_of(path).read(0)
+
+
+def test_text_that_is_not_utf8_and_json_that_is_no_object_are_read(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", {"__key__": "a", "jpg": b"A", "txt": b"caf\xe9", "json": b"[1]"})
+    sample = shards_of(path, need=("image",)).read(0)
+    assert (sample.caption, sample.meta) == ("caf\udce9", {})  # of a bad sample where it is needed
+
+
+def test_a_member_beyond_the_limit_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_shard, "_MAX_BYTES", (20, 20, 20, 20))
+    shards = Shards.of(find_shards(str(folder)))
+    assert shards.read(0).id == 0
+    with pytest.raises(DataError, match="over the limit"):
+        shards.read(4)
+
+
+def test_a_shard_that_changes_or_goes_after_it_was_indexed(folder: Path) -> None:
+    shards = Shards.of(find_shards(str(folder)))
+    os.truncate(folder / "train" / "3.tar", 700)
+    with pytest.raises(DataError, match=r"shorter|is truncated"):
+        shards.read(6)
+    (folder / "train" / "4.tar").unlink()
+    with pytest.raises(DataError, match="No such file"):
+        shards.read(8)
+    (folder / "train" / "4.tar").mkdir()
+    with pytest.raises(DataError, match="not a regular file"):
+        shards.read(8)
+
+
+def read_all(shards: Shards, answer: Connection) -> None:
+    samples = [shards.read(number) for number in range(len(shards))]
+    answer.send((samples, [file._descriptor for file in shards._open.values()], shards._open_in))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_another_process_opens_files_of_its_own(method: Any, folder: Path) -> None:
+    shards = Shards.of(find_shards(str(folder)))
+    here = [shards.read(number) for number in range(23)]
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe()
+    process = context.Process(target=read_all, args=(shards, sender))
+    process.start()
+    assert receiver.poll(60)
+    there, descriptors, owner = receiver.recv()
+    process.join()
+    assert there == here
+    assert owner == process.pid and len(set(descriptors)) == 12
+    assert shards._open_in == os.getpid()
+    assert [shards.read(number) for number in range(23)] == here
+
+
+def open_files() -> set[str]:
+    names = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            names.add(str(link.readlink()))
+        except FileNotFoundError:
+            continue
+    return names
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """A folder of 100 shards of one sample."""
+    with DatasetWriter(tmp_path / "many", samples_per_shard=1) as writer:
+        for number in range(100):
+            writer.write("train", record(number))
+        writer.finish({})
+    return tmp_path / "many"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="lists open files by /proc")
+def test_few_files_are_open_at_a_time_and_none_is_left_open(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_MAX_OPEN", 64)
+    shards = Shards.of(find_shards(str(many)))
+    for _ in range(2):
+        for number in range(100):
+            assert shards.read(number).image == record(number).image
+    names = [f"{many}/train/{number}.tar" for number in range(36, 100)]
+    assert {name for name in open_files() if name.startswith(str(many))} == set(names)
+    shards.read(36)
+    shards.read(0)  # in place of 37, which was used longest ago
+    opened = open_files()
+    assert names[0] in opened and names[1] not in opened
+    del shards
+    assert not [name for name in open_files() if name.startswith(str(many))]
+
+
+def test_threads_read_while_others_close(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "_MAX_OPEN", 2)
+    shards = Shards.of(find_shards(str(many)))
+    expected = [record(number).image for number in range(100)]
+    wrong: list[object] = []
+
+    def read(first: int) -> None:
+        for turn in range(600):
+            number = (first * 13 + turn * 7) % 100
+            try:
+                if shards.read(number).image != expected[number]:
+                    wrong.append(number)
+            except (DataError, OSError, KeyError) as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=read, args=(first,)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_the_fingerprint_is_of_the_samples_not_of_the_place(folder: Path, tmp_path: Path) -> None:
+    first = Shards.of(find_shards(str(folder))).fingerprint()
+    assert len(first) == 16 and int(first, 16) >= 0
+    moved = folder.rename(tmp_path / "elsewhere")
+    paths = paths_of(str(moved))
+    assert shards_of(*paths).fingerprint() == first
+    seen = {
+        first,
+        shards_of(*paths[::-1]).fingerprint(),
+        shards_of(*paths[:-1]).fingerprint(),
+    }
+    paths[0].rename(paths[0].with_name("00.tar"))
+    seen.add(shards_of(paths[0].with_name("00.tar"), *paths[1:]).fingerprint())
+    for image, key in ((b"A", "a"), (b"AA", "a"), (b"A", "b")):
+        sample = {"__key__": key, "jpg": image, "txt": b"text"}
+        seen.add(shards_of(write_tar(tmp_path / "one.tar", sample)).fingerprint())
+    assert len(seen) == 7
+
+
+def test_no_pair_names_the_extensions_seen(tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "0.tar",
+        *({"__key__": f"{number}", "npy": b"x", "caption": b"text"} for number in range(3)),
+        {"__key__": "last", "jpg": b"x"},
+    )
+    with pytest.raises(DataError) as caught:
+        shards_of(path)
+    assert str(caught.value) == (
+        f"shard {path} holds no sample with image and caption; extensions seen: caption (3), npy (3), jpg (1)"
+    )
+    with pytest.raises(DataError, match="no sample with image and label; extensions seen: none"):
+        shards_of(write_tar(tmp_path / "1.tar"), need=("image", "label"))
+    with pytest.raises(DataError, match="no shards"):
+        Shards.of([])
+
+
+def test_a_folder_whose_name_is_no_utf8(folder: Path) -> None:
+    moved = folder.rename(os.fsdecode(os.fsencode(folder) + b"\xff"))
+    shards = Shards.of(find_shards(str(moved)))
+    assert len(shards) == 23 and shards.read(3).caption == "caption 3 ü"
+    assert len(shards.fingerprint()) == 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    """Reading leaves no file open once its list of shards is gone."""
+    if not Path("/proc/self/fd").is_dir():
+        yield
+        return
+    before = set(open_files())  # other modules' tests may hold some that are not collected yet
+    yield
+    assert [name for name in open_files() if name.endswith(".tar") and name not in before] == []
+
+
+def test_meta_survives_as_json(tmp_path: Path) -> None:
+    meta = {"nested": {"list": [1, 2.5, None, "ü"]}}
+    sample = {"__key__": "a", "jpg": b"A", "txt": b"t", "json": json.dumps(meta).encode()}
+    assert shards_of(write_tar(tmp_path / "0.tar", sample), need=("image",)).read(0).meta == meta

@@ -1,0 +1,333 @@
+"""The ways to name a source's shards, and what is said where none are there."""
+
+import gzip
+import subprocess
+from pathlib import Path
+
+import braceexpand
+import pytest
+import webdataset
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from clipkit.errors import DataError
+from data.remote import store
+from data.remote.shard_file import ShardFile, is_remote
+from data.shards import sources
+from data.shards.sources import find_shards, hint_of_remote
+from data.shards.writer import DatasetWriter, Record
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A dataset folder of 12 shards."""
+    with DatasetWriter(tmp_path / "set", samples_per_shard=2) as writer:
+        for number in range(23):
+            record = Record(key=f"{number:06d}", image=b"picture", extension="jpg", caption="text")
+            writer.write("train", record)
+        writer.finish({})
+    return tmp_path / "set"
+
+
+def paths_of(source: str, split: str = "train") -> list[Path]:
+    """Where a source's shards lie."""
+    return [Path(shard.url) for shard in find_shards(source, split=split)]
+
+
+def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = folder / "train"
+    all_of_them = [train / f"{number}.tar" for number in range(12)]
+    assert paths_of(str(folder)) == paths_of(str(train)) == all_of_them
+    assert paths_of(f"{train}/3.tar") == [all_of_them[3]]
+    assert paths_of(f"{train}/{{3..5}}.tar") == all_of_them[3:6]
+    assert paths_of(f"{train}/{{7,3}}.tar") == [all_of_them[7], all_of_them[3]]
+    long = ",".join(str(number) for number in range(12)) + ",0" * 300  # longer than any file name
+    assert len(paths_of(f"{train}/{{{long}}}.tar")) == 312
+    monkeypatch.setenv("HOME", str(folder))
+    assert paths_of("~/train/{3..5}.tar") == all_of_them[3:6]
+    assert paths_of("~") == all_of_them
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{folder}/train/{{0..14}}.tar", "3 of 15 shards are missing, the first is {folder}/train/12.tar"),
+        ("{folder}/train/{{0..3.tar", "the braces of '{folder}/train/{{0..3.tar' do not balance"),
+        ("{folder}/train/99.tar", "no data at '{folder}/train/99.tar': not a folder, a tar, or a built-in"),
+        ("glyph", "no data at 'glyph': not a folder, a tar, or a built-in corpus (digits, glyphs, icons)"),
+        ("", "no data: the source is empty"),
+        ("x" * 300, "cannot look for data at 'xxx"),
+        ("x/" * 2500, "cannot look for data at 'x/x/"),
+        ("{{1,2}}" + "x" * 300, "cannot look for data at '{{1,2}}xxx"),
+        ("~there-is-no-such-user/x", "cannot look for data at '~there-is-no-such-user/x': "),
+        ("x{{0..300000000}}.tar", "the braces of 'x{{0..300000000}}.tar' stand for more than 1000000 shards"),
+        (
+            "{{0..9999}}{{0..9999}}",
+            "the braces of '{{0..9999}}{{0..9999}}' stand for more than 1000000 shards",
+        ),
+        ("{{0,{{0..9}}{{0..999999..-5}}}}", "the braces of '{{0,{{0..9}}{{0..999999..-5}}}}' stand for more"),
+        ("{{0.." + "9" * 5000 + "}}", "the braces of '{{0..999"),
+        ("{{" * 5000 + "1,2" + "}}" * 5000, "the braces of '{{{{{{"),
+    ],
+)
+def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        paths_of(source.format(folder=folder))
+    assert str(caught.value).startswith(message.format(folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("a", 1), ("{a}", 1), ("{a,b}", 2), ("{0..9}", 10), ("{9..0..3}", 4), ("{-3..-1}{a,b}", 6),
+        ("{0..9..0}", 10), ("{a,{1..3},c{1,2}}x{3,4}", 12), (r"\{1..9\}", 1), (r"{a\,b,c}", 2),
+        ("{{1..4},{5..6}}", 6), ("a,b", 1),
+    ],
+)  # fmt: skip
+def test_names_are_counted_before_they_are_made(pattern: str, count: int) -> None:
+    assert sources._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
+
+
+def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
+    (folder / "bad_rows.jsonl").write_text("{}\n")  # as data pack leaves it: no table to pack
+    for split in ("tset", "more"):
+        (folder / "more").mkdir(exist_ok=True)
+        with pytest.raises(DataError) as caught:
+            paths_of(str(folder), split=split)
+        assert str(caught.value) == f"{folder} has no split {split!r} (known: train)"
+    (folder / "train" / "11.tar").unlink()
+    with pytest.raises(DataError, match=r"has 11 shards, but nshards.txt says '12'"):
+        paths_of(str(folder))
+    (folder / "train" / "nshards.txt").write_bytes(b"\xff\n")
+    with pytest.raises(DataError, match=r"nshards.txt says"):
+        paths_of(str(folder))
+    (folder / "train" / "nshards.txt").write_text("9" * 5000)
+    with pytest.raises(DataError, match=r"nshards.txt says"):
+        paths_of(str(folder))
+    (folder / "train" / "nshards.txt").unlink()
+    assert len(paths_of(str(folder))) == 11
+
+
+# What tired people type
+
+
+def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = folder / "train"
+    every = [train / f"{number}.tar" for number in range(12)]
+    for name in ("notes.txt", ".9.tar", "0.tar.tmp"):
+        (train / name).write_bytes(b"")
+    (tmp_path / "set" / "folder.tar").mkdir()
+    assert paths_of(f"{train}/*.tar") == paths_of(f"{train}/*") == every  # 10 after 9
+    assert paths_of(f"{train}/1?.tar") == every[10:]
+    assert paths_of(f"{train}/[13].tar") == [every[1], every[3]]
+    assert paths_of(f"{tmp_path}/*/train/{{3,1?}}.tar") == [every[3], *every[10:]]
+    assert paths_of(f"{tmp_path}/**/*.tar") == every
+    (train / ".9.tar").unlink()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert paths_of("train/*.tar") == paths_of("~/s?t/train/*.tar") == every
+    strange = tmp_path / "set[1]*"  # a name with such letters is first of all a name
+    train.rename(strange)
+    assert len(paths_of(str(strange))) == 12 and paths_of(f"{strange}/3.tar") == [strange / "3.tar"]
+    monkeypatch.setattr(sources, "_MAX_SHARDS", 5)
+    with pytest.raises(DataError, match="stands for more than 5 files: name their folder"):
+        paths_of(f"{tmp_path}/*/*.tar")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no*.tar", "no tar on this disk has a name as 'no*.tar'"),
+        ("tr*", "'tr*' names folders: end it with /*.tar"),
+        ("{train,none}/*.tar", "no tar on this disk has a name as 'none/*.tar'"),
+        (
+            "*.csv",
+            "pairs.csv is a table, not a tar: make shards of it with python -m data pack pairs.csv OUT",
+        ),
+        (
+            "pairs.csv",
+            "pairs.csv is a table, not a tar: make shards of it with python -m data pack pairs.csv OUT",
+        ),
+        ("a cat.jpg", "a cat.jpg is a picture, not a tar: write a table of paths and captions"),
+        ("*.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
+        ("packed.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
+        ("train/1.tar::train/2.tar", "2 sources in one text: give them as a list, "),
+        ("train/1.tar,train/2.tar", """data.train='["train/1.tar","train/2.tar"]', or to a command"""),
+        ("train/{0..1}.tar train/{2..3}.tar", """'["train/{0..1}.tar","train/{2..3}.tar"]'"""),
+        (
+            "train/1.tar, train/2.tar; none.tar",
+            """3 sources in one text: give them as a list, data.train='["train/""",
+        ),
+        ("glyphs,digits", """'["glyphs","digits"]'"""),
+        ("train,~", """'["train","~"]'"""),
+        (
+            "s3://pairs/{0..3}.tar::s3://pairs/{4..9}.tar",
+            """["s3://pairs/{0..3}.tar","s3://pairs/{4..9}.tar"]""",
+        ),
+        ("s3://pairs/1.tar::2.tar", """["s3://pairs/1.tar","2.tar"]"""),
+        ("s3://pairs/a s3://pairs/b", """["s3://pairs/a","s3://pairs/b"]"""),
+        ("train::s3://pairs/a,s3://pairs/b", "2 sources in one text"),
+        ("https://u:Zq@h/1.tar?s=Zq,https://h/2.tar?s=Zq", """'["https://h/1.tar","https://h/2.tar"]'"""),
+        ("pipe:cat 1.tar::pipe:cat 2.tar", """["pipe:cat … 1.tar","pipe:cat … 2.tar"]"""),
+        ("s3://pairs/*.tar", "s3://pairs/*.tar: a store knows no wildcards; name the folder"),
+        ("https://h/a*/{0..3}.tar?s=Zq", "https://h/a*/{0..3}.tar: a store knows no wildcards"),
+    ],
+)
+def test_what_is_meant(source: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "pairs.csv").write_text("image,caption\n")
+    (folder / "a cat.jpg").write_bytes(b"\xff\xd8")
+    (folder / "packed.tgz").write_bytes(gzip.compress(b""))
+    with pytest.raises(DataError) as caught:
+        find_shards(source)
+    message = str(caught.value)
+    assert said in message and "Zq" not in message and len(message.splitlines()) == 1
+
+
+def test_names_that_only_look_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is taken, whatever its name; and a store or a shell may have such names."""
+    one = (folder / "train" / "1.tar").read_bytes()
+    for name in ("a,b.tar", "a b.tar", "a::b.tar", "saved.tar.gz", "odd.csv"):
+        (folder / name).write_bytes(one)
+        assert paths_of(f"{folder}/{name}") == [folder / name]
+    for source in (
+        "s3://pairs/my data/0.tar", "s3://pairs/a,b.tar", "s3://pairs/{1.tar,2.tar}", "https://h/0.tar?s=a,b.tar*",
+        "https://[::1]/0.tar", "pipe:cat a.tar,b.tar *.tar", "pipe:curl -s https://h/0.tar",
+    ):  # fmt: skip
+        assert hint_of_remote(source) is None
+    assert [one.url for one in find_shards("pipe:cat {1,2}.tar *")] == [
+        "pipe:cat 1.tar *",
+        "pipe:cat 2.tar *",
+    ]
+
+
+@pytest.mark.parametrize("page", [None, "<a href=other.txt>"])
+def test_a_web_folder_without_tars_shows_the_form(page: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "read_text", lambda url, limit: page)
+    with pytest.raises(DataError) as caught:
+        find_shards("http://user:Zq@host/dir/?s=Zq")
+    said = str(caught.value)
+    assert said.endswith("; name the shards as 'http://host/dir/{00000..00331}.tar'") and "Zq" not in said
+    assert said.count("name the shards") == 1
+    assert ("no tar at" if page else "may not be listed") in said
+
+
+def test_a_folder_of_other_things(tmp_path: Path) -> None:
+    for name, said in (
+        ("0.tar.gz", "the tars in {0} are compressed: unpack them with gunzip -k '{0}'/*.tar.gz"),
+        ("0.TGZ", "the tars in {0} are compressed: unpack them with gunzip -k '{0}'/*.TGZ"),
+        ("0.tar.zst", "the tars in {0} are compressed: unpack them with unzstd '{0}'/*.zst"),
+        (
+            "0.parquet",
+            "{0} holds a table, not tars: make shards of it with python -m data pack '{0}/0.parquet' OUT",
+        ),
+        (
+            "all.csv",
+            "{0} holds a table, not tars: make shards of it with python -m data pack '{0}/all.csv' OUT",
+        ),
+        ("0.JPG", "{0} holds pictures, not tars: write a table of paths and captions"),
+        ("cats/0.webp", "{0} holds pictures, not tars: write a table of paths and captions"),
+        ("notes.txt", "no tar of split 'train' in {0}"),
+        ("cats/x/0.webp", "no tar of split 'train' in {0}; it has the folders cats"),
+    ):
+        folder = tmp_path / f"my {name.replace('/', '_')}"
+        for place in (folder, folder / "train"):
+            (place / name).parent.mkdir(parents=True)
+            (place / name).write_bytes(b"x")
+            with pytest.raises(DataError) as caught:
+                paths_of(str(folder))
+            expected = said.format(place) if not said.startswith("no tar") else said.format(folder)
+            assert str(caught.value).startswith(expected)
+
+
+def test_the_command_that_unpacks(folder: Path) -> None:
+    """The line that the message says, run by a shell."""
+    train = folder / "train"
+    wanted = {path: path.read_bytes() for path in sorted(train.glob("*.tar"))}
+    for path, data in wanted.items():
+        path.with_suffix(".tar.gz").write_bytes(gzip.compress(data))
+        path.unlink()
+    with pytest.raises(DataError) as caught:
+        paths_of(str(folder))
+    subprocess.run(str(caught.value).partition("unpack them with ")[2], shell=True, check=True)
+    assert {path: path.read_bytes() for path in paths_of(str(folder))} == wanted
+
+
+@st.composite
+def patterns(draw: st.DrawFn, depth: int = 2) -> str:
+    """Braces in braces."""
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["text", "range", "list"] if depth else ["text", "range"]))
+        if kind == "text":
+            parts.append(draw(st.sampled_from(["a", "b.tar", "-", "\\{", "\\,", "é/"])))
+        elif kind == "range":
+            first, last, step = draw(st.tuples(*[st.integers(-4, 9)] * 3))
+            parts.append(f"{{{first}..{last}}}" if step < 0 else f"{{{first}..{last}..{step}}}")
+        else:
+            inside = [draw(patterns(depth=depth - 1)) for _ in range(draw(st.integers(1, 3)))]
+            parts.append("{" + ",".join(inside) + "}")
+    return "".join(parts)
+
+
+@settings(deadline=None)
+@given(pattern=patterns())
+def test_any_pattern_is_counted_rightly(pattern: str) -> None:
+    count = sources._count_names(pattern)
+    assume(count < 3000)
+    assert count == len(list(braceexpand.braceexpand(pattern)))
+
+
+@settings(deadline=None)
+@given(text=st.text("{},.01-\\a", max_size=9))
+def test_any_text_is_names_or_an_error(text: str) -> None:
+    try:
+        found = find_shards(f"/nowhere/{text}")
+    except DataError as error:
+        assert len(str(error).splitlines()) == 1
+    else:
+        raise AssertionError(f"{found} are not there")
+
+
+def test_a_dataset_folder_has_its_splits(folder: Path) -> None:
+    (folder / "test").mkdir()
+    with webdataset.TarWriter(str(folder / "test" / "0.tar"), encoder=False) as tar:
+        tar.write({"__key__": "a", "jpg": b"x"})
+    assert paths_of(str(folder), split="test") == [folder / "test" / "0.tar"]
+    assert paths_of(f"{folder}/test", split="train") == [folder / "test" / "0.tar"]
+
+
+def test_ten_comes_after_nine_and_other_files_do_not_count(folder: Path) -> None:
+    for name in ("0_stats.json", "0.parquet", "0.tar.tmp", "0.tgz"):
+        (folder / "train" / name).write_bytes(b"")
+    assert [path.name for path in paths_of(str(folder))] == [f"{number}.tar" for number in range(12)]
+
+
+def test_what_is_known_of_a_file_of_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "train" / "3.tar"
+    shard = ShardFile.at(path)
+    status = path.stat()
+    version = f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+    assert (shard.url, shard.size, shard.version) == (str(path), status.st_size, version)
+    assert shard.name == "3.tar" and not shard.is_remote
+    monkeypatch.chdir(folder)
+    assert ShardFile.at(Path("train/3.tar")) == shard == find_shards("train/3.tar")[0]
+    for other, cause in ((folder, "is not a regular file"), (folder / "x.tar", "No such file")):
+        with pytest.raises(DataError, match=cause):
+            ShardFile.at(other)
+
+
+@pytest.mark.parametrize(
+    ("source", "remote", "name"),
+    [
+        ("s3://bucket/a/00000.tar", True, "00000.tar"),
+        ("https://host/a/00000.tar?X-Signature=ab", True, "00000.tar"),
+        ("pipe:cat /a/0.tar", True, "0.tar"),
+        ("/a/b/0.tar", False, "0.tar"),
+        ("a:b/0.tar", False, "0.tar"),
+    ],
+)
+def test_what_lies_elsewhere(source: str, remote: bool, name: str) -> None:
+    assert is_remote(source) is remote
+    shard = ShardFile(url=source, size=1, version="")
+    assert (shard.is_remote, shard.name) == (remote, name)

@@ -1,0 +1,336 @@
+"""A teacher's stored features reach the samples that they belong to, or a line says what is missing."""
+
+import io
+import json
+import pickle
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import clipkit
+from clipkit.errors import ConfigError, DataError
+from clipkit.inference.encode import encode
+from clipkit.inference.inputs import Stream
+from clipkit.inference.stream import FeatureStream
+from clipkit.model.clip import CLIP
+from clipkit.model.tokenizer import ClipTokenizer
+from data.captions import CaptionRule
+from data.loader import Batch, Loader
+from data.order import Order
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
+from data.shards.teacher import StoredFeatures, StoredRows, _hash_of, hashes_of
+from data.shards.writer import DatasetWriter, Record
+
+pytest.importorskip("pyarrow.parquet")
+
+SAMPLES, BATCH, BROKEN = 14, 4, 5
+Encode = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def teacher() -> CLIP:
+    return clipkit.create("ViT-Ti-4-16", seed=1).eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def write_pairs(folder: Path, *, samples: int = SAMPLES, first: int = 0) -> Path:
+    """Pairs in shards of five; picture 5 is broken."""
+    with DatasetWriter(folder, samples_per_shard=5) as writer:
+        for number in range(first, first + samples):
+            file = io.BytesIO()
+            pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(file, "png")
+            image = file.getvalue()[: 40 if number == BROKEN else None]
+            record = Record(key=f"{number:04d}", image=image, extension="png", caption=f"number {number}")
+            writer.write("train", record)
+        writer.finish({})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "set")
+
+
+def encode_with(model: CLIP, source: Path | list[Path], out: Path, **more: Any) -> Path:
+    sources = list(map(str, source if isinstance(source, list) else [source]))
+    kind = more.pop("kind", "image")
+    features = FeatureStream(model, batch_size=4, workers=0)
+    settings = {"rows_per_file": 6, "sources": sources, "progress": False, "model_name": "a teacher", **more}
+    encode(Stream(sources, kind=kind), out, features, **settings)
+    return out
+
+
+@pytest.fixture(scope="module")
+def stored(pairs: Path, teacher: CLIP, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of the pictures' and of the texts' features."""
+    out = tmp_path_factory.mktemp("stored")
+    images = encode_with(teacher, pairs, out / "images")
+    return images, encode_with(teacher, pairs, out / "texts", kind="caption")
+
+
+def make_loader(folder: Path, features: StoredFeatures | None, **more: Any) -> Loader:
+    shards = Shards.of(find_shards(str(folder)))
+    order = Order(shards.counts, seed=4, batch_size=BATCH, wrap=True)
+    return Loader(
+        shards=shards, order=order, image_size=16, tokenize=ClipTokenizer(), teacher=features, **more
+    )
+
+
+def expected(teacher: CLIP, folder: Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """What the teacher makes of each pair that is whole."""
+    shards = Shards.of(find_shards(str(folder)))
+    found = {}
+    for number in set(range(len(shards))) - {BROKEN}:
+        sample = shards.read(number)
+        image = Image.open(io.BytesIO(sample.image)).convert("RGB")
+        text = clipkit.encode_text([sample.caption or ""], teacher)
+        found[number] = (clipkit.encode_image([image], teacher)[0], text[0])
+    return found
+
+
+def assert_taught(batch: Batch, truth: dict[int, tuple[torch.Tensor, torch.Tensor]], width: int) -> None:
+    assert batch.teacher is not None and batch.teacher.texts is not None
+    both = (batch.teacher.images, batch.teacher.texts)
+    for features in both:
+        assert features.dtype == torch.float16 and features.shape == (BATCH, width)
+    seen = batch.identities[:, 0].tolist()  # of a substitute, what stands in for the bad one
+    for number, image, text in zip(seen, *both, strict=True):
+        for row, other in zip((image, text), truth[number], strict=True):
+            assert torch.allclose(row.float(), other, atol=2e-3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_sample_has_its_features(
+    workers: int, pairs: Path, stored: tuple[Path, Path], teacher: CLIP
+) -> None:
+    features = StoredFeatures(*stored)
+    loader = make_loader(pairs, features, workers=workers)
+    features.check(loader.shards)
+    truth = expected(teacher, pairs)
+    bad, seen = set(), set()
+    for batch in loader.batches(0, 8):
+        assert_taught(batch, truth, features.width)
+        bad |= {one.key for one in batch.bad}
+        seen |= set(batch.ids.tolist())
+    assert bad == {"0005"} and seen == set(range(SAMPLES))
+    assert "13 stored features of pictures, 14 of texts, by a teacher from" in features.describe()
+
+
+def test_batches_are_else_the_same_and_move_with_their_features(
+    pairs: Path, stored: tuple[Path, Path]
+) -> None:
+    for images, texts in (stored, (stored[0], None)):
+        taught, plain = make_loader(pairs, StoredFeatures(images, texts)), make_loader(pairs, None)
+        for one, other in zip(taught.batches(0, 4), plain.batches(0, 4), strict=True):
+            assert torch.equal(one.images, other.images) and torch.equal(one.ids, other.ids)
+            assert other.teacher is None and one.teacher is not None
+            assert (one.teacher.texts is None) == (texts is None)
+            moved = one.to(torch.device("meta"))
+            assert len(moved.tensors()) == 4 + (texts is not None)
+            assert all(tensor.device.type == "meta" for tensor in moved.tensors())
+
+
+def test_data_that_were_moved_are_found(
+    pairs: Path, stored: tuple[Path, Path], teacher: CLIP, tmp_path: Path
+) -> None:
+    shutil.copytree(pairs, tmp_path / "elsewhere" / "set")
+    features = StoredFeatures(*stored)
+    loader = make_loader(tmp_path / "elsewhere" / "set", features)
+    features.check(loader.shards)
+    assert_taught(loader.batch(0), expected(teacher, pairs), features.width)
+
+
+def test_two_data_sets_with_shards_of_the_same_names(teacher: CLIP, tmp_path: Path) -> None:
+    folders = [write_pairs(tmp_path / name, samples=6, first=first) for name, first in (("a", 0), ("b", 20))]
+    features = StoredFeatures(encode_with(teacher, folders, tmp_path / "out"))
+    for folder in folders:
+        loader = make_loader(folder, features)
+        features.check(loader.shards)
+        truth = {
+            number: clipkit.encode_image([Image.open(io.BytesIO(loader.shards.read(number).image))], teacher)[
+                0
+            ]
+            for number in range(4)
+        }
+        for number, row in truth.items():
+            sample = loader.shards.read(number)
+            found = features.read([features.find(sample.shard, sample.key)])
+            assert found.texts is None and torch.allclose(found.images[0].float(), row, atol=2e-3)
+    (tmp_path / "c").mkdir()
+    moved = Shards.of(find_shards(str(shutil.copytree(folders[0], tmp_path / "c" / "other"))))
+    with pytest.raises(DataError, match=r"has embeddings of .*a/train/0.tar and of .*b/train/0.tar"):
+        features.check(moved)
+
+
+def test_what_is_missing_is_told_in_one_line_that_makes_it(
+    pairs: Path, stored: tuple[Path, Path], teacher: CLIP, tmp_path: Path
+) -> None:
+    shards = Shards.of(find_shards(str(pairs)))
+    first = encode_with(teacher, pairs / "train" / "0.tar", tmp_path / "part")
+    with pytest.raises(DataError) as caught:
+        StoredFeatures(first).check(shards)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    assert line.startswith(
+        f"9 of 14 samples have no features in {first}, such as 0005 of {pairs}/train/1.tar: "
+    )
+    command = shlex.split(line.rpartition(": ")[2])
+    assert command[:2] == ["clipkit", "encode"] and command[command.index("--out") + 1] == str(first)
+    sources = list(map(Path, command[2 : command.index("--model")]))
+    encode_with(teacher, sources, first)  # with these sources the same folder is gone on with
+    StoredFeatures(first).check(shards)
+
+
+def test_a_shard_of_the_same_name_elsewhere_is_named_itself(
+    pairs: Path, teacher: CLIP, tmp_path: Path
+) -> None:
+    more = write_pairs(
+        tmp_path / "more", samples=SAMPLES + 1
+    )  # the last shard has five, of which four were encoded
+    features = encode_with(teacher, pairs, tmp_path / "features")
+    shards = Shards.of(find_shards(str(more)))
+    with pytest.raises(DataError, match="1 of 15 samples have no features") as caught:
+        StoredFeatures(features).check(shards)
+    command = shlex.split(str(caught.value).rpartition(": ")[2])
+    sources = list(map(Path, command[2 : command.index("--model")]))
+    assert sources == [pairs, more / "train" / "2.tar"]
+    encode_with(teacher, sources, features)
+    StoredFeatures(features).check(shards)
+
+
+def test_a_run_that_was_stopped_is_told_too(pairs: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:
+    shards = Shards.of(find_shards(str(pairs)))
+    copy = shutil.copytree(stored[0], tmp_path / "copy")
+    (copy / ".parts" / "1.jsonl").unlink()  # that part's files may be of other items
+    with pytest.raises(DataError, match="of 14 samples have no features"):
+        StoredFeatures(copy).check(shards)
+    with pytest.raises(DataError, match="no stored feature: its image is not there"):
+        StoredFeatures(copy).find(f"{pairs}/train/1.tar", "0007")
+    (copy / ".parts" / "0.jsonl").unlink()
+    (copy / ".parts" / "2.jsonl").unlink()
+    with pytest.raises(DataError, match="no embeddings yet"):
+        StoredFeatures(copy)
+
+
+def test_features_of_other_data_of_the_same_names_are_refused(
+    stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    other = Shards.of(find_shards(str(write_pairs(tmp_path / "set", first=3))))
+    with pytest.raises(DataError, match=r"of another shard than .*0.tar, which lacks 3 of the keys"):
+        StoredFeatures(stored[0]).check(other)
+
+
+def test_keys_that_are_there_twice_are_refused(pairs: Path, teacher: CLIP, tmp_path: Path) -> None:
+    shard = pairs / "train" / "0.tar"
+    with pytest.raises(DataError, match=r"two rows of one key of .*0.tar"):
+        StoredFeatures(encode_with(teacher, [shard, shard], tmp_path / "out"))
+
+
+def test_captions_must_be_trained_on_as_they_were_encoded(pairs: Path, stored: tuple[Path, Path]) -> None:
+    shards = find_shards(str(pairs))
+    for rule in (CaptionRule(prefix="a "), CaptionRule(templates=("{}!",)), CaptionRule(choice="random")):
+        changed = Shards.of(shards, captions=rule)
+        with pytest.raises(ConfigError, match="are of the captions as they are: leave"):
+            StoredFeatures(*stored).check(changed)
+        StoredFeatures(stored[0]).check(changed)
+
+
+def test_a_shard_of_broken_pictures_alone(teacher: CLIP, tmp_path: Path) -> None:
+    file, (whole, broken) = io.BytesIO(), (tmp_path / "whole", tmp_path / "broken")
+    Image.new("RGB", (20, 20), "red").save(file, "png")
+    for folder, image in ((whole, file.getvalue()), (broken, b"no picture")):
+        with DatasetWriter(folder) as writer:
+            for number in range(6):
+                record = Record(key=f"{folder.name}{number}", image=image, extension="png", caption="red")
+                writer.write("train", record)
+            writer.finish({})
+    features = StoredFeatures(encode_with(teacher, [broken, whole], tmp_path / "out"))
+    for folder in (whole, broken):
+        features.check(Shards.of(find_shards(str(folder))))
+    assert features.find(f"{whole}/train/0.tar", "whole0") == (0, -1)
+    with pytest.raises(DataError, match="no stored feature: its image could not be encoded"):
+        features.find(f"{broken}/train/0.tar", "broken0")
+
+
+def test_two_teachers_are_refused(pairs: Path, stored: tuple[Path, Path], tmp_path: Path) -> None:
+    other = clipkit.create("ViT-Ti-4-16", seed=2).eval()
+    texts = encode_with(other, pairs, tmp_path / "texts", kind="caption")
+    with pytest.raises(ConfigError, match="encoded by different models"):
+        StoredFeatures(stored[0], texts)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda out: shutil.rmtree(out), "holds no embeddings that clipkit encode wrote"),
+        (lambda out: (out / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+        (lambda out: set_kind(out, "caption"), "holds embeddings of texts, not of pictures"),
+        (lambda out: (out / "img_emb" / "img_emb_1.npy").write_bytes(b"x"), "img_emb_1.npy is damaged"),
+        (lambda out: np.save(out / "img_emb" / "img_emb_1.npy", np.zeros((5, 3), "f2")), "different widths"),
+        (lambda out: cut_rows(out / "img_emb" / "img_emb_1.npy"), "has 6 rows for 2 embeddings"),
+        (lambda out: np.save(out / "img_emb" / "img_emb_1.npy", np.zeros(5, "f2")), "holds no rows"),
+        (lambda out: (out / "metadata" / "metadata_0.parquet").write_bytes(b"x"), "cannot be read"),
+        (lambda out: (out / "failures.jsonl").write_text("{}\n"), "failures.jsonl cannot be read"),
+    ],
+)
+def test_damage_is_one_line(
+    damage: Callable[[Path], Any], message: str, stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(stored[0], tmp_path / "copy")
+    damage(copy)
+    with pytest.raises(DataError, match=message) as caught:
+        StoredFeatures(copy)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def cut_rows(path: Path) -> None:
+    np.save(path, np.load(path)[:2])
+
+
+def set_kind(out: Path, kind: str) -> None:
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "kind": kind}))
+
+
+def test_a_copy_in_another_process_holds_no_embeddings(stored: tuple[Path, Path]) -> None:
+    rows = StoredRows(stored[0], "image")
+    copy = pickle.loads(pickle.dumps(rows))
+    assert copy._arrays == [] and len(copy) == len(rows)
+    own, other = (np.empty((2, rows.width), dtype=np.float16) for _ in range(2))
+    rows.read([0, 12], own)
+    copy.read([0, 12], other)
+    assert np.array_equal(own, other) and own.any()
+
+
+@given(st.lists(st.binary(max_size=12), max_size=40))
+def test_hashes_are_of_each_text_alone(texts: list[bytes]) -> None:
+    together = hashes_of(np.frombuffer(b"".join(texts), np.uint8), np.cumsum([0, *map(len, texts)])[1:])
+    alone = [_hash_of(text) for text in texts]
+    assert together.tolist() == alone
+    assert len(set(alone)) == len(set(texts))
+
+
+def test_many_keys_are_hashed_in_parts() -> None:
+    keys = [f"{number:09d}".encode() for number in range(70_000)]
+    hashes = hashes_of(np.frombuffer(b"".join(keys), np.uint8), np.arange(9, 9 * 70_001, 9))
+    assert len(np.unique(hashes)) == 70_000
+    assert hashes[-1] == _hash_of(keys[-1])
+    (long,) = hashes_of(np.frombuffer(b"abc" * 100, np.uint8), np.array([300]))
+    assert long == _hash_of(b"abc" * 100)

@@ -1,0 +1,168 @@
+"""Names of json fields that no sample has are refused at the start; rare ones are not."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipkit.errors import DataError
+from data.captions import CaptionRule, Filter, Selection, leaf_fields, value_at
+from data.shards import shard
+from data.shards.manifest import make_manifest
+from data.shards.shard import OpenShard
+from tests.data.json_shards import of_json, shard_of
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Indexes of these short-lived shards stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("CLIPKIT_CACHE", str(folder))
+        yield folder
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that are read from shards from now on."""
+    rows: list[int] = []
+    read = OpenShard.read
+
+    def counted(self: OpenShard, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
+        rows.append(row)
+        return read(self, row, columns)
+
+    monkeypatch.setattr(shard.OpenShard, "read", counted)
+    return rows
+
+
+def refusal(samples: Sequence[dict[str, Any]], selection: Selection, path: Path, *, shards: int = 1) -> str:
+    """What is said of shards that all hold these samples; empty if nothing is."""
+    files = [shard_of(path / f"{number}.tar", samples) for number in range(shards)]
+    try:
+        make_manifest([files], selection)
+    except DataError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+METAS = of_json(
+    *[{"width": 300, "caption": "x", "alt": {"en": "y"}, "tags": ["z"], "none": None} for _ in range(3)]
+)
+THERE = "their json has: alt.en, caption, tags, width"
+TEXTS = "their json has: alt.en, caption, tags"
+
+
+@pytest.mark.parametrize("shards", [1, 3, 12])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("widht", f"did you mean 'width'? {THERE}"),
+        ("WIDTH", f"did you mean 'width'? {THERE}"),
+        ("alt.de", f"did you mean 'alt.en'? {THERE}"),
+        ("similarity", THERE),
+        ("none", THERE),
+    ],
+)
+def test_a_filter_on_a_field_that_no_json_has_names_those_it_has(
+    name: str, hint: str, shards: int, tmp_path: Path
+) -> None:
+    selection = Selection(filters=(Filter.of("width >= 1"), Filter.of(f"{name} >= 1")))
+    said = refusal(METAS, selection, tmp_path, shards=shards)
+    looked = 3 * min(shards, 8)
+    assert said == (
+        f"data.filters names the json field {name!r}, which no sample of {looked} looked at has: {hint}"
+    )
+
+
+@pytest.mark.parametrize("choice", ["first", "random", "weighted", "all"])
+@pytest.mark.parametrize("shards", [1, 3, 12])
+def test_a_caption_field_that_no_json_has_names_those_it_has(
+    shards: int, choice: str, tmp_path: Path
+) -> None:
+    rule = CaptionRule(fields=("captoin",), choice=choice, weights=(1.0,))
+    said = refusal(METAS, Selection(captions=rule), tmp_path, shards=shards)
+    assert said == (
+        f"data.captions names the json field 'captoin', which no sample of {3 * min(shards, 8)} looked at "
+        f"has: did you mean 'caption'? {TEXTS}; {3 * min(shards, 8)} of them with a caption file: "
+        "data.captions=txt takes it"
+    )
+
+
+@pytest.mark.parametrize("choice", ["first", "all"])
+@pytest.mark.parametrize("shards", [1, 12])
+def test_a_caption_field_where_there_is_no_json_names_the_caption_files(
+    shards: int, choice: str, tmp_path: Path
+) -> None:
+    rule = CaptionRule(fields=("alt",), choice=choice)
+    said = refusal([{"txt": "text"}] * 2, Selection(captions=rule), tmp_path, shards=shards)
+    looked = 2 * min(shards, 8)
+    assert said == (
+        f"data.captions names the json field 'alt', which no sample of {looked} looked at has: they have no json "
+        f"with any field; {looked} of them with a caption file: data.captions=txt takes it"
+    )
+
+
+def test_other_mistakes_with_where_captions_are(tmp_path: Path) -> None:
+    said = refusal([{"json": '{"text": "x"}'}] * 2, Selection(), tmp_path)
+    assert said == (
+        "no sample of 2 looked at has a caption file (.txt) or the json field 'caption': their json has: text"
+    )
+    said = refusal(METAS, Selection(captions=CaptionRule(fields=("width",))), tmp_path)
+    assert said == (
+        "no sample of 3 looked at has a text in the json field 'width', where data.captions looks for captions; "
+        "texts are in: alt.en, caption, tags"
+    )
+    hostile = [{"json": json.dumps({"a\x1b[2J\n": 1, "x" * 99: 2, "": 3})}]
+    said = refusal(hostile, Selection(captions=CaptionRule(fields=("z",))), tmp_path)
+    assert said.isprintable() and said.endswith(f"their json has: , a\\x1b[2J\\n, {'x' * 40}…")
+    many = [{"json": json.dumps({f"f{number:03d}": 1 for number in range(500)})}]
+    said = refusal(many, Selection(captions=CaptionRule(fields=("z",))), tmp_path)
+    assert said.endswith("f018, f019 and 180 more")
+
+
+@pytest.mark.parametrize("where", [0, 7, 29])
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("over", [Selection(captions=CaptionRule(fields=("rare",))), None])
+def test_a_field_that_is_rare_is_none_of_these(
+    over: Selection | None, shard: int, where: int, tmp_path: Path
+) -> None:
+    selection = over or Selection(filters=(Filter.of("rare = x"),))
+    metas: list[dict[str, Any]] = [{"width": 1} for _ in range(30)]
+    files = []
+    for number in range(2):
+        here = [
+            meta | ({"rare": "x"} if (number, row) == (shard, where) else {})
+            for row, meta in enumerate(metas)
+        ]
+        files.append(shard_of(tmp_path / f"{number}.tar", of_json(*here)))
+    assert make_manifest([files], selection).counts.sum() == (60 if over else 1)
+
+
+def test_empty_captions_and_broken_json_are_bad_samples_and_no_wrong_names(tmp_path: Path) -> None:
+    assert refusal([{"txt": " "}, {"txt": ""}], Selection(), tmp_path) == ""
+    rule = CaptionRule(fields=("a",))
+    assert refusal([{"json": "{"}, {"json": "["}], Selection(captions=rule), tmp_path) == ""
+    assert refusal([{"txt": "x"}], Selection(captions=CaptionRule(fields=("txt", "a"))), tmp_path) == ""
+
+
+def test_to_begin_one_sample_is_read_as_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [shard_of(tmp_path / f"{number}.tar", METAS) for number in range(3)]
+    rows = count_reads(monkeypatch)
+    for fields in (("txt",), ("caption",), ("none", "tags")):
+        make_manifest([files], Selection(captions=CaptionRule(fields=fields)))
+        assert rows == [0]
+        rows.clear()
+
+
+def test_fields_are_named_as_filters_name_them() -> None:
+    deep: dict[str, Any] = {"leaf": 1}
+    for _ in range(9):
+        deep = {"down": deep}
+    meta = {"a": {"b": [1], "c": {"d": False}, "none": None, "empty": {}}, "x.y": 1, "e": "", "deep": deep}
+    found = dict(leaf_fields(meta))
+    assert found == {"a.b": [1], "a.c.d": False, "e": ""}
+    assert all(value_at(meta, name) == value for name, value in found.items())
+    assert len(dict(leaf_fields({str(number): number for number in range(10_000)}))) == 200

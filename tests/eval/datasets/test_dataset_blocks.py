@@ -1,0 +1,75 @@
+"""What a model did on one dataset, as the page draws it: a confusion matrix, and calibration with its axes."""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.datasets.dataset import EvalDataset
+from eval.report.draw import PictureBook
+from eval.report.page import Block, blocks_html
+from eval.report.result_set import Model
+from eval.report.scores import setting_name
+from eval.results.details import Details, prediction_details
+from tests.eval.web_page import Page
+
+MODEL = Model(
+    label="m", name="m", names=("m",), run="", weights="", step=None, earlier_steps=(), files=(),
+    architecture="", gflops=None, provenance={},
+)  # fmt: skip
+
+
+class NoPictures:
+    def __len__(self) -> int:
+        return 0
+
+
+def details_of(names: tuple[str, ...]) -> Details:
+    labels = torch.arange(4 * len(names)) % len(names)
+    dataset = EvalDataset(
+        name="d", class_names=names, templates=("{c}",), shards=NoPictures(), labels=labels,  # type: ignore[arg-type]
+        captions=None, revision="0", tasks=("zero-shot",),
+    )  # fmt: skip
+    sure = torch.linspace(0.3, 0.9, len(labels))
+    return prediction_details(dataset, labels.roll(1), task="fine-tune", setting="1 epochs", confidence=sure)
+
+
+def page_of(details: Details) -> Page:
+    return Page(f"<html>{blocks_html([Block(model=MODEL, details=details, score='')], PictureBook())}</html>")
+
+
+NAMES = st.text("abcdefgh<&", min_size=1, max_size=7)
+
+
+@settings(max_examples=40)
+@given(st.lists(NAMES, min_size=2, max_size=16, unique=True))
+def test_columns_have_short_names_or_the_numbers_of_the_rows(names: list[str]) -> None:
+    page = page_of(details_of(tuple(names)))
+    short = len(names) <= 12 and max(map(len, names)) <= 5
+    numbers = [str(i + 1) for i in range(len(names))]
+    text = "".join(page.text)
+    first_row = names[0] if short else f"{names[0]} 1"
+    assert "".join(names if short else numbers) + first_row in text
+    for name, number in zip(names, numbers, strict=True):  # a number stands beside its row's name, or nowhere
+        assert (f"{name} {number}" in text) or short
+
+
+def test_a_class_without_a_name_leaves_the_numbers() -> None:
+    text = "".join(page_of(details_of(("", "two", "six"))).text)
+    assert "123– 1two 2six 3" in text
+
+
+def test_calibration_has_two_axes() -> None:
+    details = details_of(("zero", "one"))
+    page = page_of(details)
+    assert "60.0% 1 how often it is right 0 " in page.words
+    assert " 0 how sure the model is 1 " in page.words
+    assert "how often" not in page_of(replace(details, bins=())).words
+
+
+def test_one_epoch_is_told_in_the_singular() -> None:
+    assert "fine-tune, 1 epoch" in page_of(details_of(("zero", "one"))).words
+    assert "epochs" not in page_of(details_of(("zero", "one"))).words
+    for setting in ("10 epochs", "0.1 epochs", "11 epochs", "4-shot logistic"):
+        assert setting_name("fine-tune", setting) == setting

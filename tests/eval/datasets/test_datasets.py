@@ -1,0 +1,408 @@
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipkit.errors import ConfigError, DataError
+from data.pack import pack
+from data.shards.writer import DatasetWriter, Record
+from eval.__main__ import main
+from eval.datasets.dataset import DEFAULT_TEMPLATES, NoSplit
+from eval.datasets.new import new_card
+from eval.readers import open_dataset, open_datasets
+from eval.readers.shards import SomePictures
+from tests.eval.conftest import CLASSES
+
+WriteDataset = Callable[..., Path]
+
+
+def picture() -> bytes:
+    file = BytesIO()
+    Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(file, "jpeg")
+    return file.getvalue()
+
+
+def test_a_published_folder(write_dataset: WriteDataset) -> None:
+    folder = write_dataset(captions=[f"picture {i}" for i in range(23)])
+    dataset = open_dataset(folder)
+    assert (dataset.name, len(dataset), dataset.tasks) == ("colours", 23, ("zero-shot",))
+    assert dataset.class_names[:3] == ("red", "green", "blue")
+    assert dataset.templates == ("a photo of something {c}.", "{c}")
+    assert dataset.labels is not None and dataset.labels.tolist() == [i % 7 for i in range(23)]
+    assert dataset.captions is not None and dataset.captions[22] == ("picture 22",)
+    assert dataset.revision == open_dataset(folder.rename(folder.with_name("moved"))).revision
+
+
+def test_the_built_in_digits() -> None:
+    dataset = open_dataset("digits")
+    assert (dataset.name, len(dataset), len(dataset.class_names)) == ("digits", 1797, 10)
+    assert dataset.tasks == ("zero-shot",)
+
+
+@pytest.mark.parametrize("ending", ["\n", "", "\r\n"])
+def test_blank_class_names_keep_their_place(write_dataset: WriteDataset, ending: str) -> None:
+    folder = write_dataset(labels=[0, 3, 5])
+    newline = "\r\n" if ending == "\r\n" else "\n"
+    text = newline.join(["  cube ", "", "ball", "", "cone", "disc"]) + ending
+    (folder / "classnames.txt").write_bytes(text.encode())
+    assert open_dataset(folder).class_names == ("cube", "", "ball", "", "cone", "disc")
+
+
+def test_a_last_blank_class_name_counts_too(write_dataset: WriteDataset) -> None:
+    folder = write_dataset(labels=[0, 1])
+    (folder / "classnames.txt").write_text("cube\n\n")
+    assert open_dataset(folder).class_names == ("cube", "")
+
+
+def test_duplicate_and_empty_classes_are_told(
+    write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_dataset(labels=[0, 1, 2], class_names=["missile", "cat", "missile", "dog"])
+    with caplog.at_level(logging.WARNING, "eval"):
+        assert open_dataset(folder).class_names == ("missile", "cat", "missile", "dog")
+    assert [record.getMessage() for record in caplog.records] == [
+        "dataset colours: class names that stand for several classes: 'missile'",
+        "dataset colours: classes without a picture: 'dog'",
+    ]
+
+
+def test_which_tasks(write_dataset: WriteDataset) -> None:
+    both = write_dataset("both", captions=["a", "b"] * 11 + ["c"], card={"tasks": ["retrieval", "zero-shot"]})
+    assert open_dataset(both).tasks == ("zero-shot", "retrieval")
+    pairs = write_dataset("pairs", labels=[None] * 2, captions=["a\n\n b \n", "c"], class_names=None)
+    assert open_dataset(pairs).tasks == ("retrieval",)
+    assert open_dataset(pairs).captions == (("a", "b"), ("c",))
+    typed = write_dataset("typed", captions=["x"] * 23)
+    (typed / "dataset_type.txt").write_text("retrieval\n")
+    assert open_dataset(typed).tasks == ("retrieval",)
+
+
+def test_plain_shards_are_scored_without_samples_that_lack_a_caption(
+    write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["a", None, "b", " \n", "c"]
+    folder = write_dataset("pairs", labels=[None] * 5, captions=texts, class_names=None, samples_per_shard=2)
+    assert "has no caption, others have one" in refusal(folder)  # its card says 5
+    (folder / "card.json").unlink()
+    with caplog.at_level(logging.WARNING, "eval"):
+        dataset = open_dataset(folder)
+    told = "dataset pairs: 2 of 5 samples have no caption and are left out"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    assert (len(dataset), dataset.tasks, dataset.captions) == (3, ("retrieval",), (("a",), ("b",), ("c",)))
+    samples = [dataset.shards.read(number) for number in range(3)]
+    assert [(one.id, one.key, one.caption) for one in samples] == [
+        (0, "s0000000", "a"),
+        (1, "s0000002", "b"),
+        (2, "s0000004", "c"),
+    ]
+    assert "picture s0000002 of" in dataset.where(1)
+    assert isinstance(dataset.shards, SomePictures)
+    every = dataset.shards.every.fingerprint()
+    assert dataset.revision == open_dataset(folder).revision != every
+    assert "has no caption" in refusal(folder / "test")  # whose nshards.txt says that it was written as one
+    (folder / "dataset_type.txt").write_text("retrieval\n")  # published: whole, or damaged
+    assert "has no caption" in refusal(folder)
+
+
+def test_a_packed_table_is_scored_on_the_pairs_held_out(tmp_path: Path) -> None:
+    rows = []
+    for number, captions in enumerate([["one", "uno"], "two\nlines", ["three"]] * 10):
+        (tmp_path / f"{number}.jpg").write_bytes(picture() + bytes([number]))
+        rows.append(json.dumps({"path": f"{number}.jpg", "caption": captions}) + "\n")
+    (tmp_path / "t.jsonl").write_text("".join(rows))
+    report = pack(tmp_path / "t.jsonl", tmp_path / "pairs", test=0.5, progress=False)
+    dataset = open_dataset(tmp_path / "pairs")
+    assert (dataset.name, dataset.tasks, len(dataset)) == ("pairs", ("retrieval",), report.splits["test"])
+    assert set(dataset.captions or ()) == {("one", "uno"), ("two\nlines",), ("three",)}
+    assert len(open_dataset(tmp_path / "pairs/train")) == report.splits["train"]
+
+
+def test_a_list_of_captions_counts_if_the_sample_s_own_is_its_first(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "pairs") as writer:
+        for number, listed in enumerate([["a", "b"], ["b", "a"], "a", [], ["a", 1, " "], ["a", "a"]]):
+            meta = {"captions": listed}
+            record = Record(key=f"{number}", image=picture(), extension="jpg", caption="a", meta=meta)
+            writer.write("test", record)
+        writer.finish({})
+    assert open_dataset(tmp_path / "pairs").captions == (("a", "b"), *[("a",)] * 4, ("a", "a"))
+
+
+def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
+    for name in (
+        "tabby_cat/1.jpg",
+        "tabby_cat/sub/2.JPEG",
+        "dog/3.jpg",
+        "dog/notes.txt",
+        "dog/.4.jpg",
+        ".git/5.jpg",
+    ):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name).write_bytes(picture())
+    dataset = open_dataset(tmp_path / "pets")
+    assert dataset.class_names == ("dog", "tabby cat")
+    assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 1]
+    assert dataset.templates == DEFAULT_TEMPLATES
+    assert dataset.where(2) == f"dataset pets: picture tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
+    assert dataset.shards.read(1).image == picture()
+    revision = dataset.revision
+    (tmp_path / "pets" / "dog" / "6.jpg").write_bytes(picture())
+    assert open_dataset(tmp_path / "pets").revision != revision
+
+
+def test_a_folder_of_pictures_with_splits(tmp_path: Path) -> None:
+    for name in ("train/dog/1.jpg", "test/dog/1.jpg", "test/cat/2.jpg", "test/cat/3.jpg"):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name).write_bytes(picture())
+    dataset = open_dataset(tmp_path / "pets")
+    assert (dataset.class_names, len(dataset)) == (("cat", "dog"), 3)
+
+
+def put_pictures(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(picture())
+    return folder
+
+
+def picture_folder(folder: Path) -> Path:
+    """A folder of a picture in each of two classes."""
+    for name in ("cat", "cow"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.jpg").write_bytes(picture())
+    return folder
+
+
+def test_classes_of_folders_are_those_of_all_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train/dog/1.jpg", "train/cat/1.jpg", "train/emu/2.jpg", "test/cat/2.jpg", "test/emu/3.jpg"):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name).write_bytes(picture())
+    train, test = open_dataset(tmp_path / "pets", split="train"), open_dataset(tmp_path / "pets")
+    assert train.class_names == test.class_names == ("cat", "dog", "emu")
+    assert test.labels is not None and test.labels.tolist() == [0, 2]
+    assert "classes without a picture: 'dog'" in caplog.text
+    with pytest.raises(NoSplit, match="has no split 'val'"):
+        open_dataset(tmp_path / "pets", split="val")
+    stamp = test.stamp
+    os.utime(tmp_path / "pets" / "test" / "cat" / "2.jpg", ns=(1, 1))
+    again = open_dataset(tmp_path / "pets")
+    assert again.revision == test.revision and again.stamp != stamp
+
+
+def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: Path) -> None:
+    for name in ("train/dog/1.jpg", "train/cat/2.jpg", "val/dog/3.jpg", "val/cat/4.jpg", "val/cat/5.jpg"):
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name).write_bytes(picture())
+    assert len(open_dataset(tmp_path / "pets")) == 3
+    with pytest.raises(
+        NoSplit, match="folder 'val' stands in"
+    ):  # probes would be tuned on what they are scored on
+        open_dataset(tmp_path / "pets", split="val")
+    card = new_card("Pets", tmp_path / "pets")
+    assert card.splits == {"train": 2, "test": 3}
+    with pytest.raises(
+        DataError, match=r"bring back what is missing, or set 'test' of \[splits\] in its card to 1$"
+    ):
+        card.check_size("test", 1)
+    (tmp_path / "pets" / "test" / "dog").mkdir(parents=True)
+    (tmp_path / "pets" / "test" / "dog" / "6.jpg").write_bytes(picture())
+    assert [len(open_dataset(tmp_path / "pets", split=split)) for split in ("val", "test")] == [3, 1]
+
+
+def test_splits_go_by_the_usual_names(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    names = [
+        f"{split}/{kind}/1.jpg" for split in ("Train", "validation", "Testing") for kind in ("cat", "dog")
+    ]
+    pets = put_pictures(tmp_path / "pets", *names, "Train/cat/2.jpg")
+    assert [len(open_dataset(pets, split=split)) for split in ("train", "val", "test")] == [3, 2, 2]
+    two = put_pictures(tmp_path / "two", *names, "dev/cat/1.jpg")
+    assert f"{two / 'dev'} and {two / 'validation'} would both be the split 'val'" in refusal(two)
+    alone = put_pictures(tmp_path / "alone", "TRAIN/cat/1.jpg", "TRAIN/dog/1.jpg")
+    assert "val (valid, validation, dev) and test (testing)" in refusal(alone)
+    shards = write_dataset(split="valid")
+    assert len(open_dataset(shards, split="val")) == 23
+
+
+def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    one = put_pictures(tmp_path / "one", "images/1.jpg", "images/2.jpg")
+    assert (
+        f"one class only, 'images': pictures by class take two folders or more, as {one / 'cat'}"
+        in refusal(one)
+    )
+    table = one / "caps.csv"
+    table.write_text("path,caption\nimages/1.jpg,a cat\n")
+    pack_it = f"python -m data pack {table} OUT --test 1.0, then --data OUT"
+    assert pack_it in refusal(one) and pack_it in refusal(table)
+    (one / "images" / "caps.csv").write_text("")
+    assert (
+        f"caps.csv may be a table of captions: {pack_it.replace('caps.csv', 'images/caps.csv')}"
+        in refusal(one / "images")
+    )
+    assert "classification takes two or more" in refusal(
+        write_dataset("cats", labels=[0, 0], class_names=["cat"])
+    )
+    told = write_dataset("told", labels=[0, 0], class_names=["cat"], captions=["a", "b"])
+    assert open_dataset(told).tasks == ("retrieval",)
+    no_folder: tuple[tuple[str | Path, str], ...] = (
+        (table, "is a table"),
+        (write_dataset("x") / "card.json", "is a file"),
+        ("no", "no folder"),
+    )
+    for wrong, message in no_folder:
+        with pytest.raises(ConfigError, match=f"{message}.*a card is made of a folder of this machine"):
+            main(["new", "Mine", "--data", str(wrong)])
+
+
+def test_a_file_of_the_same_size_and_time_may_be_another(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    """Features are looked up by the stamp."""
+    folder, shards = picture_folder(tmp_path / "pets"), write_dataset()
+    for root, file in ((folder, folder / "cat" / "1.jpg"), (shards, shards / "test" / "0.tar")):
+        before, state = open_dataset(root), file.stat()
+        content, stamp = file.read_bytes(), before.stamp
+        time.sleep(0.02)  # clocks of file systems are coarse
+        file.write_bytes(content[::-1] if root == folder else content.replace(b"IDAT", b"iDAT"))
+        os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+        again = open_dataset(root)
+        assert again.stamp != stamp and again.revision == before.revision
+
+
+def test_equal_names_are_lengthened_by_parent_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [picture_folder(tmp_path / name) for name in ("A/test", "B/test", "x/B/test", "x/digits", "y")]
+    names = [dataset.name for dataset in open_datasets([*folders, "digits"])]
+    own = f"{tmp_path.name}-B-test"
+    assert names == ["A-test", own, "x-B-test", "x-digits", "y", "digits"]
+    assert open_dataset(folders[0]).name == "test"
+    monkeypatch.chdir(tmp_path)
+    assert [one.name for one in open_datasets(["A/test/", "B/test", "y"])] == ["A-test", "B-test", "y"]
+    mistakes: list[tuple[list[str | Path], str]] = [
+        (["y", tmp_path / "y"], f"dataset {tmp_path / 'y'} is given twice"),
+        (["digits", "digits"], "dataset digits is given twice"),
+        (["A/test", "A/../A/test"], "is given twice"),
+        (["A/test", "B/test", picture_folder(tmp_path / "A-test")], "would both be named"),
+    ]
+    for given, message in mistakes:
+        with pytest.raises(DataError, match=message):
+            open_datasets(given)
+
+
+def refusal(folder: Path | str) -> str:
+    with pytest.raises(DataError) as caught:
+        open_dataset(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_no_picture_file_is_refused(tmp_path: Path) -> None:
+    pipe, link = picture_folder(tmp_path / "pipe"), picture_folder(tmp_path / "link")
+    os.mkfifo(pipe / "cat" / "z.png")
+    (link / "cat" / "z.png").symlink_to("nothing")
+    lost = picture_folder(tmp_path / "lost")
+    (lost / "dog").symlink_to("nothing")
+    assert refusal(pipe) == f"picture {pipe / 'cat' / 'z.png'} is not a regular file: remove it"
+    assert refusal(link) == f"picture {link / 'cat' / 'z.png'} is a link to nothing: mend or remove it"
+    with (picture_folder(tmp_path / "large") / "cat" / "1.jpg").open("r+b") as file:
+        file.truncate((256 << 20) + 1)
+    assert "has 268435457 bytes, the limit is 268435456" in refusal(tmp_path / "large")
+    assert refusal(lost) == f"{lost / 'dog'} is a link to nothing: mend or remove it"
+
+
+def test_a_class_folder_that_cannot_be_read_is_not_left_out() -> None:
+    with TemporaryDirectory() as name:  # pytest's own folder is closed to other users
+        root = Path(name)
+        root.chmod(0o755)
+        picture_folder(root / "pets")
+        (root / "pets" / "dog").mkdir(mode=0)
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may read everything
+        try:
+            assert refusal(root / "pets") == (
+                f"cannot read dataset pets: {root / 'pets' / 'dog'}: Permission denied"
+            )
+        finally:
+            os.seteuid(user)
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"d\xff")
+    assert "'d\\udcff' has a name that is not UTF-8" in refusal(picture_folder(tmp_path / odd))
+    (picture_folder(tmp_path / "a") / "cat").rename(tmp_path / "a" / odd)
+    assert "'d\\udcff' has a name that is not UTF-8" in refusal(tmp_path / "a")
+
+
+def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    assert "not a folder, nor built in (did you mean 'digits'?)" in refusal("digit")
+    assert refusal("~nouser/x").startswith("no dataset '~nouser/x'")
+    assert refusal("x" * 5000) == f"cannot read dataset '{'x' * 200}': File name too long"
+    (tmp_path / "empty").mkdir()
+    assert "no picture in folders by class" in refusal(tmp_path / "empty")
+    assert "has label 7, but there are 7 class names" in refusal(write_dataset("range", labels=[0, 7]))
+    assert "picture s0000001" in refusal(tmp_path / "range")
+    assert "sample s0000001 of" in refusal(write_dataset("unlabelled", labels=[0, None]))
+    assert "has no label, others have one" in refusal(tmp_path / "unlabelled")
+    assert "has no caption" in refusal(write_dataset("mute", labels=[0, 1], captions=["a", " \n"]))
+    assert "has no {c}" in refusal(write_dataset("template", templates=["a photo of a {}."]))
+    assert "tasks ['sing']; known: zero-shot" in refusal(write_dataset("task", card={"tasks": ["sing"]}))
+    assert "tasks [[1]]; known" in refusal(write_dataset("list", card={"tasks": [[1]]}))
+    for number, text in enumerate(
+        ("[" * 100_000, '{"a":' * 100_000, f'{{"samples": {{"test": {"9" * 5000}}}}}')
+    ):
+        hostile = write_dataset(f"hostile{number}")
+        (hostile / "card.json").write_text(text)
+        assert ("its card says inf" if number == 2 else "card.json does not parse") in refusal(hostile)
+    split = write_dataset("split", split="train")
+    assert refusal(split) == (
+        "dataset split has no split 'test' to score on, only train: pack it with pairs held out "
+        f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {split / 'train'}"
+    )
+    alone = open_dataset(split / "train")
+    assert (len(alone), alone.class_names) == (23, CLASSES)
+    kind = write_dataset("kind")
+    (kind / "dataset_type.txt").write_text("multilable\n")
+    assert "of type 'multilable'; known: classification, multilabel" in refusal(kind)
+    latin = write_dataset("latin")
+    (latin / "classnames.txt").write_bytes("café\n".encode("latin-1"))
+    assert "not UTF-8" in refusal(latin)
+
+
+def test_the_folder_of_one_split_is_a_set_that_the_folder_above_describes(
+    write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_dataset(split="val")
+    shutil.copytree(folder / "val", folder / "train")
+    assert refusal(folder).endswith(f"name a split's own folder, {folder / 'val'}")
+    monkeypatch.chdir(folder / "val")
+    for place in (folder / "val", "."):
+        dataset = open_dataset(place)
+        assert (dataset.class_names, dataset.templates) == (CLASSES, ("a photo of something {c}.", "{c}"))
+    card = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps({**card, "samples": {"val": 24, "test": 23}}))
+    assert "its card says 24" in refusal(folder / "val")
+    (folder / "val" / "classnames.txt").write_text("\n" * 6 + "own\n")  # then it says itself what it is
+    assert open_dataset(folder / "val").class_names[6] == "own"
+
+
+def test_lost_shards_and_samples_are_refused(write_dataset: WriteDataset) -> None:
+    folder = write_dataset()
+    (folder / "test" / "1.tar").unlink()
+    assert "nshards.txt says '3'" in refusal(folder)
+    (folder / "test" / "nshards.txt").unlink()
+    assert "shard 1.tar is missing" in refusal(folder)
+    (folder / "test" / "2.tar").rename(folder / "test" / "1.tar")
+    assert "its card says 23" in refusal(folder)
+    card = json.loads((folder / "card.json").read_text())
+    (folder / "card.json").write_text(json.dumps({**card, "samples": {"test": 13}}))
+    assert len(open_dataset(folder)) == 13
+    (folder / "card.json").write_text("[1]")
+    assert "is not a JSON object" in refusal(folder)
+    (folder / "card.json").write_text("{")
+    assert "does not parse" in refusal(folder)

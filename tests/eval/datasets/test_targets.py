@@ -1,0 +1,112 @@
+"""What a user names as data: what is said where it is not here, and where scores of a model are known."""
+
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from clipkit.errors import ConfigError, DataError
+from data.remote.store import PATIENCE
+from eval.compare import find_known, known_tasks, nothing_checked
+from eval.datasets.new import new_card
+from eval.datasets.targets import Missing, find_named, find_suites, find_targets
+
+WriteDataset = Callable[..., Path]
+KNOWN = "open_clip:ViT-B-32/openai"
+
+
+def test_a_store_that_nobody_answers_for_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.remote.store.PATIENCE", replace(PATIENCE, contact_waits=(0.01, 0.02)))
+    with socket.socket() as closed:  # bound, not listening: whoever asks is refused
+        closed.bind(("127.0.0.1", 0))
+        root = f"http://127.0.0.1:{closed.getsockname()[1]}/sets"
+        targets, trouble = find_suites(["vtab19"], root=root)
+        known = find_known([], KNOWN, root=root)
+    assert str(trouble[0]).startswith(f"{root}: the connection failed (refused")
+    assert str(trouble[0]).endswith("it costs 19 datasets: caltech101, cifar100, dtd and 16 more")
+    assert (len(trouble), len(known.trouble), targets + known.targets) == (1, 1, [])
+
+
+def test_what_is_not_here_is_a_short_line_each(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    with pytest.raises(ConfigError, match=r"--data-root .*none: there is no such folder$"):
+        find_suites(["clip27"], root=tmp_path / "none")
+    known = find_known([], KNOWN, root=tmp_path)
+    lines = list(map(str, known.trouble))
+    assert known.datasets == len(lines) > 20 and all(isinstance(one, Missing) for one in known.trouble)
+    at = "published at hf://datasets/clip-benchmark/wds_food101, or as torchvision.datasets.Food101 keeps it"
+    assert f"food101: not under {tmp_path}; {at}" in lines
+    assert nothing_checked(known, KNOWN) == (
+        f"nothing could be checked: none of the {len(lines)} datasets that {KNOWN} is known on is here"
+    )
+    with pytest.raises(DataError, match="fairface is known and cannot be scored here: Its names"):
+        find_targets(["fairface"], root=tmp_path)
+
+
+def test_what_is_wrong_with_one_dataset_costs_no_other(write_dataset: WriteDataset, tmp_path: Path) -> None:
+    good, damaged = [write_dataset(f"{name}/test") for name in "AB"], write_dataset("damaged")
+    next((damaged / "test").glob("*.tar")).unlink()
+    wrong = write_dataset("wrong")
+    (wrong / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc_1"\n')
+    names = [str(wrong), str(good[0]), "mnist", str(damaged), str(good[1])]
+    targets, trouble = find_named(names)
+    assert [one.dataset.name for one in targets] == ["A-test", "B-test"]
+    assert [type(one) for one in trouble] == [Missing, DataError, DataError]
+    said = [str(one) for one in trouble]
+    assert "say where it lies with --data-root" in said[0] and str(damaged) in said[1]
+    assert said[2].startswith(f"{wrong}/card.toml: metric = 'acc_1': it must be ")
+    assert not any("\n" in one for one in said)
+    with pytest.raises(Missing):
+        find_targets(names)
+    for slip in ("nowhere", str(tmp_path / "nowhere"), "~nouser/x"):  # such a name stops all before it begins
+        with pytest.raises(DataError, match=f"no dataset '{slip}'"):
+            find_named([str(good[0]), slip, str(damaged)])
+    with pytest.raises(DataError, match="is given twice"):
+        find_named([str(good[0]), str(good[0])])
+
+
+def test_which_models_scores_are_known_is_told_by_cards_alone(tmp_path: Path) -> None:
+    assert known_tasks(["cifar100", "flickr30k"], KNOWN) == ("zero-shot", "linear-probe", "retrieval")
+    with pytest.raises(
+        ConfigError, match=r"known of 'x' on digits, nor of any model: .* as \[\[expected\]\]"
+    ):
+        known_tasks(["digits"], "x")
+    with pytest.raises(ConfigError, match=rf"known of 'x' on cifar100, .*{KNOWN}.*--as NAME"):
+        find_known(["cifar100"], "x", root=tmp_path / "none")
+
+
+def test_a_card_of_ones_own_has_to_fit_the_pictures(
+    write_dataset: WriteDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_dataset(labels=[0, 1, 2] * 3, class_names=["a", "b", "c"], templates=None)
+    with caplog.at_level(logging.WARNING, "eval"):
+        find_targets([str(folder)])
+    told = "dataset colours brings no prompts (zeroshot_classification_templates.txt): 'a photo of a {c}.' is taken"
+    assert [one.getMessage() for one in caplog.records] == [told]
+    caplog.clear()
+    assert new_card("Mine", folder).metric == "acc1"
+    assert new_card("Mine", write_dataset("seven")).further == ("acc5", "mean_per_class_recall")
+    (folder / "classnames.txt").rename(folder / "aside.txt")
+    (folder / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc1"\nkeys = ["0", "1"]\n')
+    with pytest.raises(DataError, match="card colours has 2 classes, the pictures of colours are of 3"):
+        find_targets([str(folder)])
+    (folder / "aside.txt").rename(folder / "classnames.txt")
+    for text, message in (
+        (
+            'metric = "roc_auc"',
+            r"do not fit the pictures: each must be a metric of zero-shot: acc1, .*two classes",
+        ),
+        ('metric = "map_11_point"\nmultilabel = true', "each picture has one label, .* multilabel = false"),
+        ('metric = "worst_region_acc1"\nmetadata = ["region"]', "has no npy, where region should stand"),
+    ):
+        (folder / "card.toml").write_text(f'tasks = ["zero-shot"]\n{text}\n')
+        with pytest.raises(DataError, match=message):
+            find_targets([str(folder)])
+    (folder / "card.toml").write_text(
+        'tasks = ["zero-shot"]\nmetric = "acc1"\nclasses = 3\n[prompts.x]\nnames = "folder"\ntemplates = "folder"\n'
+    )
+    find_targets([str(folder)])
+    assert [one.getMessage() for one in caplog.records] == [told]

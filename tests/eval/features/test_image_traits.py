@@ -1,0 +1,153 @@
+"""Transparent and rotated images in an evaluation: told of, laid on a background and turned where asked."""
+
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from clipkit import CLIP
+from clipkit.config import Config
+from clipkit.files.traits import TraitCounts
+from clipkit.training.checkpoint import LoopState, save_checkpoint
+from eval import Encoder, Ranks, evaluate, open_dataset
+from tests.forked import Forked
+
+CLEAR = (
+    "images are transparent and without a background: the colors hidden under the transparent parts are used, as "
+    "open_clip does; set"
+)
+TURNED = "images are rotated by an EXIF tag that is not applied, as in open_clip; set"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An image folder with 2 transparent, 3 rotated and 4 plain images; beside it, what they look like."""
+    random = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    for number in range(9):
+        pixels = Image.fromarray(random.integers(0, 256, (20, 30, 4), dtype=np.uint8))
+        photo, name = pixels.convert("RGB"), f"class {number % 2}/{number}.png"
+        for kind in ("raw", "seen"):
+            (tmp_path / kind / name).parent.mkdir(parents=True, exist_ok=True)
+        raw, seen = tmp_path / "raw" / name, tmp_path / "seen" / name
+        if number < 2:
+            pixels.save(raw)
+            white = Image.new("RGBA", pixels.size, "white")
+            Image.alpha_composite(white, pixels).convert("RGB").save(seen)
+        elif number < 5:
+            photo.save(raw, exif=exif)
+            photo.transpose(Image.Transpose.ROTATE_90).save(seen)
+        else:
+            photo.save(raw)
+            photo.save(seen)
+    return tmp_path / "raw"
+
+
+def test_an_evaluation_tells_of_them_also_where_features_are_known(
+    forked: Forked, model: CLIP, folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    state = LoopState(step=1, data="none")
+    save_checkpoint(run, model, torch.optim.AdamW(model.parameters()), state, Config(), keep=1)
+    environment = {"CLIPKIT_CACHE": os.environ["CLIPKIT_CACHE"]}
+
+    def score(data: Path, *options: str) -> tuple[list[str], list[str]]:
+        arguments = [
+            "zero-shot",
+            "--model",
+            run,
+            "--data",
+            data,
+            "--features",
+            tmp_path / "features",
+            *options,
+        ]
+        done = forked.run("eval/__main__.py", list(map(str, arguments)), environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        table = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if " acc1 " in line]
+        return table, [line for line in done.stderr.splitlines() if "images" in line]
+
+    told = [
+        f"dataset raw, split test: 2 of 9 {CLEAR} --background white",
+        f"dataset raw, split test: 3 of 9 {TURNED} --upright",
+    ]
+    plain = score(folder)
+    assert plain[1] == told
+    assert score(folder) == plain  # from kept features
+    assert score(folder, "--background", "white")[1] == told[1:]
+    assert score(folder, "--upright")[1] == told[:1]
+    assert score(folder, "--background", "none", "--no-upright") == (plain[0], [])
+    table, lines = score(folder, "--background", "white", "--upright")
+    assert (table, lines) == score(folder.parent / "seen")
+    assert lines == []
+
+
+def test_features_of_another_background_or_orientation_are_not_taken(
+    model: CLIP, folder: Path, tmp_path: Path
+) -> None:
+    def features(data: Path, **options: object) -> Tensor:
+        chosen = CLIP(model.architecture, preprocess=model.preprocess.with_decoding(**options))  # type: ignore[arg-type]
+        chosen.load_state_dict(model.state_dict())
+        return Encoder(chosen, store=tmp_path / "features").images(open_dataset(data)).projected.clone()
+
+    plain = features(folder)
+    laid = features(folder, background="white")
+    both = features(folder, background="white", upright=True)
+    seen = features(folder.parent / "seen")
+    assert torch.equal(features(folder), plain) and torch.equal(features(folder, background="white"), laid)
+    assert torch.equal(both, seen)
+    # in the order of classes: 0 2 4 6 8, 1 3 5 7
+    changed = [not torch.equal(a, b) for a, b in zip(plain, laid, strict=True)]
+    assert [number for number, one in zip((0, 2, 4, 6, 8, 1, 3, 5, 7), changed, strict=True) if one] == [0, 1]
+    changed = [not torch.equal(a, b) for a, b in zip(laid, both, strict=True)]
+    assert [number for number, one in zip((0, 2, 4, 6, 8, 1, 3, 5, 7), changed, strict=True) if one] == [
+        2,
+        4,
+        3,
+    ]
+
+
+def test_from_python_an_evaluation_warns(model: CLIP, folder: Path) -> None:
+    with pytest.warns(UserWarning) as told:
+        evaluate(model, folder)
+    assert [str(one.message) for one in told] == [
+        f"dataset raw, split test: 2 of 9 {CLEAR} background='white' in clipkit.load",
+        f"dataset raw, split test: 3 of 9 {TURNED} upright=True in clipkit.load",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(model, folder.parent / "seen")
+
+
+def test_two_ranks_count_as_one_does(model: CLIP, folder: Path, tmp_path: Path) -> None:
+    dataset, barrier, given = open_dataset(folder), threading.Barrier(2), [torch.zeros(1)] * 2
+    found: list[object] = [None, None]
+
+    def work(rank: int) -> None:
+        def gather(values: Tensor) -> Tensor:
+            given[rank] = values.detach().clone()
+            barrier.wait(60)
+            total = given[0] + given[1]
+            barrier.wait(60)
+            return total
+
+        # each with a store of its own, as on two hosts
+        ranks = Ranks(rank=rank, world=2, gather=gather)
+        for _ in range(2):  # then from the store
+            encoder = Encoder(model, store=tmp_path / f"host{rank}", ranks=ranks, batch_size=2)
+            encoder.images(dataset)
+            found[rank] = encoder.counts
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    assert found == [{("raw", "test"): TraitCounts(images=9, transparent=2, rotated=3)}] * 2

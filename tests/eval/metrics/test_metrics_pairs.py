@@ -1,0 +1,292 @@
+"""Retrieval, compositional metrics and comparisons against SciPy, scikit-learn, CLIP_benchmark and plain loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eval import metrics
+from eval.metrics import intervals, ranks
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_BLOCK", 64)  # so that small inputs go through several blocks
+    monkeypatch.setattr(intervals, "_RESAMPLES", 50)
+    monkeypatch.setattr(intervals, "_RESAMPLES", 400)
+
+
+@given(
+    places=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 3)), min_size=1, max_size=40),
+    weighted=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_ranks_in_short_are_numpys(places: list[tuple[int, int]], weighted: bool) -> None:
+    rank = torch.tensor([place for place, _ in places])
+    weight = torch.tensor([copies for _, copies in places]) if weighted else None
+    whole = rank if weight is None else rank.repeat_interleave(weight)
+    for k in (1, 5, 10):
+        found = metrics.recall_at_k(rank, k, weight)
+        assert found.value == (whole < k).double().mean() and found.n == len(whole)
+    for one, value in (
+        (metrics.mean_rank(rank, weight), np.mean(whole.numpy() + 1)),
+        (metrics.median_rank(rank, weight), np.median(whole.numpy() + 1)),
+    ):
+        assert one.value == pytest.approx(value) and one.n == len(whole)
+        assert 1 <= one.low <= one.value <= one.high
+
+
+def test_interval_of_captions_that_go_together_is_as_wide_as_their_pictures_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intervals, "_RESAMPLES", 1000)
+    of_pictures = torch.arange(200) % 4 * 3  # a quarter is found at once
+    place, picture = of_pictures.repeat_interleave(5), torch.arange(200).repeat_interleave(5)
+    alone, together = metrics.recall_at_k(place, 1), metrics.recall_at_k(place, 1, cluster=picture)
+    of_few = metrics.recall_at_k(of_pictures, 1)
+    assert together.value == alone.value == of_few.value == 0.25 and together.n == alone.n == 1000
+    assert (together.low, together.high) == pytest.approx((of_few.low, of_few.high), abs=0.01)
+    assert together.high - together.low > 2 * (alone.high - alone.low)
+    weighted = metrics.recall_at_k(of_pictures, 1, torch.full((200,), 5), cluster=torch.arange(200))
+    assert weighted == together
+    for k in (1, 20):
+        found = metrics.recall_at_k(place.clamp(min=1), k, cluster=picture)
+        assert (found.low, found.high) == pytest.approx(metrics.wilson_interval(200 * (k == 20), 200))
+
+
+def test_interval_of_the_median_is_the_binomial_one() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for n in (1, 2, 5, 6, 7, 25, 100, 5000):
+        found = metrics.median_rank(torch.arange(n))
+        left_off = int(found.low) - 1
+        assert found.high == n - left_off
+        if left_off:
+            assert stats.binom.cdf(left_off - 1, n, 0.5) <= 0.025
+        assert stats.binom.cdf(left_off, n, 0.5) > 0.025
+
+
+@given(seed=SEEDS, ties=st.booleans(), broken=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_winoground_is_that_of_the_paper(seed: int, ties: bool, broken: bool) -> None:
+    similarity = torch.randn(12, 2, 2, generator=torch.Generator().manual_seed(seed))
+    similarity = similarity.round() if ties else similarity
+    if broken:
+        similarity[0, 0, 1] = torch.nan
+    text, image = [], []
+    for (a, b), (c, d) in similarity.tolist():  # a row a picture
+        text.append(a > b and d > c)
+        image.append(a > c and d > b)
+    found = metrics.winoground(similarity)
+    assert found.text.value == pytest.approx(np.mean(text))
+    assert found.image.value == pytest.approx(np.mean(image))
+    assert found.group.value == pytest.approx(np.mean(np.logical_and(text, image)))
+    assert not (broken and (text[0] or image[0]))
+
+
+def test_what_cannot_be_told_apart_is_wrong() -> None:
+    assert metrics.winoground(torch.zeros(3, 2, 2)).group.value == 0
+    assert metrics.pairwise_accuracy(torch.ones(4), torch.ones(4)).value == 0
+    right = torch.tensor([1.0, 1.0, torch.nan, 1.0])
+    wrong = torch.tensor([[0.0, 0.5], [0.0, 1.0], [0.0, 0.0], [torch.nan, 0.0]])
+    assert metrics.pairwise_correct(right, wrong).tolist() == [True, False, False, False]
+    assert metrics.pairwise_accuracy(right, wrong).value == 0.25
+
+
+@given(
+    seed=SEEDS,
+    cases=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=8),
+    ties=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_jaccard_is_scikit_learns(seed: int, cases: list[tuple[int, int]], ties: bool) -> None:
+    from sklearn.metrics import jaccard_score
+
+    generator = torch.Generator().manual_seed(seed)
+    case = torch.cat([torch.full((a + b,), 3 * i) for i, (a, b) in enumerate(cases)])
+    right = torch.cat([torch.arange(a + b) < a for a, b in cases])
+    similarity = torch.randn(len(case), generator=generator)
+    similarity = similarity.round() if ties else similarity
+    expected = []
+    for i, (picks, _) in enumerate(cases):
+        own, score = right[case == 3 * i].tolist(), similarity[case == 3 * i].tolist()
+        order = sorted(range(len(own)), key=lambda one: (-score[one], own[one]))[:picks]
+        expected.append(jaccard_score(own, [one in order for one in range(len(own))]))
+    mixed = torch.randperm(len(case), generator=generator)
+    assert metrics.jaccard_index(similarity, right, case) == pytest.approx(expected)
+    found = metrics.mean_jaccard(similarity[mixed], right[mixed], case[mixed])
+    assert found.value == pytest.approx(np.mean(expected)) and found.n == len(cases)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+
+
+def test_jaccard_of_what_is_not_a_number_does_not_help() -> None:
+    right, case = torch.tensor([True, False, False]), torch.zeros(3, dtype=torch.int64)
+    for broken, expected in ((0, 0), (1, 0), (None, 1)):
+        similarity = torch.tensor([0.9, 0.1, 0.2])
+        if broken is not None:
+            similarity[broken] = torch.nan
+        assert metrics.jaccard_index(similarity, right, case).tolist() == [expected]
+
+
+@given(st.integers(0, 400), st.integers(0, 400))
+def test_mcnemar_is_scipys_binomial_test(first: int, second: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
+    assert metrics.mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
+
+
+def test_mcnemar_of_very_many() -> None:
+    assert metrics.mcnemar(500_000, 500_000) == 1
+    assert metrics.mcnemar(0, 100_000) == 0
+    assert 0.04 < metrics.mcnemar(49_690, 50_310) < 0.06
+
+
+@given(seed=SEEDS, n=st.integers(1, 80))
+@settings(max_examples=40, deadline=None)
+def test_comparing_turns_around(seed: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    first, second = torch.rand(2, n, generator=generator) < 0.6
+    one, other = metrics.compare_correct(first, second), metrics.compare_correct(second, first)
+    assert one.difference == pytest.approx(second.double().mean() - first.double().mean())
+    assert one.low <= one.difference <= one.high and 0 < one.p <= 1 and one.n == n
+    assert (other.low, other.high) == pytest.approx((-one.high, -one.low))
+    assert (other.difference, other.p) == pytest.approx((-one.difference, one.p))
+
+
+def test_differences_beyond_chance_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "_RESAMPLES", 1000)
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(600) % 3
+    hard = torch.rand(600, generator=generator)
+    scores = torch.randn(600, generator=generator) + (labels == 1)
+    for gain, beyond in ((0.0, False), (0.08, True)):
+        first = hard < 0.6
+        second = (hard < 0.57 + gain) | (torch.rand(600, generator=generator) < 0.05)
+        first_by_class, second_by_class = (
+            metrics.mean_per_class_statistic(one, labels) for one in (first, second)
+        )
+        found = (
+            metrics.compare_correct(first, second),
+            metrics.compare_means(first, second),
+            metrics.compare_statistics(first_by_class, second_by_class, 600),
+        )
+        for one in found:
+            assert (one.p < 0.05) == beyond == (one.low > 0)
+            assert one.low <= one.difference <= one.high
+        assert found[1].difference == pytest.approx(found[0].difference)
+        less, more = (
+            metrics.roc_auc_statistic(scores + gain * 20 * i * (labels == 1), labels == 1) for i in (0, 1)
+        )
+        assert (metrics.compare_statistics(less, more, 600).p < 0.05) == beyond
+    same = metrics.compare_correct(first, first)
+    assert same.p == 1 and same.low < 0 < same.high
+    assert metrics.compare_means(first, first).p == 1
+
+
+def test_a_comparison_is_rarely_beyond_chance_when_nothing_differs() -> None:
+    random = np.random.default_rng(0)
+    found = 0
+    for _ in range(100):
+        first, second = torch.from_numpy(random.random((2, 200)))
+        found += metrics.compare_means(first, second).p < 0.05
+    assert found <= 12  # 5 expected
+
+
+class Identity:
+    """Stands for a model in CLIP_benchmark's functions: its pictures and captions are the features themselves."""
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return images.flatten(1)
+
+    def encode_text(self, texts: Tensor) -> Tensor:
+        return texts
+
+
+@given(seed=SEEDS, captions=st.lists(st.integers(1, 4), min_size=10, max_size=16))
+@settings(max_examples=15, deadline=None)
+def test_recall_is_clip_benchmarks(seed: int, captions: list[int]) -> None:
+    theirs_of = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
+
+    generator = torch.Generator().manual_seed(seed)
+    owner = torch.arange(len(captions)).repeat_interleave(torch.tensor(captions))
+    images = torch.randn(len(captions), 6, generator=generator)
+    texts = torch.randn(len(owner), 6, generator=generator)
+    scores = texts @ images.T
+    positive = torch.zeros_like(scores, dtype=torch.bool)
+    positive[torch.arange(len(owner)), owner] = True
+    to_text = torch.stack([owner, torch.arange(len(owner))], dim=1)
+    for queries, candidates, pairs, own, right in (
+        (texts, images, to_text.flip(1), scores, positive),
+        (images, texts, to_text, scores.T, positive.T),
+    ):
+        place = metrics.match_ranks(queries, candidates, pairs)
+        for k in (1, 5, 10):
+            theirs = theirs_of.batchify(theirs_of.recall_at_k, own, right, 4, "cpu", k=k) > 0
+            assert metrics.recall_at_k(place, k).value == pytest.approx(theirs.double().mean().item())
+
+
+def test_zero_shot_is_clip_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeroshot_classification = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")
+    from sklearn.metrics import balanced_accuracy_score
+
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(90, 8, generator=generator), torch.randint(9, (90,), generator=generator)
+    classifier = torch.nn.functional.normalize(torch.randn(8, 9, generator=generator), dim=0)
+    batches = list(zip(images.split(40), labels.split(40), strict=True))
+    # NumPy 2.4 no longer makes a number of an array of one, which is what it has
+    monkeypatch.setattr(zeroshot_classification, "float", lambda one: one.item(), raising=False)
+    logits, target = zeroshot_classification.run_classification(
+        Identity(), classifier, batches, "cpu", amp=False
+    )
+    acc1, acc5 = zeroshot_classification.accuracy(logits, target, topk=(1, 5))
+    features = torch.nn.functional.normalize(images, dim=1)
+    place = metrics.class_ranks(features, classifier, labels)
+    assert metrics.top_k_accuracy(place, 1).value == pytest.approx(acc1)
+    assert metrics.top_k_accuracy(place, 5).value == pytest.approx(acc5)
+    assert metrics.mean_of_top1_and_top5(place).value == pytest.approx((acc1 + acc5) / 2)
+    theirs = balanced_accuracy_score(target, logits.argmax(1))
+    assert metrics.mean_per_class_recall(place < 1, labels) == pytest.approx(theirs)
+
+
+def test_captions_are_chosen_as_in_clip_benchmark_but_for_ties() -> None:
+    selection = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
+
+    def theirs(pictures: Tensor, captions: Tensor) -> dict[str, float]:
+        batch = (pictures[:, :, None, None], [list(own) for own in captions])  # (N, I, 1, 1, D)
+        found: dict[str, float] = selection.evaluate(Identity(), [batch], torch.stack, "cpu", amp=False)
+        return found
+
+    generator = torch.Generator().manual_seed(0)
+    unit = torch.nn.functional.normalize(torch.randn(2, 50, 2, 8, generator=generator), dim=-1)
+    pictures, captions = unit[0], unit[1]
+    similarity = pictures @ captions.transpose(1, 2)
+    found, other = metrics.winoground(similarity), theirs(pictures, captions)
+    assert found.text.value == pytest.approx(other["text_acc"])
+    assert found.image.value == pytest.approx(other["image_acc"])
+    assert found.group.value == pytest.approx(other["acc"])
+    one_picture = theirs(pictures[:, :1], captions)
+    pairs = metrics.pairwise_accuracy(similarity[:, 0, 0], similarity[:, 0, 1])
+    assert pairs.value == pytest.approx(one_picture["text_acc"])
+    assert one_picture["image_acc"] == 1  # one picture against itself
+
+    captions[:, 1] = captions[:, 0]  # a model that sees no difference
+    similarity = pictures @ captions.transpose(1, 2)
+    assert theirs(pictures[:, :1], captions)["text_acc"] == 1
+    assert metrics.pairwise_accuracy(similarity[:, 0, 0], similarity[:, 0, 1]).value == 0
+
+
+def test_equal_neighbours_are_found_by_their_order_in_clip_benchmark() -> None:
+    theirs = pytest.importorskip("clip_benchmark.metrics.zeroshot_retrieval")
+
+    same = torch.ones(4, 3)
+    found = theirs.recall_at_k(same @ same.T, torch.eye(4, dtype=torch.bool), 1)
+    assert found.sum() == 1  # of a model that gives everything the same features
+    own = torch.arange(4)
+    place = metrics.match_ranks(same, same, torch.stack([own, own], dim=1))
+    assert metrics.recall_at_k(place, 1).value == 0 and metrics.median_rank(place).value == 4
+    assert math.isclose(metrics.mean_rank(place).value, 4)

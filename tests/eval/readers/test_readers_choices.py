@@ -1,0 +1,123 @@
+"""SugarCrepe's and ARO's JSON files with folders of pictures."""
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipkit.errors import DataError
+from eval.datasets.dataset import NoSplit
+from eval.readers import open_dataset
+from tests.eval.conftest import png
+
+PAIRS = {
+    "0": {"filename": "1.jpg", "caption": "a dog on a cat", "negative_caption": "a cat on a dog"},
+    "7": {"filename": "1.jpg", "caption": "red", "negative_caption": "blue"},  # numbers have gaps
+}
+BOX = {"bbox_x": 3, "bbox_y": 5, "bbox_w": 8, "bbox_h": 4}
+
+
+def write(file: Path, content: Any) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def refusal(file: Path, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        open_dataset(file, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_sugar_crepe(tmp_path: Path) -> None:
+    file = write(tmp_path / "data/swap_obj.json", PAIRS)
+    assert "no folder images or val2017 beside" in refusal(file)
+    (tmp_path / "val2017").mkdir()
+    assert "picture 1.jpg of entry 0 of swap_obj.json is not in" in refusal(file)
+    (tmp_path / "val2017/1.jpg").write_bytes(png(1))
+    dataset = open_dataset(file)
+    assert (dataset.name, dataset.tasks) == ("swap_obj", ("compositional",))
+    assert dataset.choices == (("a dog on a cat", "a cat on a dog"), ("red", "blue"))
+    assert [dataset.shards.read(number).image for number in range(2)] == [png(1)] * 2
+    assert dataset.where(1) == f"dataset swap_obj: picture 1.jpg of {tmp_path / 'val2017'}"
+    assert open_dataset(file, images=tmp_path / "val2017").revision == dataset.revision
+    with pytest.raises(NoSplit):
+        open_dataset(file, split="train")
+
+
+def test_aro_cuts_out_the_box(tmp_path: Path) -> None:
+    entries = [
+        {
+            "image_path": "a.png",
+            "true_caption": "x on y",
+            "false_caption": "y on x",
+            "relation_name": name,
+            **BOX,
+        }
+        for name in ("on", "behind", "on")
+    ]
+    write(tmp_path / "images/a.png", "")
+    (tmp_path / "images/a.png").write_bytes(png(1))
+    dataset = open_dataset(write(tmp_path / "visual_genome_relation.json", entries))
+    assert dataset.metadata["relation"].tolist() == [1, 0, 1]
+    assert dataset.metadata["symmetric"].tolist() == [0, 0, 0]
+    whole, part = (np.array(Image.open(BytesIO(one))) for one in (png(1), dataset.shards.read(0).image))
+    np.testing.assert_array_equal(part, whole[5:9, 3:11])
+    outside = open_dataset(write(tmp_path / "outside.json", [{**entries[0], "bbox_x": 4000}]))
+    with pytest.raises(DataError, match=r"its box .* has no part of its 24 x 21 pixels"):
+        outside.shards.read(0)
+    (tmp_path / "images/a.png").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="it does not decode"):
+        dataset.shards.read(0)
+
+
+def test_what_aro_groups_by(tmp_path: Path) -> None:
+    entry = {"image_path": "a.png", "true_caption": "x", "false_caption": "y"}
+    write(tmp_path / "images/a.png", "")
+    relations = ("near", "riding on", "on", "above")
+    file = write(tmp_path / "relation.json", [{**entry, "relation_name": one} for one in relations])
+    assert open_dataset(file).metadata["symmetric"].tolist() == [1, 1, 0, 0]
+    pairs = (["red", "small"], ["red", "big"], ["red", "small"])
+    file = write(tmp_path / "attribution.json", [{**entry, "attributes": one} for one in pairs])
+    metadata = open_dataset(file).metadata
+    assert {name: column.tolist() for name, column in metadata.items()} == {"attribute": [1, 0, 1]}
+    assert open_dataset(write(tmp_path / "order.json", [entry])).metadata == {}
+
+
+def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
+    (tmp_path / "coco/val2017").mkdir(parents=True)
+    (tmp_path / "coco/val2017/1.jpg").write_bytes(png(1))
+    (tmp_path / "aro/images").mkdir(parents=True)
+    (tmp_path / "aro/images/a.png").write_bytes(png(1))
+    write(tmp_path / "sugar_crepe/data/swap_obj.json", PAIRS)
+    entry = {"image_path": "a.png", "true_caption": "x", "false_caption": "y"}
+    write(tmp_path / "aro/visual_genome_relation.json", [entry])
+    sugar, aro = (open_dataset(name, root=tmp_path) for name in ("sugar_crepe-swap_obj", "aro-relation"))
+    assert (sugar.name, len(sugar), aro.name, len(aro)) == ("sugar_crepe-swap_obj", 2, "aro-relation", 1)
+    with pytest.raises(DataError, match="nor a set under"):
+        open_dataset("sugar_crepe-add_att", root=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "does not parse"),
+        ("[" * 100_000, "does not parse"),
+        ([], "is no list of entries"),
+        ([1], "is no list of entries"),
+        ([{"a": 1}], "has entries of another form; known: filename, caption, negative_caption"),
+        ({"0": {**PAIRS["0"], "caption": " "}}, "entry 0 of"),
+        ({"0": {**PAIRS["0"], "filename": "../1.jpg"}}, "names a picture out of its folder"),
+        ({"0": {**PAIRS["0"], "filename": "/etc/hostname"}}, "names a picture out of its folder"),
+        ({"0": {**PAIRS["0"], **BOX, "bbox_x": -1}}, "has the box [-1, 5, 8, 4]"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, content: Any, said: str) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/1.jpg").write_bytes(png(1))
+    assert said in refusal(write(tmp_path / "x.json", content))

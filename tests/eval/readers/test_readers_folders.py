@@ -1,0 +1,206 @@
+"""Folders of pictures as people have them: with links, with what programs leave there, or built wrongly."""
+
+import json
+import logging
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet as pq
+
+from clipkit.errors import ConfigError, DataError
+from eval.__main__ import main
+from eval.datasets import read_card
+from eval.datasets.new import new_card
+from eval.datasets.targets import find_targets
+from eval.readers import open_dataset
+
+
+def png(shade: int) -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (8, 8), (shade, shade, 0)).save(file, "png")
+    return file.getvalue()
+
+
+def fill(folder: Path, *names: str) -> Path:
+    """Pictures, as ``cat/1.png``, in a folder."""
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(png(number))
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        open_dataset(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_programs_leave_is_no_picture_and_no_class(tmp_path: Path) -> None:
+    own = ("cat/1.png", "cat/deep/2.PNG", "dog/3.png")
+    plain = open_dataset(fill(tmp_path / "plain" / "pets", *own))
+    left = (
+        "cat/.ipynb_checkpoints/1-checkpoint.png",
+        "cat/.thumbnails/1.png",
+        "cat/deep/@eaDir/2.png",
+        "cat/._1.png",
+        "__MACOSX/cat/1.png",
+        "@eaDir/1.png",
+        ".git/1.png",
+    )
+    others = fill(tmp_path / "left" / "pets", *own, *left)
+    for name in ("cat/Thumbs.db", "cat/.DS_Store", "desktop.ini", "dog/notes.txt"):
+        (others / name).write_bytes(b"x")
+    found = open_dataset(others)
+    assert found.class_names == ("cat", "dog") and found.labels is not None
+    assert found.labels.tolist() == [0, 0, 1]
+    assert found.revision == plain.revision
+
+
+def test_links_to_folders_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+    elsewhere = fill(tmp_path / "elsewhere", "4.png", "5.png")
+    pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
+    (pets / "cat" / "more").symlink_to(elsewhere)
+    (pets / "bird").symlink_to(elsewhere)
+    found = open_dataset(pets)
+    assert found.labels is not None and found.labels.tolist() == [0, 0, 1, 1, 1, 2]
+    assert found.shards.locate(3)[1] == "cat/more/4.png"
+    for name, target in (("cat/loop", "."), ("cat/up", ".."), ("self", "."), ("dog/top", str(tmp_path))):
+        link = pets / name
+        link.symlink_to(target)
+        assert refusal(pets) == f"{link} is a link to a folder that it lies in: remove it"
+        link.unlink()
+    # two that lead into each other
+    (pets / "cat" / "other").symlink_to("../dog")
+    (pets / "dog" / "other").symlink_to("../cat")
+    assert "is a link to a folder that it lies in: remove it" in refusal(pets)
+
+
+def test_pictures_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png", "stray.png", "another.JPG", ".hidden.png")
+    with caplog.at_level(logging.WARNING, "eval"):
+        assert len(open_dataset(pets)) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "dataset pets: pictures beside the class folders are left out: another.JPG, stray.png"
+    ]
+    (pets / "dog" / "3.HEIC").write_bytes(b"x")
+    assert refusal(pets) == (
+        f"picture {pets / 'dog' / '3.HEIC'} is of a kind that is not read: write it as JPEG or PNG, or remove it"
+    )
+
+
+def test_folders_called_like_splits_are_no_classes(tmp_path: Path) -> None:
+    flat = fill(tmp_path / "flat", "Test/1.png", "train/2.png")
+    assert "holds pictures in Test, train, which are called like splits, not like classes" in refusal(flat)
+    vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # a class may be one
+    assert vehicles.class_names == ("car", "train")
+
+
+def test_sources_that_are_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "0.tar"
+    file.write_bytes(b"x")
+    assert refusal(file) == (
+        f"no dataset {str(file)!r}: it is a file, and no .json of SugarCrepe or ARO: name its folder"
+    )
+    for source in ("https://", "s3://", "http:///"):
+        with pytest.raises(DataError, match=r"its address names no place, as https://HOST/FOLDER does"):
+            open_dataset(source)
+    with pytest.raises(DataError, match=r"^no dataset '': name a folder"):
+        open_dataset("")
+
+
+@pytest.mark.parametrize(
+    "name", ['it\'s "quoted"', "a/b\\c", "Мои 🐦\n\t\x7f", "imagenet1k", "x" * 5000, "'''\"\"\"\\"]
+)
+def test_a_new_card_has_any_name(tmp_path: Path, name: str) -> None:
+    pets = fill(tmp_path / 'pets " \n', "cat/1.png", "dog/2.png")
+    assert main(["new", "--data", str(pets), "--", name]) == 0
+    assert read_card(pets / "card.toml").title == name
+    (target,) = find_targets([str(pets)])
+    assert target.dataset.class_names == ("cat", "dog")
+
+
+def test_a_new_card_that_cannot_be_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
+    with pytest.raises(ConfigError, match="is not UTF-8: write it in other letters"):
+        main(["new", "--data", str(pets), "\udcff"])
+    assert not (pets / "card.toml").exists()
+    monkeypatch.chdir(pets)
+    with pytest.raises(ConfigError, match=r"^--data is no folder here"):
+        main(["new", "--data", "", "Pets"])
+    alike = fill(tmp_path / "alike", "a_b/1.png", "a b/2.png")
+    with pytest.raises(DataError, match="has classes that are called alike, 'a b': rename them"):
+        main(["new", "--data", str(alike), "Alike"])
+    assert not (alike / "card.toml").exists()
+
+
+def test_a_new_card_of_numbered_classes_can_name_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "numbers"
+    folder.mkdir()
+    table = pa.table({"image": [png(i) for i in range(3)], "label": [0, 2, 1]})
+    pq.write_table(table, folder / "test.parquet")
+    assert main(["new", "--data", str(folder), "Numbers"]) == 0
+    assert "under [prompts.own.names] what its classes are called" in capsys.readouterr().out
+    path = folder / "card.toml"
+    path.write_text(
+        path.read_text().replace('0 = ["0"]', '0 = ["cat", "kitten"]').replace('2 = ["2"]', '2 = "dog"')
+    )
+    (target,) = find_targets([str(folder)])
+    assert target.dataset.class_names == ("cat", "1", "dog")
+    assert target.dataset.synonyms == (("cat", "kitten"), ("1",), ("dog",))
+    path.unlink()
+    huge = table.set_column(1, "label", pa.array([0, 200_000, 1]))
+    pq.write_table(huge, folder / "test.parquet")
+    with pytest.raises(DataError, match="has label 200,000, and no class names: number its classes from 0"):
+        new_card("Numbers", folder)
+
+
+LABELS = {
+    "1.5": [0.0, 1.5],
+    "nan": [0.0, float("nan")],
+    "9223372036854775809": pa.array([0, 2**63 + 1], pa.uint64()),
+    "b'a'": [b"a", b"b"],
+    "datetime.date": pa.array([0, 1], pa.date32()),
+    "{'a': 1}": [{"a": 1}, {"a": 1}],
+    "1000000000000": [0, 10**12],
+}
+
+
+@pytest.mark.parametrize("said", LABELS)
+@pytest.mark.parametrize("named", [True, False])
+def test_labels_that_are_no_numbers_are_refused(tmp_path: Path, said: str, named: bool) -> None:
+    """Most of all those that could be cut to whole ones, which gives another score."""
+    features = {"label": {"_type": "ClassLabel", "names": ["a", "b"]}} if named else {}
+    table = pa.table({"image": [png(0), png(1)], "label": LABELS[said]})
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    (tmp_path / "set").mkdir()
+    pq.write_table(table.replace_schema_metadata(about), tmp_path / "set" / "test.parquet")
+    assert "row " in refusal(tmp_path / "set")
+    assert f" has label {said}" in refusal(tmp_path / "set")
+    assert "which is no number of a class" in refusal(tmp_path / "set")
+
+
+def test_other_columns_of_a_wrong_kind(tmp_path: Path) -> None:
+    def said(**columns: Any) -> str:
+        path = tmp_path / "set" / "test.parquet"
+        path.parent.mkdir(exist_ok=True)
+        rows = min(map(len, columns.values()))
+        pq.write_table(pa.table({"image": [png(0), png(1)][:rows], **columns}), path)
+        return refusal(path.parent)
+
+    assert "row 0 of" in said(labels=[["cat"], ["dog"]])
+    assert "has labels ['cat'], which are no numbers of classes" in said(labels=[["cat"], ["dog"]])
+    assert "row 1 of" in said(labels=[[0], [None]])
+    assert "has labels [0.5], which are no numbers" in said(labels=[[0.5], [1.0]])
+    assert "has no caption" in said(caption=[1, 2])
+    assert said(label=pa.array([], pa.int64())).endswith("test.parquet has no rows")
+    floats = pa.table({"image": [png(0), png(1)], "label": [1.0, 0.0]})  # whole ones are meant
+    pq.write_table(floats, tmp_path / "set" / "test.parquet")
+    labels = open_dataset(tmp_path / "set").labels
+    assert labels is not None and labels.tolist() == [1, 0]

@@ -1,0 +1,416 @@
+"""Published sets as CLIP_benchmark reads them, by its own reader, from a disk and from servers."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from clipkit.errors import DataError
+from data.remote import store
+from data.remote.store import Patience, Unreachable
+from eval.datasets.dataset import EvalDataset, NoSplit
+from eval.datasets.targets import find_suites
+from eval.readers import find_published, open_dataset
+from eval.readers import shards as places
+from eval.readers.files import read_text_file
+from eval.readers.shards import address_of, array_of
+from tests.data.remote import servers
+from tests.data.remote.servers import S3, Nginx
+from tests.data.remote.test_hub import use
+
+impatient = servers.impatient
+nginx = servers.nginx
+s3 = servers.s3
+
+CLASSES = "  cube \n\nball\n\ncone\n"  # published so: a blank line is a class without a name
+WIDTH = 5
+
+
+def picture(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (9, 8 + seed, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "webp", lossless=True)
+    return file.getvalue()
+
+
+def npy(array: Any) -> bytes:
+    file = BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def publish(
+    root: Path,
+    samples: Sequence[dict[str, Any]],
+    *,
+    split: str = "test",
+    classes: str | None = CLASSES,
+    kind: str = "",
+) -> Path:
+    """A set as CLIP_benchmark's exporter writes it, by the same library, two samples a shard."""
+    (root / split).mkdir(parents=True)
+    with webdataset.ShardWriter(str(root / split / "%d.tar"), maxcount=2, verbose=False) as sink:
+        for number, sample in enumerate(samples):
+            sink.write({"__key__": f"s{number:07d}", "webp": picture(number), **sample})
+        shards = sink.shard
+    (root / split / "nshards.txt").write_text(f"{shards}\n")
+    if classes is not None:
+        (root / "classnames.txt").write_text(classes)
+        (root / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n a {c}\n")
+    if kind:
+        (root / "dataset_type.txt").write_text(f"{kind}\n")
+    return root
+
+
+def labelled(labels: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"cls": label} for label in labels]
+
+
+def multi(rows: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    return [{"npy": np.array(row)} for row in rows]
+
+
+def refusal(source: Path | str, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        open_dataset(source, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def pixels(dataset: EvalDataset) -> list[bytes]:
+    pictures = [dataset.shards.read(number).image for number in range(len(dataset))]
+    return [Image.open(BytesIO(one)).convert("RGB").tobytes() for one in pictures]
+
+
+@pytest.mark.parametrize("kind", ["", "multilabel", "retrieval"])
+@pytest.mark.filterwarnings("ignore")  # of the other reader
+def test_as_clip_benchmark_reads_it(tmp_path: Path, kind: str) -> None:
+    builder = pytest.importorskip("clip_benchmark.datasets.builder")
+    samples = {
+        "": labelled([4, 0, 1, 2, 3]),
+        "multilabel": multi([[1, 0, 0, 1, 0], [0, 1, 0, 0, 0], [1, 1, 1, 1, 1]]),
+        "retrieval": [{"txt": "one\nuno"}, {"txt": "two\\nlines"}, {"txt": "three"}],
+    }[kind]
+    root = publish(tmp_path / "wds_x", samples, kind=kind, classes=None if kind == "retrieval" else CLASSES)
+    theirs = builder.build_wds_dataset(
+        "wds/x", lambda image: image.convert("RGB").tobytes(), "test", str(root)
+    )
+    ours = open_dataset(root)
+    pictures, answers = zip(*theirs, strict=True)
+    assert pixels(ours) == list(pictures)
+    assert theirs.classes in (None, list(ours.class_names))
+    assert theirs.templates in (None, list(ours.templates))
+    if kind == "retrieval":
+        assert ours.captions == tuple(map(tuple, answers)) and ours.tasks == ("retrieval",)
+    else:
+        assert ours.labels is not None and ours.tasks == ("zero-shot",)
+        assert ours.labels.int().tolist() == np.array(answers).tolist()
+
+
+def test_group_metadata(tmp_path: Path) -> None:
+    rows = ((3, 2016, 1), (1, 2017, 0), (3, 2016.5, 2))
+    samples = [{"cls": y, "npy": np.array([region, year, y])} for region, year, y in rows]
+    root = publish(tmp_path / "fmow", samples)
+    plain, named = open_dataset(root), open_dataset(root, metadata_names=["region", "year", "y"])
+    assert plain.metadata == {}
+    assert {name: column.tolist() for name, column in named.metadata.items()} == {
+        "region": [3, 1, 3],
+        "year": [2016.0, 2017.0, 2016.5],
+        "y": [1, 0, 2],
+    }
+    assert str(named.metadata["region"].dtype) == "torch.int64"
+    assert "has 3 values in its npy, 2 (region, year) to be expected" in refusal(
+        root, metadata_names=["region", "year"]
+    )
+    lacking = publish(tmp_path / "lacking", [samples[0], {"cls": 1}])
+    assert "sample s0000001 of" in refusal(lacking, metadata_names=["a", "b", "c"])
+    assert "has no npy, where a, b, c should stand" in refusal(lacking, metadata_names=["a", "b", "c"])
+
+
+def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = [{"txt": "a dog bites a man\na man bites a dog"}, {"txt": "x\ny\nx"}]
+    dataset = open_dataset(publish(tmp_path / "order", samples, classes=None, kind="image_caption_selection"))
+    assert dataset.choices == (("a dog bites a man", "a man bites a dog"), ("x", "y", "x"))
+    assert (dataset.captions, dataset.tasks) == (None, ("compositional",))
+    assert "1 picture whose right caption is among the wrong ones" in caplog.text
+    one = publish(tmp_path / "one", [{"txt": "alone"}], classes=None, kind="image_caption_selection")
+    assert "has 1 caption to choose from, it takes 2 or more" in refusal(one)
+
+
+def test_captions_that_are_not_utf8_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples: list[dict[str, Any]] = [
+        {"txt": "caf\u00e9 \ufffd"},
+        {"txt": "caf\u00e9".encode("latin-1")},
+        {"txt": "tea"},
+    ]
+    latin = publish(tmp_path / "latin", samples, classes=None, kind="retrieval")
+    said = refusal(latin)
+    assert said.startswith(
+        "dataset latin: 1 sample with a caption that is not UTF-8, the first is s0000001 of "
+    )
+    assert said.endswith("0.tar: write them in UTF-8")
+    labelled = [one | {"cls": number % 2} for number, one in enumerate(samples)]
+    dataset = open_dataset(publish(tmp_path / "labelled", labelled, classes="a\nb\n"))
+    assert (dataset.captions, dataset.tasks, len(dataset)) == (None, ("zero-shot",), 3)
+    (warned,) = (record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage())
+    assert warned == "dataset labelled: 1 sample with a caption that is not UTF-8: captions are left out"
+    samples[1] = {"txt": "tea", "json": {"captions": ["tea", "half a pair \ud83d"]}}
+    assert "the first is s0000001 of" in refusal(
+        publish(tmp_path / "json", samples, classes=None, kind="retrieval")
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "names", "told"),
+    [
+        ([{"cls": 0}, {"cls": 1}], ["a", "a"], "has 2 pictures in 1 sample:"),
+        ([{"cls": 0, "png": b"another"}], ["a"], "has 2 pictures in 1 sample:"),
+        ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # they do not stand together
+    ],
+)
+def test_samples_that_are_called_alike(
+    tmp_path: Path, samples: list[dict[str, Any]], names: list[str], told: str
+) -> None:
+    keyed = [{**one, "__key__": name} for one, name in zip(samples, names, strict=True)]
+    folder = publish(tmp_path / "set", keyed)
+    if told:
+        assert told in refusal(folder)
+    else:
+        labels = open_dataset(folder).labels
+        assert labels is not None and labels.tolist() == [0, 1, 0]
+
+
+def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sound = [1, 0, 0, 1, 0]
+    for number, (row, said) in enumerate(
+        [
+            ([1, 0, 0, 1], "of shape (4,), classnames.txt has 5 lines; blank lines in it count"),
+            ([2, 0, 0, 1, 0], "values other than 0 and 1"),
+            (np.array([{}] * WIDTH, dtype=object), "objects, which could run a program"),
+            (["a"] * WIDTH, "numbers are read alone"),
+        ]
+    ):
+        data = row if isinstance(row, np.ndarray) else np.array(row)
+        root = publish(
+            tmp_path / f"{number}", [{"npy": npy(np.array(sound))}, {"npy": npy(data)}], kind="multilabel"
+        )
+        message = refusal(root)
+        assert said in message and "s0000001" in message and f"dataset {number}: " in message
+    lost = publish(tmp_path / "lost", [{"npy": np.array(sound)}, {"cls": 1}], kind="multilabel")
+    assert "has no npy, in which a multilabel set keeps its labels" in refusal(lost)
+    with caplog.at_level(logging.WARNING, "eval"):
+        open_dataset(publish(tmp_path / "empty", multi([sound]), kind="multilabel"))
+    told = ["class names that stand for several classes: ''", "classes without a picture: '', 'ball', 'cone'"]
+    assert [record.getMessage().partition("empty: ")[2] for record in caplog.records] == told
+
+
+@given(st.binary(max_size=300), st.integers(0, 200))
+def test_npy_files_of_any_bytes(data: bytes, at: int) -> None:
+    values = np.asfortranarray(np.arange(6).reshape(2, 3))
+    whole = npy(values)
+    assert array_of(whole).tolist() == values.tolist()
+    for hostile in (data, whole[:at], whole[:at] + data, whole[:10] + data, whole[:-1]):
+        if len(hostile) != len(whole) or hostile[:100] != whole[:100]:  # else it is an array of other numbers
+            with pytest.raises(DataError, match="npy"):
+                array_of(hostile)
+    huge = whole.replace(b"(2, 3), }" + b" " * 9, b"(2, 9999999999), }")
+    with pytest.raises(DataError, match="states 19999999998 values"):
+        array_of(huge)
+
+
+def serve(nginx: Nginx, root: Path, name: str) -> str:
+    for file in root.rglob("*.*"):
+        nginx.put(f"{name}/{file.relative_to(root)}", file.read_bytes())
+    return nginx.url(name)
+
+
+def test_over_the_network(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[1, 0, 0, 1, 0], [0, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
+    root = publish(tmp_path / "wds_many", multi(rows), kind="multilabel")
+    publish(root, multi(rows[:1]), split="train", classes=None)
+    here = open_dataset(root)
+    url = serve(nginx, root, "datasets/who/wds_many/resolve/main")
+    monkeypatch.setenv("HF_ENDPOINT", nginx.url("").rstrip("/"))
+    page = nginx.url("datasets/who/wds_many/tree/main")
+    there, ranged = open_dataset(page), open_dataset(url, cache_gb=0)
+    assert there.name == "wds_many"
+    for one in (there, ranged):
+        assert one.labels is not None and one.labels.int().tolist() == rows
+        assert (one.class_names, one.templates) == (here.class_names, here.templates)
+    asked = len(nginx.requests())
+    assert pixels(there) == pixels(here)
+    assert len(nginx.requests()) == asked  # its shards are in the cache
+    assert pixels(ranged) == pixels(here)
+    assert len(open_dataset(page, split="train")) == 1
+    owner = nginx.url("datasets/who")
+    assert find_published(owner, ["few", "many"]) == f"{owner}/wds_many"
+    assert open_dataset("many", root=owner).revision == there.revision
+
+    assert "/val/nshards.txt, which says how many shards there are" in refusal(page, split="val")
+    nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"3\n")
+    assert "test/2.tar: there is no such file" in refusal(page) or "the first is" in refusal(page)
+    nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"many")
+    assert "says 'many', no count" in refusal(page)
+    nginx.put("datasets/who/wds_many/resolve/main/classnames.txt", b"caf\xe9\n")
+    nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"2\n")
+    assert "classnames.txt is not UTF-8 text" in refusal(page)
+
+
+def test_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    root = publish(tmp_path / "wds_pets", labelled([0, 1, 4]))
+    serve(nginx, root, "datasets/who/wds_pets/resolve/main")
+    nginx.put("about", b'{"id": "who/wds_pets", "_id": "1", "sha": "1", "siblings": [], "tags": []}')
+    nginx.put("tree", b'[{"type": "file", "path": "README.md", "size": 3, "oid": "3"}]')
+    api = "/api/datasets/who/wds_pets"
+    nginx.add(f"""
+        location /api/ {{ add_header X-Error-Code EntryNotFound always; return 404; }}
+        location = {api} {{ default_type application/json; try_files /about =404; }}
+        location = {api}/revision/main {{ default_type application/json; try_files /about =404; }}
+        location = {api}/tree/main {{ default_type application/json; try_files /tree =404; }}
+    """)
+    use(nginx.url("").rstrip("/"), monkeypatch)
+    dataset = open_dataset("pets", root="hf://datasets/who")
+    assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 4]
+    assert pixels(dataset) == pixels(open_dataset(root)) and dataset.name == "pets"
+    with pytest.raises(NoSplit, match="has no split 'train': no tar in hf://datasets/who/wds_pets/train"):
+        open_dataset("hf://datasets/who/wds_pets", split="train")
+
+
+def test_a_set_is_found_by_its_name(tmp_path: Path, nginx: Nginx) -> None:
+    data = tmp_path / "data"
+    publish(data / "wds_vtab-dtd_test", labelled([0, 1]))
+    publish(data / "wds_pets", labelled([0]))
+    assert find_published(data, ["dtd", "vtab/dtd"]) == str(data / "wds_vtab-dtd_test")
+    assert find_published(data, ["cars"]) is None
+    dataset = open_dataset("vtab/dtd", root=data)
+    assert (dataset.name, len(dataset)) == ("vtab-dtd", 2)
+    assert refusal("cars", root=data).endswith(f", nor a set under {data}")
+    serve(nginx, data, "sets")
+    assert find_published(nginx.url("sets"), ["cars", "pets"]) == nginx.url("sets/wds_pets")
+    assert len(open_dataset("pets", root=nginx.url("sets"))) == 1
+    nginx.kill()
+    assert "gave up after" in refusal("cars", root=nginx.url("sets"))
+
+
+def test_in_a_bucket(tmp_path: Path, s3: S3) -> None:
+    root = publish(tmp_path / "wds_in_bucket", labelled([4, 0, 1]))
+    for file in root.rglob("*.*"):
+        s3.put(f"sets/wds_in_bucket/{file.relative_to(root)}", file.read_bytes())
+    dataset = open_dataset("in_bucket", root="s3://pairs/sets")
+    assert dataset.labels is not None and dataset.labels.tolist() == [4, 0, 1]
+    assert pixels(dataset) == pixels(open_dataset(root))
+    s3.client.delete_object(Bucket="pairs", Key="sets/wds_in_bucket/test/0.tar")
+    assert "0.tar" in refusal("s3://pairs/sets/wds_in_bucket")
+    s3.client.delete_object(Bucket="pairs", Key="sets/wds_in_bucket/test/nshards.txt")
+    assert "shard 0.tar is missing" in refusal("s3://pairs/sets/wds_in_bucket")
+    with pytest.raises(NoSplit, match="has no split 'train': no tar in s3://pairs/sets/wds_in_bucket/train"):
+        open_dataset("s3://pairs/sets/wds_in_bucket", split="train")
+
+
+def test_addresses_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    at = "https://huggingface.co/datasets/clip-benchmark/wds_vtab-dtd"
+    for page in (at, f"{at}/", f"{at}/tree/main", f"{at}/tree/main/", f"{at}/raw/main"):
+        assert address_of(page) == f"{at}/resolve/main"
+    assert address_of(f"{at}/tree/v1/sub/folder") == f"{at}/resolve/v1/sub/folder"
+    for other in (
+        "https://example.org/datasets/a/b/tree/main",
+        "s3://pairs/sets",
+        "https://huggingface.co/a/b",
+    ):
+        assert address_of(other) == other
+
+
+def test_statistics_beside_shards_are_not_believed(tmp_path: Path) -> None:
+    root = publish(tmp_path / "x", labelled([0, 1, 2]))
+    (root / "test" / "0_stats.json").write_text(json.dumps({"successes": 1}))
+    assert len(open_dataset(root)) == 3
+
+
+def test_a_root_that_nobody_answers_is_not_asked_again_for_each_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        root = f"http://127.0.0.1:{taken.getsockname()[1]}/sets"
+        asked: list[str | Path] = []
+
+        def asking(place: str | Path) -> str | None:
+            asked.append(place)
+            return read_text_file(place)
+
+        monkeypatch.setattr(places, "read_text_file", asking)
+        said = []
+        for name in ("one", "two", "three"):
+            with pytest.raises(Unreachable) as caught:
+                find_published(root, [name])
+            said.append(str(caught.value))
+        assert len(asked) == 1 and len(set(said)) == 1
+        now = time.monotonic()
+        monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: now + 61))
+        with pytest.raises(Unreachable):
+            find_published(root, ["one"])
+        assert len(asked) == 2  # it may be back
+
+
+def test_a_root_whose_server_fails_is_told_as_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not as a set that is not there, and not after waiting for every name of every set."""
+    asked: list[str] = []
+
+    class Failing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(int(self.path.split("/")[1]))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(store, "PATIENCE", Patience(tries=2, first_wait=0.01, contact_waits=(0.01,)))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            for status in (500, 503, 400):
+                asked.clear()
+                root = f"http://127.0.0.1:{server.server_port}/{status}"
+                targets, trouble = find_suites(["datacomp38"], root=root)
+                assert not targets
+                told = [str(one) for one in trouble if "status" in str(one)]
+                assert len(told) == 1 and f"(status {status})" in told[0] and "it costs " in told[0]
+                assert isinstance(next(one for one in trouble if "status" in str(one)), Unreachable)
+                assert len(asked) <= 2 and len(set(asked)) == 1
+            root = f"http://127.0.0.1:{server.server_port}/404"
+            assert find_published(root, ["mnist"]) is None
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_shard_that_was_written_anew_has_another_stamp(tmp_path: Path) -> None:
+    """Features are looked up by it: other pixels may take as many bytes."""
+    root = publish(tmp_path / "x", labelled([0, 1, 2]))
+    first = open_dataset(root)
+    assert open_dataset(root).stamp == first.stamp
+    shard = root / "test" / "1.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content.replace(picture(2)[-9:], bytes(9)))
+    assert shard.stat().st_size == len(content) and shard.read_bytes() != content
+    second = open_dataset(root)
+    assert second.revision == first.revision and second.stamp != first.stamp

@@ -1,0 +1,77 @@
+"""What a chart is made of: buckets, means, and numbers as a person writes them."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eval.report.draw import Bar, Dot, difference_bars, downsample, figure, number, scatter, signed, smooth
+
+
+@given(st.lists(st.floats(-1e12, 1e12, allow_nan=False), min_size=1, max_size=300), st.integers(1, 50))
+def test_downsampling_loses_no_peak(values: list[float], count: int) -> None:
+    points = list(enumerate(values))
+    buckets = downsample(points, count)
+    assert len(buckets) == min(count, len(values))
+    assert min(low for _, _, low, _ in buckets) == min(values)
+    assert max(high for _, _, _, high in buckets) == max(values)
+    assert buckets[-1][:2] == points[-1]
+    assert [x for x, *_ in buckets] == sorted({x for x, *_ in buckets})
+
+
+def test_smoothing_has_no_pull_of_the_start() -> None:
+    assert [y for _, y in smooth([(0, 4.0), (1, 4.0), (2, 4.0)], 10)] == pytest.approx([4.0] * 3)
+    assert smooth([(0, 1.0), (1, 5.0)], 1) == [(0, 1.0), (1, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (1797, "1,797"),
+        (5.5452, "5.55"),
+        (0.5, "0.5"),
+        (0.0312, "0.0312"),
+        (-12.34, "-12.3"),
+        (999.7, "1,000"),
+        (5e-4, "5×10⁻⁴"),
+        (1e20, "1e+20"),
+    ],
+)
+def test_numbers_as_a_person_writes_them(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.0%"), (0.284, "0.28%"), (0.996, "1.0%"), (10, "10.0%"), (61.66, "61.7%"), (100, "100.0%")],
+)
+def test_percentages_have_the_same_digits(value: float, text: str) -> None:
+    assert figure(value, "%") == text
+    assert figure(value, "") == number(value)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), min_size=1, max_size=12))
+def test_difference_bars_start_at_zero_and_stay_inside(values: dict[str, float]) -> None:
+    limits = min(values.values()), max(values.values())
+    html = difference_bars(
+        "t", [Bar(name=name, value=value) for name, value in values.items()], limits=limits
+    )
+    zero = float(re.search(r"--zero:([\d.]+)%", html)[1])  # type: ignore[index]
+    bars = re.findall(r'class="(up|down)".*?left:([\d.]+)%;width:([\d.]+)%.*?class="v">([^<]*)<', html, re.S)
+    assert len(bars) == len(values)
+    for side, left, width, _ in bars:
+        start = float(left) if side == "up" else float(left) + float(width)
+        assert start == pytest.approx(zero, abs=0.02)
+        assert float(left) + float(width) <= 100.02
+    assert [text for *_, text in bars] == [signed(value) for value in sorted(values.values(), reverse=True)]
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1e4), st.floats(0, 1)), min_size=1, max_size=20))
+def test_dots_and_their_numbers_stay_inside(points: list[tuple[float, float]]) -> None:
+    html = scatter("t", [Dot(name="n", x=x, y=y) for x, y in points], x_unit="GFLOPs")
+    for left, top in re.findall(r'class="dot t1" style="left:([-\d.]+)%;top:([-\d.]+)%"', html):
+        assert 0 <= float(left) <= 100
+        assert -0.01 <= float(top) <= 100.01
+    assert html.count('class="nr"') == len(points)

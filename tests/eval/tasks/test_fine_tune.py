@@ -1,0 +1,191 @@
+"""Fine-tuning by real trainings: what it reaches, what it keeps, how it goes on, and what it refuses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import clipkit
+import eval as evaluation
+from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError
+from clipkit.formats.checkpoint import save_model
+from clipkit.model.clip import create
+from eval import Encoder, Subject
+from eval.datasets.dataset import distinct_names
+from eval.datasets.targets import find_targets
+from eval.features.encoder import Ranks
+from eval.run import Scored, run_model
+from eval.tasks.fine_tune import FineTuned, fine_tune
+
+ROOT = Path(__file__).parents[3]
+COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
+HOW = {"epochs": 6, "batch_size": 16, "rates": (1e-9, 1e-3)}
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures by class, 24 of each to learn from and 10 to be tested on."""
+    out, random = tmp_path_factory.mktemp("colours") / "colours", np.random.default_rng(0)
+    for split, count in (("train", 24), ("test", 10)):
+        for name, colour in COLOURS.items():
+            (out / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.clip(random.normal(colour, 50, (16, 16, 3)), 0, 255).astype(np.uint8)
+                file = BytesIO()
+                Image.fromarray(pixels).save(file, "png")
+                (out / split / name / f"{i}.png").write_bytes(file.getvalue())
+    return out
+
+
+@pytest.fixture(scope="module")
+def unskilled() -> CLIP:
+    return create("ViT-Ti-4-16", seed=0).eval()
+
+
+def subject_of(model: CLIP, folder: Path, *, ranks: Ranks = Ranks()) -> Subject:  # noqa: B008
+    return Subject(
+        Encoder(model, ranks=ranks),
+        evaluation.open_dataset(folder),
+        open_split=lambda split: evaluation.open_dataset(folder, split=split),
+    )
+
+
+def values(found: FineTuned) -> dict[str, float]:
+    return {score.metric: score.value for score in found.scores}
+
+
+@pytest.mark.slow
+def test_classes_are_learned_by_a_head_that_anyone_can_load(
+    colours: Path, unskilled: CLIP, tmp_path: Path
+) -> None:
+    subject = subject_of(unskilled, colours)
+    before = {score.metric: score.value for score in evaluation.evaluate(subject, tasks=["zero-shot"])}
+    found = fine_tune(subject, epochs=6, batch_size=16, rates=(1e-3,), runs=tmp_path)
+    assert found.tuned_on == "" and not (found.run.parent / "pictures" / "test").exists()
+    assert values(found)["acc1"] > max(0.9, before["acc1"] + 0.2)
+    tuned = clipkit.load(found.run)
+    pictures = [np.full((16, 16, 3), colour, np.uint8) for colour in COLOURS.values()]
+    assert clipkit.classify(pictures, list(COLOURS), tuned).argmax(1).tolist() == [0, 1, 2]
+    scored = Scored()
+    run_model(
+        tuned, find_targets([str(colours)]), out=tmp_path / "r.jsonl", tasks=["zero-shot"], scored=scored
+    )
+    again = {score.metric: score.value for score in scored.scores}
+    assert not scored.trouble and {metric: again[metric] for metric in values(found)} == values(found)
+    first = json.loads((found.run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["chance"] == pytest.approx(np.log(3)) and 0 <= first["acc1"] <= 1
+
+
+@pytest.mark.long
+def test_the_better_rate_is_taken_and_nothing_is_trained_twice(
+    colours: Path, unskilled: CLIP, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    subject = subject_of(unskilled, colours)
+    found = fine_tune(subject, **HOW, runs=tmp_path)  # type: ignore[arg-type]
+    assert found.rate == 1e-3 and found.tuned_on == "a fifth of train" and found.setting == "6 epochs"
+    said = capfd.readouterr().err
+    assert [float(one) for one in re.findall(r"at rate ([\d.e-]+)", said)] == [1e-9, 1e-3, 1e-3]
+
+    tried = json.loads((found.run.parent / "rates.json").read_text())
+    assert tried["1e-09"]["acc1"] < tried["0.001"]["acc1"]
+    assert not list(found.run.parent.glob("rate_*/"))
+
+    metrics = (found.run / "metrics.jsonl").read_bytes()
+    assert values(fine_tune(subject, **HOW, runs=tmp_path)) == values(found)  # type: ignore[arg-type]
+    assert (found.run / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.long
+def test_a_rate_of_nothing_leaves_the_zero_shot_classifier(
+    colours: Path, unskilled: CLIP, tmp_path: Path
+) -> None:
+    subject = subject_of(unskilled, colours)
+    before = {score.metric: score.value for score in evaluation.evaluate(subject, tasks=["zero-shot"])}
+    found = fine_tune(subject, epochs=0.1, batch_size=16, rates=(1e-12,), runs=tmp_path)
+    assert {metric: values(found)[metric] for metric in before} == before
+
+
+@pytest.mark.long
+def test_killed_at_a_random_moment_it_goes_on_to_the_same_scores(
+    colours: Path, unskilled: CLIP, tmp_path: Path
+) -> None:
+    save_model(unskilled, tmp_path / "model")
+
+    def start(name: str) -> "subprocess.Popen[bytes]":
+        arguments = [
+            "fine-tune", "--model", str(tmp_path / "model"), "--data", str(colours), "--epochs", "6",
+            "--fine-tune-batch", "16", "--rates", "1e-9", "1e-3", "--runs", str(tmp_path / name),
+            "--out", str(tmp_path / f"{name}.jsonl"),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, "-m", "eval", *arguments], cwd=ROOT, env=environment)
+
+    assert start("whole").wait(timeout=300) == 0
+    killed = start("killed")
+    time.sleep(6 + 20 * float(torch.rand(())))
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    again, beside = start("killed"), start("killed")
+    assert again.wait(timeout=300) == beside.wait(timeout=300) == 0
+
+    def scores(name: str) -> list[tuple[str, float]]:
+        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        return [(line["metric"], line["value"]) for line in lines]
+
+    assert scores("killed") == scores("whole") * (len(scores("killed")) // len(scores("whole")))
+
+
+def test_what_cannot_be_trained_is_refused(
+    colours: Path, unskilled: CLIP, model: CLIP, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="run it without torchrun"):
+        fine_tune(subject_of(unskilled, colours, ranks=Ranks(rank=0, world=2)), runs=tmp_path)
+    with pytest.raises(ConfigError, match="needs a model whose architecture has a name"):
+        fine_tune(subject_of(model, colours), runs=tmp_path)
+    subject = subject_of(unskilled, colours)
+    train = subject.split("train")
+    assert train is not None
+    several = torch.nn.functional.one_hot(torch.arange(len(train)) % 3).bool()
+    subject.dataset = replace(subject.dataset, labels=several[: len(subject.dataset)])
+    subject._splits["train"] = replace(train, labels=several)
+    with pytest.raises(DataError, match="several labels a picture, fine-tuning takes one"):
+        fine_tune(subject, runs=tmp_path)
+
+
+@pytest.mark.long
+def test_a_training_that_fails_is_told_in_its_own_words(
+    colours: Path, unskilled: CLIP, tmp_path: Path
+) -> None:
+    subject = subject_of(unskilled, colours)
+    with pytest.raises(
+        DataError, match=r"on colours at rate 1e\+30, for the test: the loss of step \d+ is nan.*\.log\)"
+    ):
+        fine_tune(subject, epochs=6, batch_size=16, rates=(1e30,), runs=tmp_path)
+
+
+@given(st.lists(st.text(st.sampled_from("ab (1)\t\n"), max_size=6), max_size=8))
+def test_names_are_told_apart(names: list[str]) -> None:
+    found = distinct_names(names)
+    assert len(set(found)) == len(found) == len(names)
+    for name, own in zip(names, found, strict=True):
+        assert own and own == " ".join(own.split())
+        if (
+            names.count(name) == 1
+            and name.split()
+            and [" ".join(one.split()) for one in names].count(own) == 1
+        ):
+            assert own == " ".join(name.split())

@@ -1,0 +1,249 @@
+"""Fine-tuning where something goes wrong: what is told, what is kept, and that no number is of half a training."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import clipkit
+from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError
+from clipkit.formats.checkpoint import save_model
+from clipkit.model.class_head import with_class_head
+from clipkit.model.clip import create
+from clipkit.model.names import architecture
+from eval import Encoder, Subject, open_dataset
+from eval.tasks.fine_tune import ClassTraining, Diverged, _best, _model_settings, fine_tune, only_one
+
+ROOT = Path(__file__).parents[3]
+SECONDS = 300  # after which something hangs
+
+
+@pytest.fixture(scope="module")
+def shades(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of grey pictures, 12 of each to learn from and 4 to be tested on."""
+    out, random = tmp_path_factory.mktemp("shades") / "shades", np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for name, level in (("dark", 60), ("light", 190)):
+            (out / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.clip(random.normal(level, 40, (16, 16, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(out / split / name / f"{i}.png")
+    return out
+
+
+@pytest.fixture(scope="module")
+def unskilled() -> CLIP:
+    return create("ViT-Ti-4-16", seed=0).eval()
+
+
+def subject_of(model: CLIP, folder: Path) -> Subject:
+    return Subject(
+        Encoder(model), open_dataset(folder), open_split=lambda split: open_dataset(folder, split=split)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rates": ()}, "one learning rate above 0, or several"),
+        ({"rates": (1e-3, float("nan"))}, "one learning rate above 0, or several"),
+        ({"rates": (0,)}, "one learning rate above 0, or several"),
+        ({"epochs": 0}, "epochs = 0 and batch_size = 128 do not fit"),
+        ({"epochs": float("nan")}, "epochs = nan"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"runs": Path("~nobody-of-this-name/x")}, "--runs ~nobody-of-this-name/x: "),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    shades: Path, unskilled: CLIP, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fine_tune(subject_of(unskilled, shades), **{"runs": tmp_path, **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: CLIP, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for runs in (tmp_path / "file", Path("/proc/nothing")):
+        with pytest.raises(
+            DataError, match=f"^{runs}.*, or give another folder by --runs; what was trained is kept"
+        ):
+            fine_tune(subject_of(unskilled, shades), runs=runs)
+    with pytest.raises(DataError, match=r"gone/x: No such file.*--runs"), only_one(tmp_path / "there"):
+        (tmp_path / "gone" / "x").write_text("")
+    with only_one(tmp_path / "there"):  # the lock was given back
+        pass
+    removed = tmp_path / "there"
+    with pytest.raises(DataError, match="there was removed meanwhile: the same command begins again"):  # noqa: SIM117
+        with only_one(removed):
+            shutil.rmtree(removed)
+            (removed / "rates.json").write_text("")
+
+
+class Tried(ClassTraining):
+    """A training whose outcomes are given."""
+
+    outcomes: Mapping[float, Mapping[str, float] | None]
+    trained: list[float]
+
+    @classmethod
+    def of(cls, folder: Path, outcomes: Mapping[float, Mapping[str, float] | None]) -> "Tried":
+        made = cls(folder=folder, epochs=1, batch_size=1, seed=0, device=torch.device("cpu"))
+        object.__setattr__(made, "outcomes", outcomes)
+        object.__setattr__(made, "trained", [])
+        return made
+
+    def tuned(self, head: CLIP, rate: float, say: str) -> Mapping[str, float]:
+        self.trained.append(rate)
+        if (outcome := self.outcomes[rate]) is None:
+            raise Diverged("nan")
+        return outcome
+
+
+def best(training: ClassTraining, model: CLIP, rates: Sequence[float], metric: str) -> float:
+    return _best(training, model, rates, metric, "shades")
+
+
+def test_rates_are_chosen_by_the_metric_of_the_call_and_close_ones_are_told_apart(
+    unskilled: CLIP, tmp_path: Path
+) -> None:
+    near = 1e-3 * (1 + 1e-9)
+    training = Tried.of(
+        tmp_path, {1e-4: {"acc1": 0.5, "acc5": 0.9}, 1e-3: {"acc1": 0.7, "acc5": 0.8}, near: {"acc1": 0.6}}
+    )
+    assert best(training, unskilled, (1e-4, 1e-3), "acc1") == 1e-3
+    assert best(training, unskilled, (1e-4, 1e-3), "acc5") == 1e-4
+    assert best(training, unskilled, (1e-3, near), "f1_macro") == 1e-3  # which is not kept: by acc1
+    assert training.trained == [1e-4, 1e-3, near]
+
+
+def test_a_rate_that_diverges_is_not_taken(
+    unskilled: CLIP, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Tried.of(tmp_path, {1e-3: {"acc1": 0.0}, 1e2: None, 1e3: None})
+    assert best(training, unskilled, (1e-3, 1e2), "acc1") == 1e-3
+    assert "at the rates 100 the training diverges" in caplog.text
+    with pytest.raises(
+        DataError, match="on shades diverges at all of the rates 100, 1000: give lower --rates"
+    ):
+        best(training, unskilled, (1e2, 1e3), "acc1")
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"0.001": 0.5}', "\x00\xff"])
+def test_a_damaged_list_of_rates_is_made_again(unskilled: CLIP, tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "rates.json").write_bytes(damaged.encode("latin-1"))
+    training = Tried.of(tmp_path, {1e-4: {"acc1": 0.5}, 1e-3: {"acc1": 0.7}})
+    assert best(training, unskilled, (1e-4, 1e-3), "acc1") == 1e-3
+    assert set(json.loads((tmp_path / "rates.json").read_text())) == {"0.0001", "0.001"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("ViT-Ti-4-16", {"logit_bias": True}),
+        ("ViT-Ti-4-16", {"quick_gelu": True}),
+        ("ViT-Ti-4-16", {"quick_gelu": True, "logit_bias": True}),
+        ("ViT-Ti-4-16", {"small_data": False}),  # as of an export
+    ],
+)
+def test_a_model_that_has_lost_its_name_is_trained(
+    name: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = replace(architecture(name, image_size=32), **changed)
+    save_model(create(shape, name=name, seed=0), tmp_path / "model")
+    model = clipkit.load(tmp_path / "model")
+    head = with_class_head(model, ["a", "b"], torch.eye(2, shape.embed_dim))
+    found = {key.removeprefix("model."): str(value) for key, value in _model_settings(head).items()}
+    again = architecture(found["name"], image=found["image"], image_size=int(found["image_size"]))
+    assert replace(again, text=shape.text, **changed) == shape
+
+
+def test_a_head_of_few_classes_on_another_librarys_tower_is_loaded(tmp_path: Path) -> None:
+    model = create(architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), name="", seed=0)
+    head = with_class_head(model, ["a"], torch.eye(1, model.architecture.embed_dim))
+    save_model(head, tmp_path / "head")
+    assert clipkit.load(tmp_path / "head").architecture == head.architecture
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Trainings below a folder that run."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = one.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if any(argument.startswith(f'out="{folder}'.encode()) for argument in arguments):
+            found.append(int(one.parent.name))
+    return found
+
+
+@pytest.mark.long
+def test_a_training_that_is_stopped_gives_no_number_and_goes_on(
+    shades: Path, unskilled: CLIP, tmp_path: Path
+) -> None:
+    save_model(unskilled, tmp_path / "model")
+
+    def start(name: str) -> "subprocess.Popen[str]":
+        arguments = [
+            "fine-tune", "--model", str(tmp_path / "model"), "--data", str(shades), "--epochs", "60", "--features",
+            "", "--fine-tune-batch", "8", "--rates", "1e-4", "--runs", str(tmp_path / name), "--out",
+            str(tmp_path / f"{name}.jsonl"),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "eval", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def training(name: str, *, beyond: int = 0) -> int:
+        """The process that trains, once its figures have grown."""
+        until = time.monotonic() + SECONDS
+        while not (figures(name) > beyond and processes_of(tmp_path / name)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        return min(processes_of(tmp_path / name))  # its loaders have later numbers
+
+    def figures(name: str) -> int:
+        return sum(one.stat().st_size for one in (tmp_path / name).glob("*/final_*/metrics.jsonl"))
+
+    def scores(name: str) -> list[tuple[str, float]]:
+        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        return [(line["metric"], line["value"]) for line in lines]
+
+    whole = start("whole")
+    assert whole.wait(SECONDS) == 0 and whole.communicate()
+    stopped = start("stopped")
+    os.kill(training("stopped"), signal.SIGTERM)
+    said = stopped.communicate(timeout=SECONDS)[1]
+    assert stopped.returncode == 1 and "it was stopped at step" in said and "goes on from there" in said
+    assert not scores("stopped")
+
+    made = figures("stopped")
+    stopped = start("stopped")
+    training("stopped", beyond=made)
+    stopped.terminate()
+    said = stopped.communicate(timeout=SECONDS)[1]
+    assert stopped.returncode == 130 and "Traceback" not in said, said
+    assert "stopped; what was trained is kept, and the same command goes on" in said
+    assert not processes_of(tmp_path / "stopped") and not scores("stopped")
+
+    again = start("stopped")
+    assert again.communicate(timeout=SECONDS) and again.returncode == 0
+    assert scores("stopped") == scores("whole")

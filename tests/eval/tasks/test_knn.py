@@ -1,0 +1,110 @@
+"""Neighbours and their votes against scikit-learn's, ties, blocks, and the task on a real small dataset."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import eval as evaluation
+from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError
+from eval import Encoder, Subject
+from eval.tasks.probe import knn, nearest_neighbours, votes
+
+module = importlib.import_module("eval.tasks.probe")  # the package has the function by this name
+WriteDataset = Callable[..., Path]
+
+
+@given(
+    n=st.integers(5, 60),
+    k=st.integers(1, 5),
+    temperature=st.sampled_from([None, 0.07, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_votes_are_scikit_learns(n: int, k: int, temperature: float | None, seed: int) -> None:
+    from sklearn.neighbors import KNeighborsClassifier
+
+    g = torch.Generator().manual_seed(seed)
+    training, queries = (F.normalize(torch.randn(m, 6, generator=g), dim=1) for m in (n, 20))
+    labels = torch.cat([torch.arange(4), torch.randint(4, (n - 4,), generator=g)])
+
+    def weights(distance: np.ndarray) -> np.ndarray:
+        weight: np.ndarray = (
+            np.ones_like(distance) if temperature is None else np.exp((1 - distance) / temperature)
+        )
+        return weight
+
+    theirs = KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=weights)
+    theirs.fit(training.double().numpy(), labels.numpy())
+    found = nearest_neighbours(queries, training, k)
+    shares = votes(found, labels, 4, k, temperature=temperature)
+    expected = torch.from_numpy(theirs.predict_proba(queries.double().numpy()))
+    torch.testing.assert_close(shares.double(), expected, atol=1e-4, rtol=0)
+    assert torch.equal(shares.argmax(dim=1), torch.from_numpy(theirs.predict(queries.double().numpy())))
+
+
+@given(n=st.integers(3, 40), k=st.integers(1, 3), seed=st.integers(0, 999))
+def test_equal_similarities_go_by_place_in_any_blocks(n: int, k: int, seed: int) -> None:
+    """Of features from three values nearly all similarities are equal to others."""
+    g = torch.Generator().manual_seed(seed)
+    training, queries = (torch.randint(-1, 2, (m, 3), generator=g).float() for m in (n, 7))
+    expected = (queries @ training.T).sort(dim=1, descending=True, stable=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for rows, columns in ((512, 1 << 14), (3, 4)):
+            patch.setattr(module, "_ROWS", rows)
+            patch.setattr(module, "_COLUMNS", columns)
+            found = nearest_neighbours(queries, training, k)
+            assert torch.equal(found.index, expected.indices[:, :k])
+            assert torch.equal(found.similarity, expected.values[:, :k])
+
+
+def test_equal_votes_go_to_the_lower_class() -> None:
+    found = nearest_neighbours(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8], [0.6, -0.8]]), 2)
+    shares = votes(found, torch.tensor([2, 1]), 3, 2)
+    assert shares.tolist() == [[0.0, 0.5, 0.5]] and int(shares.argmax()) == 1
+
+
+def test_features_may_be_mapped(tmp_path: Path) -> None:
+    file = np.memmap(tmp_path / "features", np.float16, "w+", shape=(50, 4))
+    file[:] = np.random.default_rng(0).normal(size=(50, 4))
+    mapped = torch.from_numpy(file)
+    found = nearest_neighbours(mapped[:10], mapped, 3)
+    assert found.similarity.dtype == torch.float32
+    assert torch.equal(found.index, nearest_neighbours(mapped[:10].float(), mapped.float(), 3).index)
+
+
+def test_neighbours_of_a_dataset(
+    model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = [i % 4 for i in range(16)]
+    folders = {
+        "test": write_dataset("t", labels=labels[:9]),
+        "train": write_dataset("l", labels=labels, split="train"),
+    }
+    subject = Subject(
+        Encoder(model),
+        evaluation.open_dataset(folders["test"]),
+        metrics=("acc1", "ece"),
+        open_split=lambda split: evaluation.open_dataset(folders[split], split=split),
+    )
+    scores = knn(subject, ks=(1, 3, 20))
+    assert [(score.setting, score.metric, score.n) for score in scores] == [
+        (f"k={k}{kind}", "acc1", 9) for k in (1, 3) for kind in ("", " plain")
+    ]
+    assert scores[0].value == scores[1].value == 1.0  # a picture's nearest is itself
+    assert scores[2].low is not None and scores[2].task == "knn" and scores[2].chance == 1 / 7
+    assert "k=20 left out, it has 16 pictures to vote" in caplog.text
+    assert "9 of 9 test images are also in train" in caplog.text
+    assert knn(subject, ks=(1, 3)) == scores
+    with pytest.raises(DataError, match="16 pictures"):
+        knn(subject, ks=(20,))
+    with pytest.raises(ConfigError, match="one neighbour or more"):
+        knn(subject, ks=(0,))
+    with pytest.raises(ConfigError, match="above 0"):
+        knn(subject, temperature=0.0)

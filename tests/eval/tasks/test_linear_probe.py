@@ -1,0 +1,324 @@
+"""Logistic regression against scikit-learn's, the search for its strength, and the task on real small datasets."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import eval as evaluation
+from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError
+from eval import Encoder, Subject
+from eval.metrics import map_11_point
+from eval.tasks import logistic
+from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows, carve
+from eval.tasks.probe import halving_search, linear_probe, linear_probes, penalty_of, sweep
+
+WriteDataset = Callable[..., Path]
+
+
+def made_up(n: int, width: int, classes: int, *, apart: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Features around a centre a class, of unlike variances and of a mean that is not 0; every class occurs."""
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.cat([torch.arange(classes), torch.randint(classes, (n - classes,), generator=g)])
+    scale = torch.logspace(0, -1, width)
+    centres = apart * torch.randn(classes, width, generator=g)
+    return (centres[labels] + torch.randn(n, width, generator=g)) * scale + 2, labels
+
+
+def theirs(features: Tensor, labels: Tensor, C: float) -> tuple[Tensor, Tensor]:
+    """scikit-learn's weights and biases by Newton's method, which leaves nothing to a tolerance."""
+    from sklearn.linear_model import LogisticRegression
+
+    # it steps in the format of the features, and its biases are those of centred ones to fewer digits
+    mean = features.double().mean(dim=0)
+    model = LogisticRegression(C=C, solver="newton-cholesky", tol=1e-11, max_iter=1000)
+    model.fit((features.double() - mean).numpy(), labels.numpy())
+    weight, bias = torch.from_numpy(model.coef_), torch.from_numpy(model.intercept_)
+    return weight, bias - weight @ mean
+
+
+def logits(fit: LogisticFit, features: Tensor) -> Tensor:
+    return features.double() @ fit.weight.T + fit.bias
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    width=st.integers(1, 8),
+    classes=st.integers(2, 5),
+    exponent=st.floats(-6, 6),
+    seed=st.integers(0, 999),
+)
+def test_weights_are_scikit_learns(width: int, classes: int, exponent: float, seed: int) -> None:
+    features, labels = made_up(40 * classes, width, classes, apart=0.3, seed=seed)  # classes overlap
+    C = 10**exponent
+    fit = LogisticProblem(Rows(features), labels, classes).fit(C, tolerance=1e-9)
+    weight, bias = theirs(features, labels, C)
+    assert fit.converged
+    if classes == 2:  # one logit there, its halves here
+        weight, bias = torch.cat([-weight, weight]) / 2, torch.cat([-bias, bias]) / 2
+    else:
+        bias = bias - bias.mean()
+        weight = weight - weight.mean(dim=0)
+    torch.testing.assert_close(fit.weight, weight, rtol=1e-5, atol=1e-6 * float(weight.abs().max()))
+    torch.testing.assert_close(
+        fit.bias, bias, rtol=1e-5, atol=1e-6 * float(weight.abs().max() + bias.abs().max())
+    )
+
+
+@pytest.mark.parametrize("C", [1e-6, 1e-2, 1e2, 1e6])
+def test_predictions_are_scikit_learns_from_any_start(C: float) -> None:
+    features, labels = made_up(300, 20, 6, apart=1.5)
+    new, _ = made_up(300, 20, 6, apart=1.5, seed=1)
+    problem = LogisticProblem(Rows(features), labels, 6)
+    fit = problem.fit(C)
+    assert fit.converged
+    weight, bias = theirs(features, labels, C)
+    expected = (new.double() @ weight.T + bias).argmax(dim=1)
+    assert torch.equal(logits(fit, new).argmax(dim=1), expected)
+    again = problem.fit(C, start=problem.fit(C * 100))
+    assert torch.equal(logits(again, new).argmax(dim=1), expected)
+    assert problem.fit(C, start=fit).iterations <= 2  # it is there already
+    same = LogisticProblem(Rows(features), labels, 6).fit(C)
+    assert torch.equal(same.weight, fit.weight) and torch.equal(same.bias, fit.bias)
+
+
+def test_the_minimum_of_classes_that_are_told_apart_without_an_error() -> None:
+    """With next to no penalty the probabilities' errors are far below what float32 can hold beside 1."""
+    features, labels = made_up(60, 30, 3, apart=3)
+    C = 1e5
+    fit = LogisticProblem(Rows(features), labels, 3).fit(C, tolerance=1e-6)
+    weight, bias = fit.weight.requires_grad_(), fit.bias.requires_grad_()
+    loss = torch.nn.functional.cross_entropy(features.double() @ weight.T + bias, labels)
+    value = loss + weight.square().sum() / (2 * C * len(labels))
+    assert value.item() == pytest.approx(fit.objective, rel=1e-9)
+    gradient = torch.autograd.grad(value, [weight, bias])
+    assert max(float(one.abs().max()) for one in gradient) < 1e-11
+    assert loss < 1e-4
+
+
+def test_fewer_rows_than_their_width_from_a_fit_of_others() -> None:
+    """In a direction in which the rows do not vary no weight is left."""
+    features, labels = made_up(60, 30, 3, apart=1)
+    few = LogisticProblem(Rows(features[:12]), labels[:12], 3)
+    expected = few.fit(1.0, tolerance=1e-8)
+    start = LogisticProblem(Rows(features), labels, 3).fit(1.0)
+    torch.testing.assert_close(few.fit(1.0, start=start, tolerance=1e-8).weight, expected.weight)
+    weight, _ = theirs(features[:12], labels[:12], 1.0)
+    torch.testing.assert_close(expected.weight, weight - weight.mean(dim=0), rtol=1e-5, atol=1e-7)
+
+
+def test_classes_that_do_not_occur_and_several_labels() -> None:
+    features, labels = made_up(120, 6, 3, apart=0.5)
+    gaps = torch.tensor([1, 4, 5])[labels]  # of six
+    fit = LogisticProblem(Rows(features), gaps, 6).fit(1.0, tolerance=1e-8)
+    plain = LogisticProblem(Rows(features), labels, 3).fit(1.0, tolerance=1e-8)
+    torch.testing.assert_close(fit.weight[[1, 4, 5]], plain.weight)
+    assert fit.bias[[0, 2, 3]].tolist() == [-math.inf] * 3
+    assert bool(fit.classifier().isfinite().all())
+    shown = torch.stack([labels == 0, labels != 1, torch.zeros(120).bool(), torch.ones(120).bool()], dim=1)
+    several = LogisticProblem(Rows(features), shown, 4).fit(0.5, tolerance=1e-9)
+    for column in (0, 1):
+        weight, bias = theirs(features, shown[:, column].long(), 0.5)
+        torch.testing.assert_close(several.weight[column], weight[0], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(several.bias[column], bias[0], rtol=1e-5, atol=1e-6)
+    assert several.bias[2:].tolist() == [-math.inf, math.inf]
+    for wrong in (torch.zeros(120).long(), torch.ones(120, 2).bool()):
+        with pytest.raises(DataError, match="class"):
+            LogisticProblem(Rows(features), wrong, 2)
+    features[3, 2] = math.nan
+    with pytest.raises(DataError, match="finite"):
+        LogisticProblem(Rows(features), labels, 3)
+
+
+def test_rows_in_blocks_from_several_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Memory-mapped features in parts, chosen rows among them, in blocks of 16: the answer of one table."""
+    features, labels = made_up(150, 5, 4, apart=0.5)
+    expected = LogisticProblem(Rows(features), labels, 4).fit(3.0, tolerance=1e-8)
+    file = np.memmap(tmp_path / "features", np.float32, "w+", shape=(200, 5))
+    places = torch.randperm(200, generator=torch.Generator().manual_seed(0))[:100].sort().values
+    file[places.numpy()] = features[:100].numpy()
+    monkeypatch.setattr(logistic, "_BLOCK", 64)
+    monkeypatch.setattr("eval.tasks.logistic._HELD", 0)
+    rows = Rows((torch.from_numpy(file), places)) + Rows(features[100:])
+    assert len(rows) == 150 and max(len(block) for _, block in rows.blocks(16)) == 16
+    fit = LogisticProblem(rows, labels, 4).fit(3.0, tolerance=1e-8)
+    torch.testing.assert_close(fit.weight, expected.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_finds_the_same_minimum() -> None:
+    features, labels = made_up(400, 30, 5, apart=1.0)
+    new, _ = made_up(400, 30, 5, apart=1.0, seed=1)
+    expected = LogisticProblem(Rows(features), labels, 5).fit(10.0)
+    fits = [
+        LogisticProblem(Rows(features), labels, 5, device=torch.device("cuda")).fit(10.0) for _ in range(2)
+    ]
+    assert torch.equal(logits(fits[0], new).argmax(dim=1), logits(expected, new).argmax(dim=1))
+    assert torch.equal(fits[0].weight, fits[1].weight)
+
+
+@given(peak=st.integers(0, 96), seed=st.integers(0, 99))
+def test_the_search_finds_the_peak_of_what_has_one(peak: int, seed: int) -> None:
+    asked: list[int] = []
+
+    def value_at(step: int) -> float:
+        asked.append(step)
+        return -abs(step - peak) - (step < peak) / 2
+
+    found = halving_search(value_at)
+    assert abs(found - peak) <= 1
+    assert asked[:7] == [96, 80, 64, 48, 32, 16, 0]
+    assert len(asked) == len(set(asked)) <= 15
+
+
+def test_the_search_takes_the_strongest_of_equals() -> None:
+    assert halving_search(lambda step: 1.0) == 96
+    assert [penalty_of(step) for step in (0, 48, 96)] == [1e-6, 1.0, 1e6]
+    assert penalty_of(8) == pytest.approx(1e-5)
+
+
+def test_the_sweep_is_scikit_learns() -> None:
+    features, labels = made_up(200, 8, 4, apart=0.7)
+    val, val_labels = made_up(150, 8, 4, apart=0.7, seed=5)
+    found = sweep(Rows(features), labels, Rows(val), val_labels, 4)
+
+    def value_at(step: int) -> float:
+        weight, bias = theirs(features, labels, 1 / penalty_of(step))
+        return float(((val.double() @ weight.T + bias).argmax(dim=1) == val_labels).double().mean())
+
+    best = halving_search(value_at)
+    assert 1 / penalty_of(best) == found.fit.C
+    assert found.tried[found.fit.C] == value_at(best) == max(found.tried.values())
+    assert not found.unconverged
+    weight, bias = theirs(torch.cat([features, val]), torch.cat([labels, val_labels]), found.fit.C)
+    expected = features.double() @ weight.T + bias
+    got = logits(found.fit, features)
+    torch.testing.assert_close(
+        got - got.mean(1, True), expected - expected.mean(1, True), rtol=1e-3, atol=1e-3
+    )
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=2, max_size=6), seed=st.integers(0, 9))
+def test_a_fifth_of_each_class_is_carved_off(sizes: list[int], seed: int) -> None:
+    labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
+    learn, tune = carve(labels, revision="r", seed=seed)
+    assert sorted([*learn.tolist(), *tune.tolist()]) == list(range(len(labels)))
+    for label, size in enumerate(sizes):
+        taken = int((labels[tune] == label).sum())
+        assert taken == (0 if size < 2 else max(1, round(size / 5)))
+    again = carve(labels, revision="r", seed=seed)
+    assert torch.equal(again[0], learn) and torch.equal(again[1], tune)
+
+
+def subject_of(
+    model: CLIP, write: WriteDataset, splits: Mapping[str, list[int]], *, metrics: tuple[str, ...] = ()
+) -> Subject:
+    """A model on splits of random pictures with these labels; the same place holds the same picture in all."""
+    folders = {split: write(f"set-{split}", labels=labels, split=split) for split, labels in splits.items()}
+
+    def open_split(split: str) -> evaluation.EvalDataset:
+        return evaluation.open_dataset(folders.get(split) or next(iter(folders.values())), split=split)
+
+    return Subject(
+        Encoder(model),
+        open_split("test" if "test" in splits else "train"),
+        metrics=metrics,
+        open_split=open_split,
+    )
+
+
+LABELS = [i % 4 for i in range(32)]
+
+
+def test_the_probe_of_a_dataset(
+    model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = subject_of(model, write_dataset, {"test": LABELS[:20], "train": LABELS, "val": LABELS})
+    probes = list(linear_probes(subject, layers=[1]))
+    assert [(probe.setting, probe.tuned_on, probe.tuned_by) for probe in probes] == [
+        ("", "val", "acc1"),
+        ("layer 1", "val", "acc1"),
+    ]
+    # pictures to learn from, to tune on and to test on are the same here: a weak penalty knows them by heart
+    assert probes[0].sweep.tried[probes[0].chosen_c] == 1.0 and probes[0].chosen_c > 1e-6
+    scores = probes[0].scores
+    assert [(score.task, score.metric, score.value) for score in scores] == [
+        ("linear-probe", "acc1", 1.0),
+        ("linear-probe", "acc5", 1.0),
+        ("linear-probe", "mean_per_class_recall", 1.0),
+    ]
+    assert scores[0].low is not None and scores[0].low < 1.0
+    assert (scores[0].n, scores[0].split, scores[0].prompt_set) == (20, "test", "")
+    assert linear_probe(subject) == list(scores)
+    assert "classes without a picture to learn from" in caplog.text  # three of the seven names
+    with pytest.raises(ConfigError, match="layer 9"):
+        linear_probe(subject, layers=[9])
+
+
+def test_a_dataset_without_a_split_to_tune_on(
+    model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = ("mean_per_class_recall", "acc1")
+    subject = subject_of(model, write_dataset, {"test": LABELS, "train": [*LABELS, 6]}, metrics=metrics)
+    (probe,) = linear_probes(subject)
+    assert (probe.tuned_on, probe.tuned_by) == ("a fifth of train", "mean_per_class_recall")
+    assert [score.metric for score in probe.scores] == list(metrics)
+    # fitted once more to all, what was carved off included
+    features, labels = subject.images("train").before_projection, torch.tensor([*LABELS, 6])
+    again = LogisticProblem(Rows(features), labels, 7).fit(probe.chosen_c, tolerance=1e-6)
+    torch.testing.assert_close(probe.answers.classifier, again.classifier(), rtol=2e-3, atol=2e-3)
+    assert "classes with one picture, which is learned from and not tuned on: 'grey'" in caplog.text
+    assert linear_probe(subject) == list(probe.scores)
+
+
+def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) -> None:
+    """Tuned by 11-point mAP; a split that is scored is not tuned on."""
+    plain = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS, "val": LABELS})
+
+    def open_split(split: str) -> evaluation.EvalDataset:
+        dataset = plain.split(split)
+        assert dataset is not None and dataset.labels is not None
+        both = torch.stack([dataset.labels == 0, dataset.labels >= 2, dataset.labels > 9], dim=1)
+        return replace(dataset, labels=both, class_names=("a", "b", "nothing"))
+
+    subject = Subject(plain.encoder, open_split("val"), open_split=open_split)
+    (probe,) = linear_probes(subject)
+    assert (probe.tuned_on, probe.tuned_by) == ("a fifth of train", "map_11_point")
+    value = {score.metric: score.value for score in probe.scores}["map_11_point"]
+    assert value == pytest.approx(
+        map_11_point(probe.answers.scores(softmax=False), probe.answers.labels).value
+    )
+    assert value > 0.5
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ({"test": LABELS}, "has no train split, which a linear probe learns from"),
+        ({"test": LABELS, "train": [0, 1, 2]}, "has no val split, and no class of train can spare a picture"),
+        ({"test": LABELS, "train": [2] * 8}, "it takes at least two"),
+        ({"train": LABELS}, "learns from train, so score it on another split"),
+    ],
+)
+def test_too_little_to_learn_from(
+    model: CLIP,
+    write_dataset: WriteDataset,
+    splits: dict[str, list[int]],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR)
+    with pytest.raises(DataError, match=message) as caught:
+        linear_probe(subject_of(model, write_dataset, splits))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,150 @@
+"""Examples of retrieval: which pictures stand with which captions, by a plain sort, and what a page tells."""
+
+import json
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eval.datasets.dataset import EvalDataset
+from eval.metrics import match_ranks
+from eval.report import build_comparison
+from eval.report.draw import PictureBook, example_card
+from eval.results.details import Details, read_details, retrieval_details, write_details
+from tests.eval.made_up_results import EVIL, line, write
+from tests.eval.results.test_details import NoPictures
+from tests.eval.web_page import Page
+
+N, T, D = 40, 60, 8
+
+
+def dataset(captions: int) -> EvalDataset:
+    return EvalDataset(
+        name="pairs", class_names=(), templates=(), shards=NoPictures(), labels=None,  # type: ignore[arg-type]
+        captions=tuple((f"caption {i}",) for i in range(captions)), revision="0123", tasks=("retrieval",),
+        caption_prompt_set="mine",
+    )  # fmt: skip
+
+
+def made(seed: int, *, ties: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of pictures and captions, and which belong together: one to three a picture, some to several."""
+    generator = torch.Generator().manual_seed(seed)
+    pictures, texts = torch.randn(N, D, generator=generator), torch.randn(T, D, generator=generator)
+    own = [torch.randperm(T, generator=generator)[: 1 + i % 3].sort().values for i in range(N)]
+    pairs = torch.tensor([(i, int(text)) for i, of in enumerate(own) for text in of])
+    for i in range(0, N, 2):
+        pictures[i] += 2 * texts[own[i][-1]]
+    if ties:  # whole numbers, so that sums are exact and many are equal
+        return pictures.round().clamp(-1, 1), texts.round().clamp(-1, 1), pairs
+    return torch.nn.functional.normalize(pictures, dim=1), torch.nn.functional.normalize(texts, dim=1), pairs
+
+
+def details(seed: int = 0, *, ties: bool = False, shown: int = 0) -> tuple[Details, Tensor, Tensor, Tensor]:
+    pictures, texts, pairs = made(seed, ties=ties)
+    ranks = match_ranks(pictures, texts, pairs)
+    found = retrieval_details(
+        dataset(N),
+        pictures,
+        [f"caption {i}\t{EVIL if i % 2 else ''}" for i in range(T)],
+        texts,
+        pairs,
+        right={"image_to_text_R@1": ranks < 1},
+        values={"image_to_text_mean_rank": ranks + 1.0},
+        seed=shown,
+    )
+    return found, pictures @ texts.T, pairs, ranks
+
+
+@given(seed=st.integers(0, 2**32 - 1), ties=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_captions_are_those_of_a_plain_sort(seed: int, ties: bool) -> None:
+    found, similarity, pairs, ranks = details(seed, ties=ties, shown=seed)
+    assert (found.candidates, found.prompt_set, len(found.examples)) == (T, "mine", 6)
+    for one in found.examples:
+        number = int(one.picture)
+        own = {text for picture, text in pairs.tolist() if picture == number}
+        row = similarity[number].tolist()
+        order = sorted(range(T), key=lambda text: (-row[text], text in own, text))
+        assert one.rank == ranks[number] + 1 == 1 + min(map(order.index, own))
+        assert [guess.right for guess in one.guesses] == [text in own for text in order[:5]]
+        assert [guess.probability for guess in one.guesses] == pytest.approx(
+            [row[text] for text in order[:5]], rel=1e-3, abs=1e-6
+        )
+        if not ties:  # else which of several equal ones is shown is of no matter
+            labels = [f"caption {text} {EVIL if text % 2 else ''}".strip() for text in order]
+            assert [guess.label for guess in one.guesses] == labels[:5]
+            assert one.truth == labels[one.rank - 1]
+        assert one.guesses[0].right == (one.rank == 1)
+
+
+def test_right_and_wrong_in_turn_as_in_zero_shot() -> None:
+    shown = {}
+    for seed in range(8):
+        found = details(shown=seed)[0]
+        kinds = [one.rank == 1 for one in found.examples]
+        assert kinds[0::2] == [kinds[0]] * 3 and kinds[1::2] == [not kinds[0]] * 3
+        assert details(shown=seed)[0] == found
+        shown[seed] = tuple(one.picture for one in found.examples)
+    assert len(set(shown.values())) == 8
+
+
+def test_few_captions_and_what_is_kept(tmp_path: Path) -> None:
+    pictures, texts = torch.eye(3), torch.eye(3)[:2]
+    pairs = torch.tensor([(0, 0), (1, 1), (2, 1)])
+    right = {"image_to_text_R@1": match_ranks(pictures, texts, pairs) < 1}
+    found = retrieval_details(dataset(3), pictures, ["", "x" * 999], texts, pairs, right=right, values={})
+    assert sorted((one.picture, one.rank) for one in found.examples) == [("0", 1), ("1", 1), ("2", 2)]
+    assert {one.truth for one in found.examples} == {"(empty)", "x" * 299 + "…"}
+    assert all(len(one.guesses) == 2 for one in found.examples)
+    results = tmp_path / "r.jsonl"
+    path = write_details(results, found, weights="w")
+    assert read_details(results) == ([replace(found, weights="w")], [])
+    old = {key: value for key, value in json.loads(path.read_text()).items() if key != "candidates"}
+    path.write_text(json.dumps(old))
+    assert read_details(results)[0][0].candidates == 0
+
+
+def test_a_hundred_thousand_captions_take_no_more_than_a_few_numbers_each() -> None:
+    many = 100_000
+    pictures, texts = torch.randn(many, 4), torch.randn(many, 4)
+    pairs = torch.arange(many)[:, None].expand(-1, 2)
+    captions = [f"caption {i}" for i in range(many)]
+    right = {"image_to_text_R@1": torch.arange(many) % 2 == 0}
+    with torch.profiler.profile(profile_memory=True) as profile:
+        tracemalloc.start()
+        found = retrieval_details(dataset(6), pictures, captions, texts, pairs, right=right, values={})
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    used = (one.self_cpu_memory_usage for one in profile.key_averages())
+    assert len(found.examples) == 6 and found.candidates == many
+    assert most < 10e6  # Python's own
+    assert sum(max(0, one) for one in used) < 6 * many * 200  # bytes, were none given back
+
+
+def test_the_page_tells_similarities(tmp_path: Path) -> None:
+    found = details()[0]
+    common = {"task": "retrieval", "prompt_set": "mine", "weights": "w", "data_revision": "0123"}
+    path = write(tmp_path / "r.jsonl", [line(0, "pairs", "mean_R@1", 0.5, **common)])
+    write_details(path, found, weights="w")
+    html = build_comparison([path], tmp_path / "page.html").read_text()
+    page = Page(html)
+    assert "cosine similarities, not probabilities" in page.words and "retrieval, prompts mine" in page.words
+    (one, *_) = found.examples
+    assert f"rank {one.rank} of {T}" in page.words
+    told = f"{one.guesses[0].probability:.3f}".replace("-", "−")
+    assert told in page.words and f"{100 * one.guesses[0].probability:.1f}%" not in page.words
+    assert "the true label" not in html and html.count("a caption of the picture") >= 6
+    assert [tag for tag, _ in page.tags].count("script") == 1  # captions are text
+
+
+def test_below_zero_and_far_down() -> None:
+    found = next(one for one in details()[0].examples if (one.rank or 0) > 5)
+    card = example_card(
+        replace(found, rank=12_345, probability=-0.25), 25_010, {}, PictureBook(), cosines=True
+    )
+    assert "rank <b>12,345</b> of 25,010" in card and ">−0.250<" in card and card.count("✓") == 1
