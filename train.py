@@ -61,6 +61,7 @@ from clipkit.training.checkpoint import (
     drop_bad_samples_after,
     list_truncated,
     load_training,
+    manifest_file,
     only_trainer_of,
     planned_steps,
     too_many_bad,
@@ -153,7 +154,7 @@ def main() -> int:
         # 4. The data, training and evaluation, checked before anything is computed.
         begun = chief and latest_checkpoint(run) is not None
         shards = open_training_data(
-            config.data, run, chief=chief, begun=begun, share=distributed.bytes_of_chief
+            config.data, manifest_file(run), chief=chief, begun=begun, share=distributed.bytes_of_chief
         )
         packed = packed_images(config.data, shards.manifest, chief=chief, share=distributed.bytes_of_chief)
         datasets = open_datasets(config.eval.data)

@@ -39,7 +39,7 @@ import torch
 
 import clipkit
 from bench.evaluation_data import FAMILY, publish, publish_family, templates, tiny_twins
-from clipkit.training.flops import text_flops
+from clipkit.model.flops import text_flops
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("classifier", "three_tasks", "counted", "memory")

@@ -16,7 +16,7 @@ GPU are timed on their own.
 * open_clip itself, where it is installed, as it is.
 
 Rounds take turns, so that a GPU that slows down slows all. MFU counts what the mathematics needs
-(clipkit/training/flops.py) and is the same for all, over a product's rate measured here and over the data sheet's.
+(clipkit/model/flops.py) and is the same for all, over a product's rate measured here and over the data sheet's.
 """
 
 import argparse
@@ -40,8 +40,8 @@ from bench.gpu_steps import Batch, Contestant, clipkit_steps, make_batch, open_c
 from bench.plain_clip import PlainCLIP, plain_loss
 from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import create
+from clipkit.model.flops import step_flops
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.flops import step_flops
 from clipkit.training.machines import measured_peak, published_peak
 from clipkit.training.parallel import compile_blocks
 

@@ -38,7 +38,6 @@ from clipkit.files.tar import TruncatedError
 from clipkit.files.traits import Color, Decoding, TraitCounts, Traits, color_of
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import MAX_CHARACTERS
-from clipkit.training.checkpoint import hint_of_moved_data, manifest_file
 from data.augment import (
     Augmentation,
     JpegOfRow,
@@ -298,15 +297,15 @@ _OPEN_CLIP = (None, False)  # no background, as it lies in the file
 
 
 def open_training_data(
-    settings: DataConfig, run: Path, *, chief: bool, begun: bool, share: Callable[[bytes], bytes]
+    settings: DataConfig, recorded: Path, *, chief: bool, begun: bool, share: Callable[[bytes], bytes]
 ) -> Shards:
-    """The shards of a training; all ranks call this.
+    """Open the shards of a training; all ranks call this.
 
     Args:
         settings: which shards, and what of them counts.
-        run: the run folder, which keeps what was counted.
-        chief: whether this process counts.
-        begun: whether the run has trained on them before.
+        recorded: file of the run folder in which rank 0 records the manifest.
+        chief: whether this is rank 0, which reads the shards' indexes.
+        begun: whether the run has a checkpoint: its data must then be those recorded.
         share: gives the chief's bytes on every rank.
 
     Raises:
@@ -327,23 +326,31 @@ def open_training_data(
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
     if chief:
-        content = _counted(settings, selection, cache, run, begun=begun).to_bytes()
+        content = _counted(settings, selection, cache, recorded, begun=begun).to_bytes()
     manifest = Manifest.from_bytes(share(content))
     assert manifest is not None
     return Shards(manifest, selection, cache=cache)
 
 
 def _counted(
-    settings: DataConfig, selection: Selection, cache: ShardCache | None, run: Path, *, begun: bool
+    settings: DataConfig, selection: Selection, cache: ShardCache | None, recorded: Path, *, begun: bool
 ) -> Manifest:
-    with hint_of_moved_data(run):
+    run = recorded.parent
+    try:
         sources = [find_shards(source) for source in settings.sources]
+    except DataError as error:
+        if not begun:
+            raise
+        raise DataError(
+            f"{error}; if the data of {run} were moved, give data.train= the new place: it is checked that they "
+            "are the same"
+        ) from error
     with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
         try:
             manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
         except TruncatedError as error:
             raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
-    earlier = Manifest.load(manifest_file(run))
+    earlier = Manifest.load(recorded)
     if earlier is not None and begun:
         if changes := manifest.changes_since(earlier):
             raise other_data(run, "; ".join(changes))
@@ -355,7 +362,7 @@ def _counted(
                 file=sys.stderr,
             )
         manifest = manifest.with_counts_of(earlier)
-    manifest.save(manifest_file(run))
+    manifest.save(recorded)
     return manifest
 
 

@@ -15,10 +15,9 @@ import torch
 from clipkit import CLIP
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.files.traits import TraitCounts
-from clipkit.formats.checkpoint import is_complete
-from clipkit.inference.encode import model_hash
+from clipkit.formats.checkpoint import is_complete, model_hash
 from clipkit.model.architectures import ClassTable, VisionTower
-from clipkit.training.flops import counted_flops, image_flops
+from clipkit.model.flops import counted_flops, image_flops
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.datasets.targets import Target
 from eval.features.encoder import ONE_RANK, Encoder, Ranks

@@ -146,12 +146,12 @@ def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path:
     shutil.copytree(tmp_path / "elsewhere", data, copy_function=shutil.copyfile)
     said = train(out, *more, "steps=4")
     assert f"resuming {out} at step 2" in said and "note: " not in said
-    stored = read_arrays(out / "data.shards.manifest")
+    stored = read_arrays(out / "data.manifest")
     assert stored is not None
     about, arrays = stored
     contents = {"contents.content", "contents.ends"}  # which a run of an earlier version lacks
     arrays = {name: one for name, one in arrays.items() if name not in contents}
-    write_arrays(out / "data.shards.manifest", about, arrays)
+    write_arrays(out / "data.manifest", about, arrays)
     os.utime(shard)
     assert "note: 1 of 3 shards have another time, inode or etag than before" in train(out, *more, "steps=4")
 

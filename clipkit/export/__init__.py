@@ -41,8 +41,7 @@ from clipkit.export.checks import (
     recover,
 )
 from clipkit.export.model_card import Source, by_caller, model_card, source_of
-from clipkit.formats.checkpoint import check_free, save_model
-from clipkit.inference.encode import model_hash
+from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import Tokenizer
 from clipkit.model.zero_shot import evaluating

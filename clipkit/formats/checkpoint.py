@@ -12,11 +12,12 @@
         COMPLETE                                 size and checksum of each file
     RUN/.saved                                   there has been a checkpoint
 
-clipkit/training/checkpoint.py writes them, clipkit/training/checkpoint.py reads what a training goes on with.
+clipkit/training/checkpoint.py writes them and resumes from them.
 No pickle is read or written. A run whose checkpoints are all lost or damaged is not begun anew: that would
 erase its history. In checkpoints of earlier versions COMPLETE has sizes alone, and other damage is not seen.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.files.traits import Decoding
 from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import CLIP, build
 from clipkit.model.preprocess import Preprocess
@@ -57,6 +59,7 @@ __all__ = [
     "listing",
     "load_model",
     "model_card",
+    "model_hash",
     "passed_over",
     "read_json",
     "resolve_checkpoint",
@@ -499,16 +502,30 @@ def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
 
 
 def weights_of(model: CLIP) -> dict[str, Tensor]:
-    """The state dict; what lies in one memory under two names, as tied embeddings do, is copied."""
-    from torch.distributed.tensor import DTensor
-
+    """Return the state dict, with tensors that share memory, such as tied embeddings, copied."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        if isinstance(value, DTensor):  # spread over ranks: of clipkit's own towers, which tie nothing
+        if hasattr(value, "device_mesh"):  # a DTensor of clipkit's own towers, which tie nothing
             tensors[name] = value
             continue
         shared = value.untyped_storage().data_ptr() in seen
         seen.add(value.untyped_storage().data_ptr())
         tensors[name] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
     return tensors
+
+
+def model_hash(model: CLIP) -> str:
+    """32 hexadecimal digits that change with the weights, the architecture and the preprocessing.
+
+    It tells models apart that are not made to be mistaken for each other: tensors count by their CRC, which takes
+    a tenth of the time of a cryptographic hash. How fresh weights would be drawn makes no other model.
+    """
+    shape = replace(model.architecture, small_data=False)
+    digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
+    if (decoding := model.preprocess.decoding) != Decoding():
+        digest.update(f"{decoding!r}\n".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())
+    return digest.hexdigest()[:32]

@@ -11,20 +11,19 @@ import errno
 import hashlib
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from clipkit.api import load
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.count import CountProgress, counted
-from clipkit.files.traits import Decoding, hex_of
+from clipkit.files.traits import hex_of
+from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.folder import (
     ContentDigest,
     EmbeddingFolder,
@@ -36,9 +35,8 @@ from clipkit.inference.folder import (
 )
 from clipkit.inference.inputs import Item, Member, Stream
 from clipkit.inference.stream import Failure, FeatureStream, pick_device
-from clipkit.model.clip import CLIP
 
-__all__ = ["EncodeOptions", "Encoded", "encode", "model_hash", "run"]
+__all__ = ["EncodeOptions", "Encoded", "encode", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,22 +327,6 @@ class _Stamps:
             except (OSError, ValueError):
                 self._last = path, ""
         return self._last[1]
-
-
-def model_hash(model: CLIP) -> str:
-    """32 hexadecimal digits that change with the weights, the architecture and the preprocessing.
-
-    It tells models apart that are not made to be mistaken for each other: tensors count by their CRC, which takes
-    a tenth of the time of a cryptographic hash. How fresh weights would be drawn makes no other model.
-    """
-    shape = replace(model.architecture, small_data=False)
-    digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())
-    if (decoding := model.preprocess.decoding) != Decoding():
-        digest.update(f"{decoding!r}\n".encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())
-    return digest.hexdigest()[:32]
 
 
 def run(options: EncodeOptions) -> int:

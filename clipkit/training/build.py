@@ -13,12 +13,12 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import load_model, stored_preprocess
 from clipkit.model.architectures import Architecture, ClassTable, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.model.flops import counted_flops, patches_of, step_flops, trained_blocks
 from clipkit.model.names import architecture
 from clipkit.model.resample import smooth_grid
 from clipkit.model.towers import VisionTransformer
 from clipkit.training.depth import TOWERS, Place, places, tower_of
 from clipkit.training.ema import AveragedWeights, RunningStatistics
-from clipkit.training.flops import counted_flops, patches_of, step_flops, trained_blocks
 from clipkit.training.parallel import gathered
 
 __all__ = [

@@ -70,7 +70,6 @@ __all__ = [
     "bad_share",
     "check_bad_samples",
     "drop_bad_samples_after",
-    "hint_of_moved_data",
     "list_truncated",
     "load_training",
     "loop_state",
@@ -93,7 +92,7 @@ __all__ = [
 # RUN/truncated_shards.jsonl    shards of which only the intact part is used, a line each
 # RUN/bad_samples.jsonl         samples that were replaced, a line each; of rank 3: bad_samples-3.jsonl
 
-_LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.shards.manifest"
+_LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
 _FIGURES = "metrics.jsonl"
 _TRUNCATED = "truncated_shards.jsonl"
 _SHOWN = 5  # truncated shards that are printed one by one
@@ -237,22 +236,8 @@ def _is_aside(path: Path) -> bool:
 
 
 def manifest_file(run: Path) -> Path:
-    """Where it is written what the run is trained on."""
+    """Return the file that records the manifest of the run's training data."""
     return run / _MANIFEST
-
-
-@contextmanager
-def hint_of_moved_data(run: Path) -> Iterator[None]:
-    """Add to a DataError, where data are looked for, what to do if they were moved since the run began."""
-    try:
-        yield
-    except DataError as error:
-        if latest_checkpoint(run) is None:
-            raise
-        raise DataError(
-            f"{error}; if the data of {run} were moved, give data.train= the new place: it is checked that they "
-            "are the same"
-        ) from error
 
 
 def drop_bad_samples_after(run: Path, step: int) -> None:

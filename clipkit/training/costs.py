@@ -23,9 +23,7 @@ from clipkit.config import Config
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.model.architectures import Architecture, BagOfWords, ClassTable, TextTower, VisionTower
 from clipkit.model.clip import CLIP
-from clipkit.model.names import architecture
-from clipkit.training.build import lock, patch_counts
-from clipkit.training.flops import (
+from clipkit.model.flops import (
     Flops,
     counted_flops,
     image_flops,
@@ -34,6 +32,8 @@ from clipkit.training.flops import (
     text_flops,
     trained_blocks,
 )
+from clipkit.model.names import architecture
+from clipkit.training.build import lock, patch_counts
 from clipkit.training.machines import Machine
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run needs. FLOPs are the model's (``clipkit.training.flops``); None where they are not known.
+    """What a run needs. FLOPs are the model's (``clipkit.model.flops``); None where they are not known.
 
     Attributes:
         parameters: by "image", "text" and "other" (the temperature).
@@ -163,7 +163,7 @@ def estimate(
         shard_ranks: with "hybrid", how many ranks share one copy.
         mfu: share of the peak that the run is expected to reach, 0–1.
         peak: FLOP/s of a GPU, published or measured (``clipkit.training.machines``); None leaves the hours out.
-        counted: FLOPs of the towers that other libraries build, see ``clipkit.training.flops.counted_flops``.
+        counted: FLOPs of the towers that other libraries build, see ``clipkit.model.flops.counted_flops``.
 
     Raises:
         ConfigError: the optimizer or the sharding is unknown.

@@ -1,6 +1,6 @@
 """How fast a device multiplies matrices: measured at the start of a run, and as its maker publishes it.
 
-Model FLOPs utilization is the useful operations of a second (``clipkit.training.flops``) over one of these rates.
+Model FLOPs utilization is the useful operations of a second (``clipkit.model.flops``) over one of these rates.
 """
 
 import re

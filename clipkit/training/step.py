@@ -20,7 +20,7 @@ from clipkit.api import load
 from clipkit.config import DistillConfig, LossConfig
 from clipkit.distributed import rank
 from clipkit.errors import ConfigError
-from clipkit.inference.encode import model_hash
+from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture, ClassTable
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches

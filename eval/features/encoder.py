@@ -27,7 +27,7 @@ from torch import Tensor
 from clipkit import CLIP
 from clipkit.errors import DataError
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
-from clipkit.inference.encode import model_hash
+from clipkit.formats.checkpoint import model_hash
 from clipkit.model.preprocess import eval_pixels, pixels_and_traits
 from clipkit.model.probes import image_representations, layer_count
 from clipkit.model.zero_shot import encode_prompts, evaluating

@@ -13,7 +13,7 @@ from typing import Any
 
 from clipkit.errors import DataError
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
-from clipkit.training.flops import image_flops
+from clipkit.model.flops import image_flops
 from eval.datasets.dataset import some
 from eval.report.read import finite, json_lines, whole
 

@@ -36,8 +36,7 @@ import torch
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files.decode import decode_image
-from clipkit.formats.checkpoint import latest_checkpoint, save_model, step_of
-from clipkit.inference.encode import model_hash
+from clipkit.formats.checkpoint import latest_checkpoint, model_hash, save_model, step_of
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.model.class_head import with_class_head
 from clipkit.model.clip import CLIP

@@ -12,8 +12,7 @@ from PIL import Image
 
 import clipkit
 from clipkit.errors import ConfigError
-from clipkit.formats.checkpoint import save_model
-from clipkit.inference.encode import model_hash
+from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import eval_pixels
 

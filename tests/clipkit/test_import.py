@@ -3,6 +3,7 @@
 import importlib
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import clipkit
 from clipkit.model.architectures import ARCHITECTURES
 
+ROOT = Path(clipkit.__file__).parents[1]
 PUBLIC = {
     "CLIP", "CheckpointError", "ClipkitError", "ConfigError", "DataError", "classify", "clip_loss", "create",
     "encode_image", "encode_text", "load", "tokenize", "zero_shot_classifier",
@@ -121,3 +123,11 @@ def test_two_clones_do_not_search_each_other_for_ever(machine: Machine, tmp_path
     (other / "clipkit").symlink_to(machine.clone)
     own = str(machine.clone / "clipkit" / "__init__.py")
     assert machine.run("-c", IMPORT, path=(str(other),)) == own
+
+
+def test_torch_distributed_is_used_in_three_files() -> None:
+    allowed = {"clipkit/distributed.py", "clipkit/training/parallel.py", "clipkit/training/checkpoint.py"}
+    use = re.compile(r"^\s*(import|from) torch\.distributed|^from torch import .*\bdistributed", re.M)
+    files = [path for folder in ("clipkit", "data", "eval") for path in (ROOT / folder).rglob("*.py")]
+    users = {str(path.relative_to(ROOT)) for path in files if use.search(path.read_text(encoding="utf-8"))}
+    assert users == allowed

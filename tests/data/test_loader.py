@@ -13,12 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.traits import Decoding
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from data.augment import Augmentation
 from data.captions import CaptionRule
-from data.loader import BadSample, Batch, Loader, caption_hash
+from data.loader import BadSample, Batch, Loader, caption_hash, open_training_data
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -331,3 +332,16 @@ def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def test_a_run_whose_data_are_not_found_asks_whether_they_were_moved(tmp_path: Path) -> None:
+    missing, recorded = DataConfig(train=str(tmp_path / "pairs")), tmp_path / "run" / "data.manifest"
+    with pytest.raises(DataError) as caught:
+        open_training_data(missing, recorded, chief=True, begun=False, share=bytes)
+    assert "moved" not in str(caught.value)
+    with pytest.raises(DataError) as caught:
+        open_training_data(missing, recorded, chief=True, begun=True, share=bytes)
+    assert str(caught.value).endswith(
+        f"; if the data of {tmp_path / 'run'} were moved, give data.train= the new place: it is checked that they "
+        "are the same"
+    )

@@ -17,8 +17,7 @@ from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import TARGETS, ExportOptions, export, run
 from clipkit.export.model_card import KnownScore, Source, source_of
-from clipkit.formats.checkpoint import save_model
-from clipkit.inference.encode import model_hash
+from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import Architecture, BagOfWords, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.training.checkpoint import LoopState, save_checkpoint

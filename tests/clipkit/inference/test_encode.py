@@ -24,7 +24,8 @@ from PIL import Image
 import clipkit
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError, DataError
-from clipkit.inference.encode import Encoded, encode, model_hash
+from clipkit.formats.checkpoint import model_hash
+from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.inputs import Item, Stream
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.architectures import TextTower

@@ -11,8 +11,8 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES, OpenClipVision
 from clipkit.model.clip import CLIP, create
+from clipkit.model.flops import counted_flops, step_flops
 from clipkit.training.costs import Estimate, activation_bytes, estimate
-from clipkit.training.flops import counted_flops, step_flops
 
 TOLERANCE = 0.1
 SMALL = "ViT-Ti-8-48"

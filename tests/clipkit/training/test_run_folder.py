@@ -15,7 +15,6 @@ from clipkit.training.checkpoint import (
     bad_share,
     check_bad_samples,
     drop_bad_samples_after,
-    hint_of_moved_data,
     only_trainer_of,
     too_many_bad,
 )
@@ -195,15 +194,3 @@ def test_the_share_of_bad_samples_is_told_beside_its_limit(
     bad: int, used: int, share: float, line: str
 ) -> None:
     assert bad_share(bad, used, share) == line
-
-
-def test_who_resumes_without_the_data_is_told_that_they_may_be_moved(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^no data at 'pairs'$"), hint_of_moved_data(tmp_path):
-        raise DataError("no data at 'pairs'")
-    make_checkpoint(tmp_path, 10)
-    with pytest.raises(DataError) as caught, hint_of_moved_data(tmp_path):
-        raise DataError("no data at 'pairs'")
-    assert str(caught.value) == (
-        f"no data at 'pairs'; if the data of {tmp_path} were moved, give data.train= the new place: it is checked "
-        "that they are the same"
-    )

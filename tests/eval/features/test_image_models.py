@@ -19,8 +19,8 @@ from torch import nn
 
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import TimmVision
+from clipkit.model.flops import counted_flops
 from clipkit.model.preprocess import eval_pixels
-from clipkit.training.flops import counted_flops
 from eval import Encoder, open_dataset, read_results
 from eval.__main__ import main
 from eval.features.image_models import CroppedPreprocess, ImageModel, load_image_model

@@ -22,8 +22,7 @@ from clipkit.model.architectures import (
     VisionTower,
 )
 from clipkit.model.clip import CLIP, create
-from clipkit.model.names import architecture
-from clipkit.training.flops import (
+from clipkit.model.flops import (
     Flops,
     counted_flops,
     image_flops,
@@ -33,6 +32,7 @@ from clipkit.training.flops import (
     text_flops,
     trained_blocks,
 )
+from clipkit.model.names import architecture
 
 TOLERANCE = 1e-3  # relative; the formula leaves nothing out that torch counts
 
@@ -193,7 +193,7 @@ def test_a_tower_that_looks_at_values_gives_no_figure() -> None:
 
 def test_formulas_need_no_torch() -> None:
     program = (
-        "import sys; from clipkit.training.flops import image_flops; "
+        "import sys; from clipkit.model.flops import image_flops; "
         "from clipkit.model.architectures import named; "
         "image_flops(named('ViT-B-32')); assert 'torch' not in sys.modules"
     )
