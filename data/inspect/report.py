@@ -1,28 +1,26 @@
-"""Findings in words: the rows and charts that the terminal's table and the page both show.
+"""Report the findings of an inspection as text: rows, charts and notes for the terminal and for an HTML page.
 
-Text that comes from data is made harmless here: characters that are not printable are written as escapes.
+Characters of the data that are not printable are written as escapes.
 """
 
 import base64
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clipkit.files.pages import templates
 from clipkit.files.traits import TraitCounts, hex_of
 from data.inspect.findings import (
     Duplicates,
     Findings,
     Histogram,
     Place,
-    SheetEntry,
     Stated,
-    Thumbnail,
     WithTrait,
     about,
     many,
@@ -70,6 +68,12 @@ def parts(found: Findings) -> list[Part]:
     """All parts in their order."""
     made = [_shards(found), _names(found), _fields(found), _bad(found), _captions(found), _pictures(found)]
     return [*made, _speed(found)]
+
+
+def bins_of(chart: Histogram) -> list[tuple[str, int]]:
+    """List label and count from the first bin that is not empty to the last."""
+    filled = [number for number, count in enumerate(chart.counts) if count]
+    return [(chart.labels[i], chart.counts[i]) for i in range(filled[0], filled[-1] + 1)] if filled else []
 
 
 def _row(label: str, *lines: str) -> Row:
@@ -452,127 +456,21 @@ def _picture_notes(found: Findings) -> Iterator[Note]:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The findings as one HTML page that carries everything in itself: no network, no script.
-#
-# All text that comes from data is escaped, and the page's own security policy forbids anything but its styles
-# and the pictures inside it.
-
-_STYLE = Path(__file__).with_name("page.css")
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+# The findings as one HTML page.
 
 
 def page_of(found: Findings) -> str:
-    """The page's HTML."""
-    title = ", ".join(plain(source, 80) for source in found.sources[:3])
-    sections = [_sheet(found), *(_part(part, found) for part in parts(found))]
-    links = [("sheet", "As the model sees it"), *((part.name, part.title) for part in parts(found))]
-    nav = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in links)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)} – clipkit data</title>\n"
-        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style></head>\n"
-        f'<body><main><header><p class="kind">clipkit data inspection</p><h1>{escape(title)}</h1>'
-        f'<p class="lead">{escape(headline(found))}</p></header>{_notes(found)}'
-        f'<nav aria-label="Sections">{nav}</nav>\n{"".join(sections)}'
-        f"<footer>Looked into {found.shards.looked_into:,} of {found.shards.count:,} shards and decoded "
-        f"{found.sampled.tried:,} samples in {found.seconds:,.0f} s.</footer></main></body></html>\n"
+    """Render the findings as one self-contained HTML page."""
+    environment = templates(Path(__file__).with_name("templates"))
+    environment.filters |= {"plain": plain, "base64": lambda data: base64.b64encode(data).decode()}
+    environment.filters |= {"bins": bins_of, "size": size_of}
+    return environment.get_template("inspect.html").render(
+        title=", ".join(plain(source, 80) for source in found.sources[:3]),
+        lead=headline(found),
+        notes=notes(found),
+        parts=parts(found),
+        found=found,
     )
-
-
-def _notes(found: Findings) -> str:
-    listed = "".join(
-        f'<li class="{"grave" if note.grave else "fair"}">{escape(note.text)}</li>' for note in notes(found)
-    )
-    return f'<ul class="notes" aria-label="Notes">{listed or "<li>Nothing stands out.</li>"}</ul>'
-
-
-def _part(part: Part, found: Findings) -> str:
-    rows = "".join(
-        f"<dt>{escape(row.label)}</dt><dd>{''.join(f'<div>{escape(line)}</div>' for line in row.lines)}</dd>"
-        for row in part.rows
-    )
-    charts = "".join(_chart(chart, found) for chart in part.charts)
-    charts = f'<div class="charts">{charts}</div>' if charts else ""
-    shown = _shown(part, found)
-    return (
-        f'<section id="{part.name}"><h2>{escape(part.title)}</h2><dl>{rows}</dl>{charts}{shown}</section>\n'
-    )
-
-
-def _shown(part: Part, found: Findings) -> str:
-    """Pictures to look at that belong to a part."""
-    if part.name == "bad" and found.bad_shown:
-        cells = "".join(map(_thumbnail, found.bad_shown))
-        return f'<h3>Some of them</h3><ol class="bad">{cells}</ol>'
-    if part.name == "pictures":
-        same, alike = found.pictures.same_bytes.groups, found.pictures.same_look.groups
-        return _groups("The same file", found.same, same) + _groups("Look alike", found.alike, alike)
-    return ""
-
-
-def _chart(chart: Histogram, found: Findings) -> str:
-    """Bars from the first to the last bin that holds something."""
-    there = [number for number, count in enumerate(chart.counts) if count]
-    if not there:
-        return ""
-    most, total = max(chart.counts), sum(chart.counts)
-    bars = []
-    for number in range(there[0], there[-1] + 1):
-        count, label = chart.counts[number], escape(chart.labels[number])
-        share = f"{100 * count / total:.1f}%"
-        bar = f'<i style="width:{100 * count / most:.1f}%"></i>' if count else ""
-        bars.append(
-            f'<span class="bin">{label}</span><span class="bar">{bar}</span>'
-            f'<span class="count">{count:,} <small>{share}</small></span>'
-        )
-    return f"<figure><figcaption>{escape(chart.title)}</figcaption><div class=bars>{''.join(bars)}</div></figure>"
-
-
-def _sheet(found: Findings) -> str:
-    lead = (
-        f"{len(found.sheet)} samples, spread evenly, after the training's random crop to {found.image_size} "
-        f"pixels. Of a caption the model sees {found.context_length} tokens; what it does not see is struck out."
-    )
-    return (
-        '<section id="sheet"><h2>As the model sees it</h2>'
-        f'<p class="lead">{lead}</p><ol class="sheet">{"".join(map(_entry, found.sheet))}</ol></section>\n'
-    )
-
-
-def _entry(entry: SheetEntry) -> str:
-    rest = f"<s>{escape(plain(entry.rest, 600))}</s>" if entry.rest else ""
-    tokens = f"{entry.tokens}&nbsp;tokens" if entry.tokens < 1024 else "1,024 tokens or more"
-    return (
-        f'<li>{_picture(entry)}<p class="caption">{escape(plain(entry.caption, 600))}{rest}</p>'
-        f'<p class="where">{_where(entry.place)} · {tokens}</p></li>'
-    )
-
-
-def _where(place: Place) -> str:
-    return escape(plain(f"{place.shard.rpartition('/')[2]}: {place.key}", 80))
-
-
-def _picture(entry: SheetEntry | Thumbnail) -> str:
-    data = base64.b64encode(entry.picture).decode()
-    return f'<img src="data:image/webp;base64,{data}" alt="{escape(plain(entry.caption, 200))}">'
-
-
-def _groups(title: str, groups: Sequence[Sequence[Thumbnail]], count: int) -> str:
-    rows = "".join(f'<ol class="group">{"".join(map(_thumbnail, group))}</ol>' for group in groups)
-    title += f": {len(groups)} of {count:,} groups" if len(groups) < count else ""
-    return f'<h3>{title}</h3><div class="groups">{rows}</div>' if rows else ""
-
-
-def _thumbnail(entry: Thumbnail) -> str:
-    cause = f'<p class="cause">{escape(plain(entry.cause))}</p>' if entry.cause else ""
-    caption = f'<p class="caption">{escape(plain(entry.caption))}</p>' if entry.caption.strip() else ""
-    begin = escape(plain(entry.beginning, 80)) or "no bytes"
-    picture = _picture(entry) if entry.picture else f'<div class="nothing"><code>{begin}</code></div>'
-    where = f"{_where(entry.place)} · {size_of(entry.size).replace(' ', '&nbsp;')}"
-    return f'<li>{picture}{cause}{caption}<p class="where">{where}</p></li>'
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -621,19 +519,12 @@ def _rows(part: Part) -> RenderableType:
 
 
 def _terminal_chart(chart: Histogram) -> RenderableType:
-    """The bins from the first to the last that hold something, as bars."""
-    there = [number for number, count in enumerate(chart.counts) if count]
-    if not there:
-        return Text("")
-    most = max(chart.counts)
+    bins = bins_of(chart)
     table = Table.grid(padding=(0, 1))
     table.add_column(width=_LABEL, justify="right")
     table.add_column()
     table.add_column(justify="right")
-    for number in range(there[0], there[-1] + 1):
-        count = chart.counts[number]
-        bar = "█" * round(_BAR * count / most) or ("▏" if count else "")
-        table.add_row(
-            Text(chart.labels[number], style="dim"), Text(bar.ljust(_BAR), style="cyan"), Text(f"{count:,}")
-        )
-    return Group(Text(f"  {chart.title}", style="dim"), table)
+    for label, count in bins:
+        bar = "█" * round(_BAR * count / max(chart.counts)) or ("▏" if count else "")
+        table.add_row(Text(label, style="dim"), Text(bar.ljust(_BAR), style="cyan"), Text(f"{count:,}"))
+    return Group(Text(f"  {chart.title}", style="dim"), table) if bins else Text("")
