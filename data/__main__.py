@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, Parser, nearest, number, run_command, whole
+from clipkit.files.atomic import write_atomic
 from clipkit.files.count import CountProgress
 from clipkit.files.tar import TruncatedError
 from clipkit.files.traits import Decoding, add_decoding_options, color_of
@@ -248,15 +248,10 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _write(out: Path, text: str) -> None:
-    """A file that appears whole or not at all; half of a surrogate pair becomes a question mark."""
-    aside = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
-        aside.write_bytes(text.encode("utf-8", "replace"))
-        aside.replace(out)
+        write_atomic(out, text)
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror}") from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _filters(given: list[str]) -> list[str]:

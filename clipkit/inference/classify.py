@@ -18,10 +18,9 @@ import csv
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from clipkit.api import load
 from clipkit.errors import ConfigError, DataError
+from clipkit.files.atomic import replacing
 from clipkit.files.count import CountProgress, counted
 from clipkit.files.table import safe_cell
 from clipkit.inference.inputs import Stream, user_path
@@ -306,20 +306,15 @@ def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
         raise ConfigError(f"--out {path}: it must end in .csv, .json or .jsonl")
     if path.is_dir():
         raise ConfigError(f"--out {path} is a folder: name a file")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with aside.open("w", encoding="utf-8", newline="") as file:
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
             writer: _Writer = _Csv(file, top) if suffix == ".csv" else _Json(file, array=suffix == ".json")
             yield writer
             writer.end()
-        aside.replace(path)
     except BrokenPipeError:  # of the terminal
         raise
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):  # it is not there after success, and may never have been
-            aside.unlink()
 
 
 def _check_text(text: str, what: str) -> None:

@@ -19,24 +19,23 @@ folder is at any time what the manifest says, or a part of it.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.files.atomic import replacing, sync, temporary_path, write_atomic
+from clipkit.files.lock import FileLock
 from clipkit.inference.inputs import Item, user_path
 from clipkit.inference.stream import Failure, Features
 
@@ -129,7 +128,6 @@ def _spelled(source: object) -> str:
 
 _CONTENT = ("sources", "items", "digest", "captions")  # what may change
 _NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
-_LONGEST_NAME = 200  # characters of a process's name
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -205,31 +203,19 @@ def only_writer(out: Path, process: int) -> Iterator[None]:
         ConfigError: another one holds it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with (out / f".lock-{process}").open("a+", encoding="utf-8", errors="replace") as lock:
-        _hold(lock, out)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                os.ftruncate(lock.fileno(), 0)
-
-
-def _hold(lock: TextIO, out: Path) -> None:
+    lock = FileLock(out / f".lock-{process}")
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        if not lock.try_acquire():
+            who = f" ({lock.holder})" if lock.holder else ""
+            raise ConfigError(f"another encode{who} is writing to {out}: wait for it, or give another --out")
     except OSError as error:
-        if error.errno in _NO_LOCKS:  # of the file system: no name that we write can be another's
-            return
-        if not isinstance(error, BlockingIOError | PermissionError):
+        if error.errno not in _NO_LOCKS:  # without locks, temporary names still differ between processes
             raise
-        lock.seek(0)
-        who = f" ({name})" if (name := lock.read(_LONGEST_NAME).strip()) else ""
-        raise ConfigError(
-            f"another encode{who} is writing to {out}: wait for it, or give another --out"
-        ) from error
-    with suppress(OSError):  # the name is a help and no more
-        os.ftruncate(lock.fileno(), 0)
-        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            lock.release()
 
 
 class EmbeddingFolder:
@@ -296,20 +282,11 @@ class EmbeddingFolder:
             ),
         ]
         finals = [*self._files(part.number), self._record(part.number)]
-        asides = [_aside(final) for final in finals]
-        try:
-            for aside, write in zip(asides, writers, strict=True):
-                with aside.open("wb") as file:
+        with ExitStack() as stack:  # renames the files in reverse order: the record comes last
+            for final, write in reversed(list(zip(finals, writers, strict=True))):
+                temporary = stack.enter_context(replacing(final, durable=True))
+                with temporary.open("wb") as file:
                     write(file)
-                    file.flush()
-                    os.fsync(file.fileno())
-            for aside, final in zip(asides, finals, strict=True):  # the record comes last
-                aside.replace(final)
-                _sync(final.parent)
-        except OSError:
-            for aside in asides:  # a full disk should not stay so
-                aside.unlink(missing_ok=True)
-            raise
 
     def finish(self) -> Totals | None:
         """List all failures and clean up, if every part is complete; else None.
@@ -325,8 +302,8 @@ class EmbeddingFolder:
             return None
         rows = failures = 0
         listing = self.out / "failures.jsonl"
-        aside = _aside(listing)
-        with aside.open("wb") as file:
+        temporary = temporary_path(listing)
+        with temporary.open("wb") as file:
             for part in range(self.manifest.files):
                 with self._record(part).open("rb") as record:
                     counts = _first_line(record)
@@ -338,11 +315,11 @@ class EmbeddingFolder:
             with suppress(
                 FileNotFoundError
             ):  # another process was as far at the same time, and has cleaned up
-                aside.replace(listing)
+                temporary.replace(listing)
         for folder in (self.out, *self._folders):
             for left in folder.glob(".*.partial"):  # by processes that were killed
                 left.unlink(missing_ok=True)
-        _sync(self.out)
+        sync(self.out)
         width = np.load(self._files(0)[0], mmap_mode="r").shape[1]
         return Totals(rows=rows, width=width, failures=failures)
 
@@ -407,14 +384,10 @@ class EmbeddingFolder:
         now = contents(sorted(then)) if then else {}
         same = {part for part, content in then.items() if now.get(part) == content}
         for part in same:
-            aside = _aside(records[part])
-            with records[part].open("rb") as old, aside.open("wb") as file:
+            with records[part].open("rb") as old:
                 counts = _first_line(old) | {"digest": asdict(self._digests[part])}
-                file.write(json.dumps(counts).encode() + b"\n")
-                file.writelines(old)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(records[part])
+                content = json.dumps(counts).encode() + b"\n" + old.read()
+            write_atomic(records[part], content, durable=True)
         self.compared = len(same)
         return same
 
@@ -437,28 +410,23 @@ class EmbeddingFolder:
             if any(folder.exists() for folder in self._folders):
                 raise DataError(f"{self.out} holds embeddings but no manifest.json: give another --out")
             self.out.mkdir(parents=True, exist_ok=True)
-            aside = self._manifest_aside(wanted)
             # of several processes that start at the same time one comes first; the others compare with it
+            temporary = temporary_path(path)
+            temporary.write_text(_json_text(wanted), encoding="utf-8")
+            sync(temporary)
             try:
-                os.link(aside, path)
-                aside.unlink()
+                os.link(temporary, path)
+                temporary.unlink()
             except FileExistsError:
-                aside.unlink()
+                temporary.unlink()
             except OSError:  # a file system without links
-                aside.replace(path)
-            _sync(self.out)
+                temporary.replace(path)
+            sync(self.out)
         stored = self._stored()
         if differing := difference(stored, wanted):
             raise ConfigError(f"{self.out} holds embeddings of another run: {differing}; give another --out")
         if any(stored.get(name) != wanted[name] for name in _CONTENT):
-            self._manifest_aside(wanted).replace(path)
-            _sync(self.out)
-
-    def _manifest_aside(self, manifest: dict[str, Any]) -> Path:
-        aside = _aside(self.out / "manifest.json")
-        aside.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _sync(aside)
-        return aside
+            write_atomic(path, _json_text(wanted), durable=True)
 
     def _stored(self) -> dict[str, Any]:
         path = self.out / "manifest.json"
@@ -469,6 +437,10 @@ class EmbeddingFolder:
         if not isinstance(stored, dict) or not isinstance(stored.get("sources", []), list):
             raise DataError(f"{path} cannot be read: it is no manifest; give another --out")
         return stored
+
+
+def _json_text(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=2) + "\n"
 
 
 def _write_parquet(file: BinaryIO, columns: dict[str, list[str | None]]) -> None:
@@ -504,16 +476,3 @@ def _first_line(record: BinaryIO) -> dict[str, Any]:
 def _has_failures(record: Path) -> bool:
     with record.open("rb") as file:
         return bool(_first_line(file)["failures"])
-
-
-def _aside(path: Path) -> Path:
-    """Where a file is written before it is complete; no two processes anywhere get the same name."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

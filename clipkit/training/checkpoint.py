@@ -7,13 +7,10 @@ written by the chief; of a sharded one every rank writes its shards to the folde
 joins them to the same files, so that it does not matter later how many ranks there were.
 """
 
-import fcntl
 import json
-import os
 import re
 import resource
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +34,8 @@ from torch.distributed.tensor import DTensor
 from clipkit.config import Config, changes, load_config, shown, to_toml
 from clipkit.distributed import background_group, barrier, rank, sum_over_ranks
 from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.files.atomic import sync, write_atomic
+from clipkit.files.lock import FileLock
 from clipkit.formats.checkpoint import (
     COMPLETE,
     FORMAT,
@@ -98,7 +97,6 @@ _TRUNCATED = "truncated_shards.jsonl"
 _SHOWN = 5  # truncated shards that are printed one by one
 _STARTED = (_LOCK, _CONFIG, _MANIFEST, _FIGURES, _TRUNCATED, "tensorboard")  # there before a step
 _FIRST_SAMPLES = 1000  # draws
-_LONGEST_NAME = 200  # characters of a process's name
 _LOCK_SECONDS = 10.0  # to wait for a lock: ranks of a launcher that was killed end within a second
 _POLL_SECONDS = 0.1
 _LOCK_PID = re.compile(r"process ([0-9]+)(?!.*process)")  # the last one: a launcher, if there is one
@@ -130,20 +128,21 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool, launcher: int | N
         made = [folder for folder in (run, *run.parents) if not folder.exists()]
         run.mkdir(parents=True, exist_ok=True)
         doing = "written"
-        lock = (run / _LOCK).open("a+", encoding="utf-8", errors="replace")  # "w" would take the name out
+        lock = FileLock(run / _LOCK, note=f" under torchrun, process {launcher}" if launcher else "")
+        _hold(lock, run)
     except OSError as error:
         raise ConfigError(f"out = {shown(str(run))} cannot be {doing}: {error.strerror}") from error
     ended = False
     try:
-        with lock:
-            _hold(lock, run, launcher)
-            try:
-                _claim(run, config)
-            except OSError as error:
-                raise ConfigError(f"the run folder {run} cannot be written: {error.strerror}") from error
-            yield
+        try:
+            _claim(run, config)
+        except OSError as error:
+            raise ConfigError(f"the run folder {run} cannot be written: {error.strerror}") from error
+        yield
         ended = True
     finally:
+        with suppress(OSError):
+            lock.release()
         if made and not ended:
             _take_back(run, made)
 
@@ -159,17 +158,20 @@ def _take_back(run: Path, made: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _hold(lock: TextIO, run: Path, launcher: int | None) -> None:
-    """Take the lock; wait some seconds for a process that is about to end."""
+def _hold(lock: FileLock, run: Path) -> None:
+    """Take the lock; wait some seconds for a process that is about to end.
+
+    Raises:
+        ConfigError: another process still holds it.
+        OSError: the file cannot be made or locked.
+    """
     until = time.monotonic() + _LOCK_SECONDS
     waiting = False
-    while not _try_lock(lock, run):
-        lock.seek(0)
-        name = lock.read(_LONGEST_NAME).strip()
-        who = f" ({name})" if name else ""
+    while not lock.try_acquire():
+        who = f" ({lock.holder})" if lock.holder else ""
         if time.monotonic() >= until:
             # a rank that ends alone may be started again by its torchrun
-            pid = _LOCK_PID.search(name)
+            pid = _LOCK_PID.search(lock.holder)
             stop = f"`kill -TERM {pid[1]}` saves and stops it; " if pid else ""
             raise ConfigError(
                 f"another training{who} is writing to {run}: {stop}wait for it, or set another out="
@@ -178,27 +180,11 @@ def _hold(lock: TextIO, run: Path, launcher: int | None) -> None:
             print(f"waiting for another training{who} to leave {run}", file=sys.stderr, flush=True)
             waiting = True
         time.sleep(_POLL_SECONDS)
-    with suppress(OSError):  # the name only helps; a full disk is reported where it matters
-        os.ftruncate(lock.fileno(), 0)
-        under = f" under torchrun, process {launcher}" if launcher else ""
-        name = f"process {os.getpid()} on {socket.gethostname()}{under}\n"
-        os.write(lock.fileno(), name.encode())
-
-
-def _try_lock(lock: TextIO, run: Path) -> bool:
-    try:
-        # of the process, unlike flock's: a loader process that outlives a kill -9 for a moment does not hold it
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError as error:
-        raise ConfigError(f"the run folder {run} cannot be locked: {error.strerror}") from error
-    return True
 
 
 def _claim(run: Path, config: Config) -> None:
     """Write the run's configuration, or compare it with the one that the folder was trained with."""
-    stored, aside = run / _CONFIG, run / f".{_CONFIG}.partial"
+    stored = run / _CONFIG
     if stored.is_file() and (
         (run / "checkpoints").exists() or (run / ".saved").exists()
     ):  # else nothing is lost
@@ -216,12 +202,7 @@ def _claim(run: Path, config: Config) -> None:
             )
     elif not stored.is_file() and any(path.name != _LOCK and not _is_aside(path) for path in run.iterdir()):
         raise ConfigError(f"{run} exists and is no run folder: set another out=")
-    try:
-        aside.write_text(to_toml(config), encoding="utf-8")
-        aside.replace(stored)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
+    write_atomic(stored, to_toml(config))
 
 
 def _steps_made(run: Path) -> int:
@@ -681,13 +662,13 @@ class CheckpointWriter:
         for path in files:  # safetensors makes files that only their owner can read
             path.chmod((aside / COMPLETE).stat().st_mode & 0o777)
         for path in (*aside.rglob("*"), aside):
-            _sync(path)
+            sync(path)
         self._damaged.discard(folder.name)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             folder.rename(replaced)
         aside.rename(folder)
-        _sync(self._root)
+        sync(self._root)
         shutil.rmtree(replaced, ignore_errors=True)
         _point_at(self._root, folder.name)
         (self._run / SAVED).touch()
@@ -759,19 +740,7 @@ def _write_numbers(path: Path, numbers: Mapping[str, Tensor]) -> None:
 
 
 def _point_at(root: Path, name: str) -> None:
-    aside = root / f".{LATEST}.partial"
-    aside.write_text(name + "\n")
-    _sync(aside)
-    aside.replace(root / LATEST)
-    _sync(root)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_atomic(root / LATEST, name + "\n", durable=True)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from clipkit.config import Config, to_toml
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
+from clipkit.files.atomic import write_atomic
 from clipkit.files.traits import Decoding, TraitCounts
 from clipkit.files.urls import without_secrets
 from clipkit.training.optim import learning_rate
@@ -294,9 +295,7 @@ def drop_lines_after(path: Path, step: int) -> None:
         with suppress(ValueError, AttributeError, TypeError):
             if (json.loads(line).get("step") or 0) <= step:
                 kept.append(line + "\n")
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+    write_atomic(path, "".join(kept))
 
 
 class _TensorBoard:

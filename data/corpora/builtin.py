@@ -1,16 +1,16 @@
 """The built-in data sets: nothing to download, made on first use and kept in the user's cache."""
 
-import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
 from threading import Thread
 
 from clipkit.errors import DataError, nearest
+from clipkit.files.lock import FileLock
 from data.remote.cache_folder import cache_folder
 
 __all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent"]
@@ -85,19 +85,16 @@ def built_in(name: str, *, progress: bool = True) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{folder.name}.lock")):
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+        while not lock.try_acquire():
+            time.sleep(0.05)
+        try:
             if not folder.is_dir():
-                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # by someone who was killed
+                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # by a killed process
                     shutil.rmtree(left, ignore_errors=True)
                 chosen.make(folder, progress)
+        finally:
+            lock.release()
     except OSError as error:
         raise DataError(f"cannot make {name} in {folder.parent} ({error}): set CLIPKIT_CACHE") from error
     return folder
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that other processes wait for; the system lets go of it when the process ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -12,8 +12,6 @@ process that has a file open keeps reading it when it goes, as POSIX has it; one
 at once, or ask again.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -26,81 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
+from clipkit.files.atomic import sync, write_atomic
+from clipkit.files.lock import FileLock
 from data.remote.shard_file import ShardFile
 from data.remote.store import download, has_answered, shown
 
-__all__ = ["STILL_SECONDS", "CacheRoom", "NoRoom", "NodeLock", "ShardCache"]
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Locks among the threads and processes of one machine.
-
-_held: set[str] = set()  # by threads of this process, which record locks do not tell apart
-_guard = threading.Lock()
-
-
-def _forget() -> None:
-    global _held, _guard
-    _held, _guard = set(), threading.Lock()  # a forked process holds nothing of its parent's
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-class NodeLock:
-    """A lock that one thread of one process has at a time, named by a file.
-
-    It ends with the process that holds it, even by ``kill -9``: it is a record lock, which a child does not inherit
-    as it would one of flock. Closing any descriptor of such a file gives the lock away, so nobody else opens it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path.absolute())
-        self._descriptor = -1
-
-    def try_acquire(self) -> bool:
-        """Take it if nobody has it. Raises OSError where there can be no such file."""
-        with _guard:
-            if self._path in _held:
-                return False
-            _held.add(self._path)
-        taken = False
-        try:
-            while (descriptor := self._try_file()) is None:
-                pass  # its file was removed between our opening and locking it
-            taken = descriptor >= 0
-            self._descriptor = descriptor
-        finally:
-            if not taken:
-                with _guard:
-                    _held.discard(self._path)
-        return taken
-
-    def _try_file(self) -> int | None:
-        """A locked descriptor, -1 where another process has the lock, None where it was of a removed file."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        kept = False
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            kept = os.path.samestat(os.fstat(descriptor), Path(self._path).stat())
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-            return -1
-        finally:
-            if not kept:
-                os.close(descriptor)
-        return descriptor if kept else None
-
-    def release(self) -> None:
-        """Give it back, and remove its file."""
-        Path(self._path).unlink(missing_ok=True)
-        os.close(self._descriptor)
-        self._descriptor = -1
-        with _guard:
-            _held.discard(self._path)
+__all__ = ["STILL_SECONDS", "CacheRoom", "NoRoom", "ShardCache"]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -168,11 +97,13 @@ class CacheRoom:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        lock = NodeLock(self._folder / "lock")
+        lock = FileLock(self._folder / "lock")
         until = time.monotonic() + STILL_SECONDS
         while not lock.try_acquire():
             if time.monotonic() > until:
-                raise DataError(f"another process holds {self._folder / 'lock'} and stands still: end it")
+                raise DataError(
+                    f"{lock.holder or 'another process'} holds {self._folder / 'lock'} without progress: end it"
+                )
             time.sleep(_POLL_SECONDS / 10)
         try:
             yield
@@ -225,7 +156,7 @@ class CacheRoom:
 
 def _was_left(part: Path) -> bool:
     """Whether nobody works at a part file any more; it is removed then."""
-    lock = NodeLock(part.with_suffix(".lock"))
+    lock = FileLock(part.with_suffix(".lock"))
     if not lock.try_acquire():
         return False
     part.unlink(missing_ok=True)
@@ -430,7 +361,7 @@ class ShardCache:
             return True
         with self._usable():
             place.stem.parent.mkdir(parents=True, exist_ok=True)
-            lock = NodeLock(place.lock)
+            lock = FileLock(place.lock)
             if not lock.try_acquire():
                 return False
             try:
@@ -464,10 +395,10 @@ class ShardCache:
                 os.utime(place.file, ns=(now, now))
         return place.file
 
-    def _acquire(self, place: _Place) -> NodeLock:
+    def _acquire(self, place: _Place) -> FileLock:
         """Wait for the lock of a shard as long as who has it gets on."""
         place.stem.parent.mkdir(parents=True, exist_ok=True)
-        lock = NodeLock(place.lock)
+        lock = FileLock(place.lock)
         last, since = 0, time.monotonic()
         while not lock.try_acquire():
             time.sleep(_POLL_SECONDS)
@@ -504,7 +435,7 @@ class ShardCache:
             if known is None:
                 self._record(shard, place, size, crc)
             place.part.replace(place.file)
-            _sync(place.file.parent)
+            sync(place.file.parent)
             place.fault.unlink(missing_ok=True)
         except DataError as error:
             with suppress(OSError):
@@ -538,14 +469,12 @@ class ShardCache:
             reserve(shard.size)
         crc = download(shard, place.part, room=reserve)
         os.utime(place.part)
-        _sync(place.part)
+        sync(place.part)
         return place.part.stat().st_size, crc
 
     def _record(self, shard: ShardFile, place: _Place, size: int, crc: int) -> None:
         about = {"url": shown(shard.url), "version": shard.version, "size": size, "crc32": crc}
-        aside = place.about.with_suffix(".json-part")
-        aside.write_text(json.dumps(about) + "\n")
-        aside.replace(place.about)
+        write_atomic(place.about, json.dumps(about) + "\n")
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
@@ -561,11 +490,3 @@ def _recorded(place: _Place) -> tuple[int, int] | None:
         return int(about["size"]), int(about["crc32"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
+from clipkit.files.atomic import write_atomic
 from clipkit.files.tar import TruncatedError, sample_name, tar_files
 from data.remote.cache_folder import cache_folder
 from data.remote.shard_file import ShardFile
@@ -138,19 +139,13 @@ def _padded(data: bytes) -> bytes:
 
 
 def write_arrays(path: Path, about: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Store the same in a file; aside first, then renamed.
+    """Store the same in a file, atomically.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(pack_arrays(about, arrays))
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    write_atomic(path, pack_arrays(about, arrays))
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]] | None:

@@ -23,6 +23,7 @@ from typing import Any
 import webdataset
 
 from clipkit.errors import DataError
+from clipkit.files.atomic import sync
 from data.shards.index import IMAGE_EXTENSIONS
 
 __all__ = ["DatasetWriter", "Record"]
@@ -130,11 +131,11 @@ class DatasetWriter:
         text = json.dumps({**card, "samples": self.counts}, indent=2, ensure_ascii=False)
         (self._aside / "card.json").write_text(text + "\n", encoding="utf-8")
         for path in (*self._aside.rglob("*"), self._aside):
-            _sync(path)
+            sync(path)
         if self.out.exists():
             self.out.rmdir()  # empty, as checked at the start
         self._aside.rename(self.out)
-        _sync(self.out.parent)
+        sync(self.out.parent)
 
     def _write_lines(self, name: str, lines: Sequence[str]) -> None:
         for line in lines:
@@ -155,12 +156,3 @@ class DatasetWriter:
     def _close_shards(self) -> None:
         while self._writers:
             self._writers.popitem()[1].close()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

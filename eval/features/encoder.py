@@ -26,12 +26,12 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
+from clipkit.files.lock import FileLock
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.preprocess import eval_pixels, pixels_and_traits
 from clipkit.model.probes import image_representations, layer_count
 from clipkit.model.zero_shot import encode_prompts, evaluating
-from data.remote.cache import NodeLock
 from eval.datasets.dataset import EvalDataset
 from eval.features.image_models import ImageModel, no_text_tower
 from eval.features.store import DIGEST_BYTES, FeatureTable, digest_of
@@ -532,7 +532,7 @@ class Encoder:
         if table.folder is None or self.ranks.world > 1:  # ranks wait for each other already
             yield
             return
-        lock = NodeLock(table.folder / "rows" / f"{key}.lock")
+        lock = FileLock(table.folder / "rows" / f"{key}.lock")
         waits = False
         try:
             while not lock.try_acquire():

@@ -42,7 +42,8 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from data.remote.cache import NodeLock
+from clipkit.files.atomic import replacing, write_atomic
+from clipkit.files.lock import FileLock
 
 __all__ = ["DIGEST_BYTES", "PIECE", "FeatureTable", "chosen_rows", "digest_of", "map_rows", "release"]
 
@@ -225,7 +226,7 @@ class FeatureTable:
         for name, width in self.widths.items():
             assert arrays[name].shape == (len(digests), width), (name, arrays[name].shape)
         if self._writable and self.folder is not None:
-            lock = NodeLock(self.folder / "writer")
+            lock = FileLock(self.folder / "writer")
             with self._writing():
                 while not lock.try_acquire():
                     time.sleep(_LOCK_WAIT)
@@ -331,16 +332,9 @@ class FeatureTable:
         """Keep the rows of a split of a dataset under a key, on disk where it can be written."""
         if self._writable:
             path = self._rows_file(key)
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
             with self._writing():
-                try:
-                    with aside.open("wb") as file:
-                        file.write(self._digest_of_rows(key, rows) + rows.astype(np.int64).tobytes())
-                        file.flush()
-                        os.fsync(file.fileno())
-                    aside.replace(path)
-                finally:
-                    aside.unlink(missing_ok=True)
+                data = self._digest_of_rows(key, rows) + rows.astype(np.int64).tobytes()
+                write_atomic(path, data, durable=True)
                 return
         self._rows[key] = rows
 
@@ -400,13 +394,9 @@ def _write(path: Path, start: int, data: bytes) -> None:
     A file is never shortened in place, since another process may have mapped it.
     """
     if _size(path) > start:
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            shutil.copyfile(path, aside)
-            os.truncate(aside, start)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as temporary:
+            shutil.copyfile(path, temporary)
+            os.truncate(temporary, start)
     with path.open("ab") as file:
         file.write(data)
         file.flush()

@@ -11,7 +11,6 @@ import binascii
 import hashlib
 import json
 import math
-import os
 import re
 import stat
 import zlib
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
+from clipkit.files.atomic import write_atomic
 from eval.datasets.dataset import TEST
 
 __all__ = [
@@ -167,14 +167,12 @@ class Snapshot:
 
 
 def write_snapshot(run: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot into a run folder, aside and renamed, and give its path."""
+    """Write a snapshot into a run folder and return its path."""
     folder = run / "snapshots"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{snapshot.step:08d}.{_snapshot_name(snapshot.dataset)}.json"
-    aside = folder / f".{path.name}.partial-{os.getpid()}"
     text = json.dumps(asdict(snapshot), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    aside.write_bytes((text + "\n").encode("utf-8", "replace"))  # captions may hold halves of characters
-    aside.replace(path)
+    write_atomic(path, text + "\n")
     return path
 
 
@@ -427,7 +425,7 @@ def details_folder(results: Path) -> Path:
 
 
 def write_details(results: Path, details: Details, *, weights: str) -> Path:
-    """Write details beside a results file, aside and renamed, and give their path.
+    """Write details beside a results file and return their path.
 
     Args:
         results: the file that the scores are appended to.
@@ -446,14 +444,9 @@ def write_details(results: Path, details: Details, *, weights: str) -> Path:
         raise DataError(
             f"{path}: details of {details.n:,} items are larger than the {_MAX_FILE_BYTES:,} bytes kept"
         )
-    aside = folder / f".{path.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_bytes(data)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_atomic(path, data)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
     return path

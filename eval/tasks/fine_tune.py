@@ -35,13 +35,14 @@ import torch
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.files.atomic import write_atomic
 from clipkit.files.decode import decode_image
+from clipkit.files.lock import FileLock
 from clipkit.formats.checkpoint import latest_checkpoint, model_hash, save_model, step_of
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.model.class_head import with_class_head
 from clipkit.model.clip import CLIP
 from clipkit.model.names import architecture
-from data.remote.cache import NodeLock
 from data.remote.cache_folder import cache_folder
 from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, distinct_names
@@ -266,7 +267,7 @@ def only_one(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         made = True
-        lock, told = NodeLock(folder / ".lock"), False
+        lock, told = FileLock(folder / ".lock"), False
         while not lock.try_acquire():
             if not told:
                 print(f"another process trains in {folder}: waiting for that", file=sys.stderr, flush=True)
@@ -477,9 +478,7 @@ def _tried(
                 tried[f"{rate!r}"] = training.tuned(head, rate, say)
             except Diverged:
                 tried[f"{rate!r}"] = {}
-            aside = file.with_suffix(".partial")
-            aside.write_text(json.dumps(tried))
-            aside.replace(file)
+            write_atomic(file, json.dumps(tried))
         shutil.rmtree(training.folder / f"rate_{rate!r}", ignore_errors=True)
     return tried
 

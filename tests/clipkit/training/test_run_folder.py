@@ -38,7 +38,7 @@ def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) 
     for left in (".lock", ".config.toml.partial", ".metrics.jsonl.partial"):
         (run / left).write_text("half")
     with only_trainer_of(run, CONFIG, chief=True):
-        assert (run / "config.toml").is_file() and not (run / ".config.toml.partial").exists()
+        assert (run / "config.toml").is_file()
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="is no run folder"), only_trainer_of(tmp_path, CONFIG, chief=True):
         pass

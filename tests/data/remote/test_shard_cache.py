@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from clipkit.files.lock import FileLock
 from data.remote import cache as shard_cache
-from data.remote.cache import NodeLock, ShardCache
+from data.remote.cache import ShardCache
 from data.remote.shard_file import ShardFile
 from data.remote.store import describe
 from tests.data.remote import servers
@@ -268,7 +269,7 @@ def test_processes_of_a_cache_that_is_too_small(nginx: Nginx, tmp_path: Path) ->
 
 def bytes_held(cache: ShardCache) -> int:
     """The bytes of all shards and parts, while no room is made for others."""
-    lock = NodeLock(cache.folder / "lock")
+    lock = FileLock(cache.folder / "lock")
     cache.folder.mkdir(exist_ok=True)
     while not lock.try_acquire():
         time.sleep(0.001)
@@ -336,7 +337,7 @@ def test_who_waits_does_not_try_all_again(nginx: Nginx, tmp_path: Path) -> None:
 
 
 def _hold(path: Path, ready: Any) -> None:
-    assert NodeLock(path).try_acquire()
+    assert FileLock(path).try_acquire()
     ready.set()
     time.sleep(60)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data.remote.cache import NodeLock
+from clipkit.files.lock import FileLock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -22,14 +22,14 @@ def started(work: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 def _hold(path: Path) -> None:
-    assert NodeLock(path).try_acquire()
+    assert FileLock(path).try_acquire()
     path.with_suffix(".held").touch()
     time.sleep(60)
 
 
 def _count(path: Path, number: Path, times: int) -> None:
     for _ in range(times):
-        lock = NodeLock(path)
+        lock = FileLock(path)
         while not lock.try_acquire():
             time.sleep(0.0005)
         number.write_text(str(int(number.read_text()) + 1))
@@ -56,11 +56,11 @@ def test_a_lock_goes_with_its_process_and_not_with_a_fork(tmp_path: Path) -> Non
     child = started(_hold, path)
     while not path.with_suffix(".held").exists():
         time.sleep(0.005)
-    lock = NodeLock(path)
+    lock = FileLock(path)
     assert not lock.try_acquire()
     child.kill()
     child.join()
-    assert lock.try_acquire() and not NodeLock(path).try_acquire()
+    assert lock.try_acquire() and not FileLock(path).try_acquire()
     child = started(time.sleep, 60)  # has what we had open, but not the lock
     lock.release()
     assert lock.try_acquire()
@@ -70,7 +70,7 @@ def test_a_lock_goes_with_its_process_and_not_with_a_fork(tmp_path: Path) -> Non
 
 
 def test_no_place_for_a_lock(tmp_path: Path) -> None:
-    lock = NodeLock(tmp_path / "none" / "lock")
+    lock = FileLock(tmp_path / "none" / "lock")
     for _ in range(2):  # the first try leaves nothing held
         with pytest.raises(FileNotFoundError):
             lock.try_acquire()
