@@ -1,31 +1,52 @@
-"""README's commands run as README states them: from a clone with no virtual environment, by a newcomer.
+"""The documentation is correct: commands, options, settings, links and Python examples of all README files.
 
-These install all of torch into a new environment, so they run where ``CLIPKIT_TEST_README=1`` asks for them;
-``.ci/run`` runs the test command itself in this way. What can be checked without installing is checked always.
+``test_the_quickstart_command_on_a_clean_clone`` installs torch in a new environment, so it only runs with
+``CLIPKIT_TEST_README=1``. ``.ci/run`` runs the test command in the same way.
 """
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+import clipkit
 from clipkit.config import load_config
-from tests.readme_commands import readme_command
+from clipkit.formats.checkpoint import save_model
+from tests.forked import Forked
+from tests.readme_commands import code_blocks, readme_command
 
 ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / name
+    for name in (
+        "README.md", "CONTRIBUTING.md", "bench/README.md", "clipkit/README.md", "configs/README.md",
+        "configs/launch/README.md", "data/README.md", "eval/README.md",
+    )
+]  # fmt: skip
+HelpOf = Callable[..., str]
+OTHER_PROGRAMS = {"bash", "export", "git", "lint-imports", "mypy", "pip", "pytest", "ruff"}
+
+
+def page_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test"])
-def test_commands_are_one_line_that_makes_the_environment_and_installs(name: str) -> None:
+def test_named_commands_are_one_line_that_creates_the_environment(name: str) -> None:
     command = readme_command(name)
     assert "\n" not in command
     assert command.startswith("python3 -m venv .venv")
     assert "pip install" in command
     for program in ("torchrun", "pytest"):
         if program in command:
-            assert f".venv/bin/{program}" in command  # nothing has to be activated
+            assert f".venv/bin/{program}" in command  # no activation required
 
 
 def test_the_quickstart_runs_the_default_config() -> None:
@@ -38,11 +59,116 @@ def test_every_config_is_valid(config: Path) -> None:
     assert load_config(config).out == f"runs/{config.stem}"
 
 
+@pytest.fixture(scope="module")
+def help_of(forked: Forked) -> HelpOf:
+    """Return the output of ``--help`` of a program and sub-command."""
+
+    @cache
+    def text(*program: str) -> str:
+        ended = forked.run(program[0], [*program[1:], "--help"], {"COLUMNS": "80"})
+        assert ended.returncode == 0, f"{shlex.join(program)}: {ended.stderr}"
+        return ended.stdout
+
+    return text
+
+
+def check_train(arguments: list[str], help_of: HelpOf) -> None:
+    """The config file and all settings exist and have valid values."""
+    assert arguments[0] == "train.py"
+    configs = [one for one in arguments[1:] if one.endswith(".toml") and "=" not in one]
+    settings = [one for one in arguments[1:] if re.match(r"[a-z_.0-9]+=", one)]
+    config = configs[0] if configs else "configs/quickstart.toml"
+    load_config(ROOT / config, [one.replace("=N", "=7").replace("-N", "-7") for one in settings])
+    for option in (one for one in arguments if one.startswith("--")):
+        assert option in help_of("train.py"), option
+
+
+def check_command(words: list[str], help_of: HelpOf) -> None:
+    """The program, its sub-command and its options exist."""
+    program = Path(words[0]).name
+    if program in OTHER_PROGRAMS or words[:3] == ["python3", "-m", "venv"]:
+        return
+    if program == "torchrun":
+        words = words[next(i for i, word in enumerate(words) if word in ("train.py", "-m")) :]
+        words = ["python", *words]
+    if words[:2] == ["python", "train.py"]:
+        check_train(words[1:], help_of)
+        return
+    if words[0] == "clipkit":
+        words = ["python", "-m", *words]
+    if words[1] != "-m" or words[2].startswith("bench."):
+        file = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+        text = (ROOT / file).read_text(encoding="utf-8")
+    else:
+        assert words[2] in ("clipkit", "data", "eval"), words
+        text = help_of(f"{words[2]}/__main__.py", words[3])
+    for option in (word for word in words if word.startswith("--")):
+        assert re.search(rf"{option}\b", text), f"{option} of {shlex.join(words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_commands_exist(page: Path, help_of: HelpOf) -> None:
+    text = page.read_text(encoding="utf-8")
+    commands = [
+        line for block in code_blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()
+    ]
+    commands += re.findall(r"`(python (?:-m bench\.|bench/)[^`]+)`", text)
+    for command in commands:
+        for part in command.split(" && "):
+            words = shlex.split(re.sub(r"[][…]", " ", part) if "bench" in part else part, comments=True)
+            if words:
+                check_command(words, help_of)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for target in (one for one in targets if not one.startswith("https://")):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
+
+
+def test_tests_that_the_evaluation_protocols_name_exist() -> None:
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "eval").rglob("test_*.py")
+    )
+    page = (ROOT / "eval" / "README.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`(test_\w+…?\w*)`", page):
+        pattern = name.replace("…", r"\w*")
+        assert re.search(rf"def {pattern}\(", source), name
+
+
+def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: Forked) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    save_model(clipkit.create("ViT-Ti-4-16", seed=0), tmp_path / "runs" / "quickstart")
+    (tmp_path / "photos").mkdir()
+    for name in ("seven.png", "a.png", "b.jpg", "photos/c.jpg"):
+        Image.new("RGB", (20, 24), "teal").save(tmp_path / name)
+    arguments = ["encode", "photos", "--model", "runs/quickstart", "--out", "embeddings"]
+    ended = forked.run("clipkit/__main__.py", arguments, {}, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    blocks = [
+        block
+        for page in ("README.md", "clipkit/README.md")
+        for block in code_blocks((ROOT / page).read_text(encoding="utf-8"), "python")
+    ]
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
 @pytest.mark.readme
 @pytest.mark.skipif(
     os.environ.get("CLIPKIT_TEST_README") != "1", reason="set CLIPKIT_TEST_README=1 to install"
 )
-def test_the_quickstart_command_as_a_newcomer_runs_it(tmp_path: Path) -> None:
+def test_the_quickstart_command_on_a_clean_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
