@@ -1,25 +1,24 @@
-"""How fast do shards become batches on one core, beside open_clip's training pipeline on the same tars?
+"""Measure reading and decoding on one core, relative to open_clip's training pipeline on the same tars.
 
     python -m bench.decode [--photos FOLDER] [--rounds 7] [--sizes 256 512 1024] [--image-size 224]
 
-Shards have img2dataset's layout (jpg, txt, json); their JPEGs are random squares of photographs, resized to each
-size and stored with qualities from 90 to 95. The photographs are scikit-learn's two, or the JPEGs of a folder
-(the result kept here: /usr/share/backgrounds/mate/nature of Debian's package mate-backgrounds). Rounds time, in
-turn and in CPU seconds of one core:
+Shards have img2dataset's layout (jpg, txt, json). Their JPEGs are random square crops of photographs, resized
+to each size and stored with qualities from 90 to 95. The photographs are scikit-learn's two, or the JPEGs of
+a folder (the committed result used /usr/share/backgrounds/mate/nature from Debian's package
+mate-backgrounds). Each round measures, in alternating order and in CPU seconds of one core:
 
     open_clip   its own ``get_wds_dataset`` with its own training transform (random crop of 90% or more, bicubic),
                 without workers: webdataset, Pillow, torchvision; float32 batches
     clipkit     ``data.loader.Loader`` without workers, the same kind of crop; uint8 batches
     scaled      the same with ``scaled_decode``
 
-Nothing is tokenized on either side. A ratio is the median of the rounds' ratios. What bounds it: clipkit cannot be
-faster than libjpeg-turbo decodes, so the CPU time of decoding alone is measured too, and of resizing alone, which
-is torch's.
+Neither side tokenizes. Ratios are medians over rounds. Bounds: clipkit cannot be faster than libjpeg-turbo
+decodes, so the CPU time of decoding alone is also measured, and that of resizing alone (torch).
 
-What scaled decoding changes in the pixels is measured on whole squares of the photographs, resized to 1024 and
-2048 pixels where they have as many (four are put side by side where none has): the mean absolute difference of
-levels in 0-255 and the PSNR to decoding whole, with random crops, which are rounded to the smaller picture, and
-with the centre, which hardly has to be.
+The effect of scaled decoding on pixels is measured on square photographs, resized to 1024 and 2048 pixels if
+they are large enough (otherwise four are tiled): the mean absolute difference of levels in 0-255 and the PSNR
+relative to full decoding, for random crops, which are rounded to the smaller image, and for the center crop,
+which needs little rounding.
 """
 
 import os
@@ -63,7 +62,7 @@ from data.shards.samples import Shards
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, SHARDS = 32, 2
-PIXELS_A_SIZE = 64 << 20  # so that each size takes about as long
+PIXELS_A_SIZE = 64 << 20  # gives every size about the same duration
 CROP_SCALE = 0.9  # open_clip's default
 TOKENS = 77
 NAMES = ("open_clip", "clipkit", "scaled")
@@ -91,7 +90,7 @@ def square(photo: Image.Image, left: int, top: int, side: int, size: int) -> Ima
 
 
 def write_shards(folder: Path, photos: Sequence[Image.Image], size: int) -> tuple[int, list[bytes]]:
-    """Shards of random squares of the photographs; how many samples they have, and the first batch's JPEGs."""
+    """Write shards of random crops; return the number of samples and the JPEGs of the first batch."""
     draw = np.random.default_rng(size)
     count = min(1024, max(BATCH, PIXELS_A_SIZE // size**2 // (BATCH * SHARDS) * BATCH * SHARDS))
     first: list[bytes] = []
@@ -122,12 +121,12 @@ def write_shards(folder: Path, photos: Sequence[Image.Image], size: int) -> tupl
 
 @cache
 def open_clips_data() -> Any:
-    """open_clip's module of training data."""
-    if find_spec("pandas") is None:  # which it imports for tables alone
+    """Import open_clip's training data module."""
+    if find_spec("pandas") is None:  # imported by open_clip, but only used for tables
         sys.modules["pandas"] = ModuleType("pandas")
     data: Any = import_module("open_clip_train.data")
     expander = webdataset.tariterators.tar_file_expander
-    # webdataset 1.0 also says where a shard ends, which open_clip 3.3 takes for a file
+    # webdataset 1.0 also yields end-of-shard markers, which open_clip 3.3 mistakes for files
     data.tar_file_expander = lambda *args, **named: (
         one for one in expander(*args, **named) if "fname" in one
     )
@@ -168,7 +167,7 @@ def clipkits(folder: Path, count: int, image_size: int, *, scaled: bool) -> Iter
 
 
 def timed(batches: Iterator[Tensor], count: int, image_size: int) -> float:
-    """CPU milliseconds a picture."""
+    """Measure CPU milliseconds per image."""
     began = time.process_time()
     seen = 0
     for images in batches:
@@ -180,7 +179,7 @@ def timed(batches: Iterator[Tensor], count: int, image_size: int) -> float:
 
 
 def alone(work: Callable[[int], object], count: int) -> float:
-    """CPU milliseconds of one of many calls, the first not counted."""
+    """Measure CPU milliseconds per call, after one warm-up call."""
     work(0)
     began = time.process_time()
     for number in range(count):
@@ -189,7 +188,7 @@ def alone(work: Callable[[int], object], count: int) -> float:
 
 
 def bounds(jpegs: list[bytes], image_size: int) -> dict[str, float]:
-    """CPU milliseconds a picture of the parts that are libraries' alone."""
+    """Measure CPU milliseconds per image of the library calls alone."""
     arrays = [decode_image(data) for data in jpegs[:8]]
     tensors = [torch.from_numpy(array).permute(2, 0, 1)[None] for array in arrays]
 
@@ -215,7 +214,7 @@ def measure(folder: Path, photos: Sequence[Image.Image], size: int, options: Nam
         return clipkits(folder, count, side, scaled=name == "scaled")
 
     for name in NAMES:
-        next(batches(name))  # what is done once
+        next(batches(name))  # one-time initialization
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     parts = []
     for number in range(options.rounds):
@@ -246,7 +245,7 @@ def measure(folder: Path, photos: Sequence[Image.Image], size: int, options: Nam
 
 
 def whole_squares(photos: dict[str, Image.Image], size: int) -> dict[str, Image.Image]:
-    """Of photographs that have the size, or else four such of half the size, side by side."""
+    """Center squares of photographs that are large enough; otherwise mosaics of four of half the size."""
     whole = {}
     for name, photo in photos.items():
         side = min(photo.size)
@@ -266,7 +265,7 @@ def whole_squares(photos: dict[str, Image.Image], size: int) -> dict[str, Image.
 
 
 def fidelity(photos: dict[str, Image.Image], size: int, image_size: int) -> dict[str, Any] | None:
-    """What scaled decoding changes."""
+    """Measure how scaled decoding changes pixels."""
     out = empty_batch(2, image_size)
     pictures = whole_squares(photos, size)
     if not pictures:

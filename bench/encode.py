@@ -1,19 +1,20 @@
-"""Does ``clipkit encode`` hide decoding behind the forward passes?
+"""Measure how well ``clipkit encode`` overlaps decoding with the forward passes.
 
     python bench/encode.py [--model ViT-B-32] [--pictures 512] [--size 512] [--batch-size 32] [--rounds 5]
 
-Each round times three things on the same pictures, in alternating order, so that a machine that slows down slows
-all of them:
+Each round measures three variants on the same images, in alternating order, so that changes in machine load
+affect all of them:
 
-    forward    the forward passes alone, over batches that lie ready in memory, one after the other on all cores
-    one_core   the same, but each batch on one core and as many at a time as there are cores, as encode has it
-    encode     the whole of it: lists the folder, reads, decodes and preprocesses JPEG files, computes the same
-               batches, writes and syncs embeddings and metadata
+    forward    the forward passes alone, on batches in memory, one after the other on all cores
+    one_core   the same, but one batch per core, as ``clipkit encode`` computes them
+    encode     everything: lists the folder, reads, decodes and preprocesses JPEG files, computes the same batches,
+               writes and syncs embeddings and metadata
 
-The model is loaded before. Ratios are medians of the rounds' ratios of encode to each of the others.
+The model is loaded in advance. Ratios are medians over rounds of the time of encode relative to each of the
+others.
 
-What bounds it on a CPU: decoding takes cores from the forward pass, so that where all cores are busy the ratio to
-``one_core`` cannot be below 1 + (CPU time of decoding) / (CPU time of the forward passes). Both are in the result.
+Bound on a CPU: decoding takes cores from the forward pass. If all cores are busy, the ratio to ``one_core``
+cannot be below 1 + (CPU time of decoding) / (CPU time of the forward passes). The result contains both.
 """
 
 import argparse
@@ -26,7 +27,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads; cores that spin cannot decode
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch loads; spinning threads would block decoding
 
 import numpy as np
 import torch
@@ -44,7 +47,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def make_pictures(folder: Path, count: int, size: int) -> list[Path]:
-    """JPEGs of quality 90: random squares of two photographs."""
+    """Write JPEGs of quality 90: random square crops of two photographs."""
     random = np.random.default_rng(0)
     photos = [Image.fromarray(array) for array in load_sample_images().images]
     paths = []
@@ -62,7 +65,7 @@ def make_pictures(folder: Path, count: int, size: int) -> list[Path]:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds, and seconds of CPU time of the process."""
+    """Measure wall-clock seconds and CPU seconds of the process."""
     began, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - began, time.process_time() - cpu
@@ -86,7 +89,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, model: clipkit.CLIP, paths: list[Path], scratch: Path) -> None:
-    """Run the rounds and report."""
+    """Run the rounds and report the result."""
     size = options.batch_size
     batches: list[Tensor] = []
 
@@ -123,10 +126,10 @@ def measure(options: argparse.Namespace, model: clipkit.CLIP, paths: list[Path],
     decoding = timed(decode)[1]
     torch.set_num_threads(threads)
     with torch.inference_mode():
-        model.encode_image(batches[0])  # what is done once
+        model.encode_image(batches[0])  # one-time initialization
     work = {"forward": forward, "encode": whole, "one_core": one_core}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
-    loads = [os.getloadavg()[0]]  # what else the machine did
+    loads = [os.getloadavg()[0]]  # other load on the machine
     for turn in range(options.rounds):
         for name in sorted(work, reverse=bool(turn % 2)):
             seconds[name].append(timed(work[name]))
@@ -144,7 +147,7 @@ def report(
     decoding: float,
     loads: list[float],
 ) -> None:
-    """Print the outcome and keep it as JSON."""
+    """Print the result and write it as JSON."""
     ratios = {
         name: [whole[0] / alone[0] for whole, alone in zip(seconds["encode"], seconds[name], strict=True)]
         for name in ("forward", "one_core")
@@ -178,9 +181,9 @@ def report(
     (RESULTS / f"encode_{options.model}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "seconds"}, indent=2))
     print(
-        f"encode {rates['encode']:.2f} pictures/s, forward passes alone {rates['forward']:.2f} pictures/s, "
-        f"time {statistics.median(ratios['forward']):.3f} x; "
-        f"to forward passes on one core each {statistics.median(ratios['one_core']):.3f} x"
+        f"encode {rates['encode']:.2f} images/s, forward passes alone {rates['forward']:.2f} images/s; "
+        f"time of encode relative to forward passes {statistics.median(ratios['forward']):.3f}, "
+        f"with one batch per core {statistics.median(ratios['one_core']):.3f}"
     )
 
 

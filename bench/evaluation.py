@@ -1,20 +1,20 @@
-"""What does it cost to score a model, beside CLIP_benchmark on the same machine, and what is encoded twice?
+"""Compare the cost of evaluation with CLIP_benchmark on the same machine, and count what is encoded twice.
 
     python -m bench.evaluation [--only classifier three_tasks counted memory] [--pictures 600] [--rounds 1]
 
-    classifier   a zero-shot classifier of ImageNet's names in OpenAI's 80 templates, tokenization included; other
-                 classes in every round. What bounds ours stands beside it: the time that the matrix products of a
-                 text tower's block alone take for as many tokens
-    three_tasks  zero-shot, linear probe and retrieval on one dataset, as one types them: one command of ours, three
-                 of theirs, each from the start of its process to its end, and without its imports
-    counted      pictures and prompts that go through the towers for five datasets which share classes or pictures
-    memory       the metrics of 1,000,000 pictures of 1,000 classes, and retrieval among 100,000 pairs, by the tasks
-                 themselves on made-up features that are mapped from a disk
+    classifier   a zero-shot classifier of ImageNet's names in OpenAI's 80 templates, including tokenization,
+                 with different classes in every round. Bound: the time of the matrix products of a text
+                 tower's block for the same number of tokens
+    three_tasks  zero-shot, linear probe and retrieval on one dataset, as complete commands: one of clipkit,
+                 three of CLIP_benchmark, each with and without the time of its imports
+    counted      images and prompts that are encoded for five datasets which share classes or images
+    memory       the metrics of 1,000,000 images in 1,000 classes, and retrieval among 100,000 pairs, computed
+                 by the tasks on synthetic features that are memory-mapped from disk
 
-Both have the same random weights in float32. Their sides alternate, and ratios are medians of the rounds' ratios.
-CLIP_benchmark runs with its own defaults (batches of 64, a linear probe of 10 epochs) but for four things: float32
-(``--no_amp``; its default on a CPU would be bfloat16), R@1, R@5 and R@10, as many workers as cores, and its linear
-probe, which it refuses to run on a CPU, is told that this is a GPU.
+Both sides use the same random weights in float32 and alternate; ratios are medians over rounds.
+CLIP_benchmark runs with its defaults (batch size 64, a linear probe of 10 epochs) with four exceptions:
+float32 (``--no_amp``; its default on a CPU is bfloat16), R@1, R@5 and R@10, as many workers as cores, and a
+patch that runs its linear probe on a CPU.
 """
 
 import argparse
@@ -53,9 +53,9 @@ Row = dict[str, Any]
 
 
 def alternating(rounds: int, sides: dict[str, Callable[[int], object]]) -> Row:
-    """Seconds of both sides' work in every round, and how many times as long theirs takes.
+    """Measure both sides in every round, and the ratio of their times.
 
-    CPU seconds, of all processes, beside them: on a machine that does other work too they say more.
+    CPU seconds of all processes are also measured: they are more reliable on a machine with other load.
     """
     taken: dict[str, Row] = {side: {"seconds": [], "CPU seconds": []} for side in sides}
     for number in range(rounds):
@@ -72,19 +72,19 @@ def alternating(rounds: int, sides: dict[str, Callable[[int], object]]) -> Row:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """CPU seconds of this process and of its finished child processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Row:
-    """How many times as long theirs takes, over rounds."""
+    """Median, lowest and highest ratio of their time to ours."""
     each = [b / a for a, b in zip(ours, theirs, strict=True)]
     return {"ratio": statistics.median(each), "least": min(each), "greatest": max(each)}
 
 
 def clip_benchmark() -> Any:
-    """Its command line's module, made to run here: on NumPy 2.4, and its linear probe on a CPU."""
+    """CLIP_benchmark's command-line module, patched for NumPy 2.4 and to run its linear probe on a CPU."""
     from clip_benchmark import cli  # type: ignore[import-untyped]
 
     class Cuda(str):
@@ -108,7 +108,7 @@ def clip_benchmark() -> Any:
 
 
 def classifier(options: argparse.Namespace) -> Row:
-    """Seconds for so many classes a round."""
+    """Measure the time to build a zero-shot classifier."""
     import open_clip
 
     from eval import Encoder
@@ -132,7 +132,7 @@ def classifier(options: argparse.Namespace) -> Row:
         make = cli.zeroshot_classification.zero_shot_classifier
         made["clip_benchmark"] = make(theirs, tokenizer, names(number), templates(80), "cpu", amp=False)
 
-    with torch.inference_mode():  # what is done once
+    with torch.inference_mode():  # one-time initialization
         theirs.encode_text(tokenizer(["warm"])), clipkit.encode_text(["warm"], ours)
     found = alternating(options.rounds + 2, {"clipkit": own, "clip_benchmark": other})
     prompts = options.classes * 80
@@ -151,7 +151,7 @@ def classifier(options: argparse.Namespace) -> Row:
 
 
 def bound(model: clipkit.CLIP, prompts: list[str], seconds: float) -> Row:
-    """What of ours are matrix products, and what is finding the tokens of prompts that were not seen before."""
+    """Fraction of our time in matrix products, and in tokenizing prompts that were not seen before."""
     shape = model.architecture
     _, text = shape.own_towers()
     began = time.perf_counter()
@@ -181,13 +181,13 @@ def bound(model: clipkit.CLIP, prompts: list[str], seconds: float) -> Row:
 
 @dataclass
 class Commands:
-    """What one types on either side for three tasks, and what came of it.
+    """The commands of both sides for three tasks, and their results.
 
     Attributes:
-        place: a folder with weights and datasets.
-        model: the architecture.
-        inner: by side, the seconds of each round without imports.
-        scores: by side, of the last round.
+        place: folder with weights and datasets.
+        model: name of the architecture.
+        inner: seconds of each round without imports, by side.
+        scores: scores of the last round, by side.
     """
 
     place: Path
@@ -196,7 +196,7 @@ class Commands:
     scores: dict[str, Row] = field(default_factory=lambda: {side: {} for side in SIDES})
 
     def ours(self, number: int) -> None:
-        """One command, with a cache of its own."""
+        """Run one command with a separate cache."""
         self.inner["clipkit"].append(0)
         out = self.place / f"{number}.jsonl"
         given = {"--model": self.weights, "--name": self.model, "--data": self.place / "set", "--out": out}
@@ -205,7 +205,7 @@ class Commands:
         self.scores["clipkit"] = {f"{line['task']} {line['metric']}": line["value"] for line in lines}
 
     def theirs(self, number: int) -> None:
-        """Three commands."""
+        """Run three commands."""
         self.inner["clip_benchmark"].append(0)
         for ours, task in TASKS.items():
             out = self.place / f"{number} {ours}.json"
@@ -238,7 +238,7 @@ class Commands:
 
 
 def three_tasks(options: argparse.Namespace) -> Row:
-    """Seconds from the first command to the end of the last, and what both sides say of the same model."""
+    """Measure the time of all commands, and compare the scores of both sides for the same model."""
     import open_clip
     from safetensors.torch import save_file
 
@@ -254,7 +254,7 @@ def three_tasks(options: argparse.Namespace) -> Row:
 
 
 def one_side(side: str, arguments: list[str]) -> None:
-    """One command; the last line that it prints are its seconds without imports."""
+    """Run one command; the last printed line is its duration in seconds without imports."""
     if side == "clipkit":
         from eval.__main__ import main
 
@@ -269,7 +269,7 @@ def one_side(side: str, arguments: list[str]) -> None:
 
 
 def counted(_: argparse.Namespace) -> Row:
-    """Through the towers: by us and by them, and how many different ones there are."""
+    """Count images and texts encoded by each side, and how many are distinct."""
     from torch.utils.data import DataLoader
 
     import eval.run
@@ -314,7 +314,7 @@ def counted(_: argparse.Namespace) -> Row:
 
 
 def memory(options: argparse.Namespace) -> Row:
-    """Of each task in a process of its own."""
+    """Measure peak memory of each task in its own process."""
     wanted = {
         "zero-shot": [options.many, options.many_classes, options.dim],
         "retrieval": [options.pairs, options.pairs, options.dim],
@@ -333,12 +333,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="ViT-B-32")
-    parser.add_argument("--rounds", type=int, default=1, help="of three_tasks; two more of classifier")
-    parser.add_argument("--classes", type=int, default=8, help="a round of classifier")
     parser.add_argument(
-        "--pictures", type=int, default=600, help="of three_tasks, half of them to learn from"
+        "--rounds", type=int, default=1, help="rounds of three_tasks; classifier runs two more"
     )
-    parser.add_argument("--many", type=int, default=1_000_000, help="pictures of memory")
+    parser.add_argument("--classes", type=int, default=8, help="classes per round of classifier")
+    parser.add_argument(
+        "--pictures", type=int, default=600, help="images of three_tasks, half of them for training"
+    )
+    parser.add_argument("--many", type=int, default=1_000_000, help="images of memory")
     parser.add_argument("--many-classes", type=int, default=1_000)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=100_000)
@@ -364,7 +366,7 @@ def main() -> None:
         options.out.write_text(json.dumps(kept, indent=2) + "\n")
         if "ratio" in found:
             spread = f"({found['least']:.2f} to {found['greatest']:.2f})"
-            print(f"{found['ratio']:.2f} times {spread}, of CPU time {found['CPU']['ratio']:.2f}")
+            print(f"{found['ratio']:.2f} times as fast {spread}, in CPU time {found['CPU']['ratio']:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Made-up datasets and models that bench/evaluation.py measures on."""
+"""Synthetic datasets and models for bench/evaluation.py."""
 
 import random
 from io import BytesIO
@@ -15,13 +15,13 @@ from data.shards.writer import DatasetWriter, Record
 
 __all__ = ["FAMILY", "photo", "publish", "publish_family", "templates", "tiny_twins"]
 
-CLASSES, TEMPLATES, CAPTIONS = 20, 8, 5  # of the dataset of three tasks
+CLASSES, TEMPLATES, CAPTIONS = 20, 8, 5  # of the dataset for three_tasks
 WORDS = (
     "a", "the", "man", "woman", "dog", "red", "small", "street", "with", "and", "standing", "sitting", "on", "near",
     "table", "water", "holding", "in", "front", "of", "green", "large", "old", "young", "people", "group", "ball",
     "field", "house", "white", "car",
 )  # fmt: skip
-# five datasets: (first picture, pictures, class names)
+# five datasets: (first image, number of images, class names)
 FAMILY = {
     "imagenet": (0, 60, slice(0, 40)),
     "other pictures of the same classes": (1000, 60, slice(0, 40)),
@@ -32,12 +32,12 @@ FAMILY = {
 
 
 def templates(count: int) -> list[str]:
-    """OpenAI's for ImageNet, the first so many."""
+    """The first ``count`` of OpenAI's templates for ImageNet."""
     return [template("{c}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES[:count]]
 
 
 def photo(number: int, label: int, side: int | None = None) -> bytes:
-    """A JPEG of 256 to 500 pixels a side: part of a photograph in a colour that goes with its class."""
+    """A JPEG with sides of 256 to 500 pixels: a crop of a photograph, tinted with the color of its class."""
     from sklearn.datasets import load_sample_images
 
     draw = np.random.default_rng(number)
@@ -56,12 +56,12 @@ def photo(number: int, label: int, side: int | None = None) -> bytes:
 
 
 def sentence(draw: random.Random) -> str:
-    """8 to 13 words, about as long as people's captions of photographs."""
+    """8 to 13 words, about the length of human captions of photographs."""
     return " ".join(draw.choices(WORDS, k=draw.randint(8, 13)))
 
 
 def publish(place: Path, pictures: int) -> dict[str, Any]:
-    """``set`` with labels and captions, half train and half test; ``captions`` is the same for CLIP_benchmark."""
+    """Write ``set`` with labels and captions, half train and half test, and ``captions`` for CLIP_benchmark."""
     draw = random.Random(0)
     count = pictures // 2
     names = list(open_clip.IMAGENET_CLASSNAMES[:CLASSES])
@@ -88,7 +88,7 @@ def publish(place: Path, pictures: int) -> dict[str, Any]:
 
 
 def publish_family(place: Path) -> dict[str, int]:
-    """Five datasets; how many different pictures and prompts they have."""
+    """Write five datasets; return the number of distinct images and prompts."""
     prompts: set[str] = set()
     images: set[bytes] = set()
     for name, (first, count, chosen) in FAMILY.items():
@@ -105,7 +105,7 @@ def publish_family(place: Path) -> dict[str, int]:
 
 
 def tiny_twins() -> tuple[CLIP, Any, Any, Any]:
-    """A model of ours, open_clip's of the same weights, its transform and tokenizer."""
+    """A clipkit model, open_clip's model with the same weights, and open_clip's transform and tokenizer."""
     shape = Architecture(
         embed_dim=16,
         vision=VisionTower(image_size=32, patch_size=16, width=32, layers=1, heads=2),

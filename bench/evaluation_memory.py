@@ -1,8 +1,8 @@
-"""What a task takes of memory, on made-up features in the feature store; run in a process of its own.
+"""Measure the peak memory of a task on synthetic features in the feature store, in its own process.
 
-    python -m bench.evaluation_memory TASK PICTURES COLUMNS DIM
+    python -m bench.evaluation_memory TASK IMAGES COLUMNS DIM
 
-Letters in shape comments: N pictures, D embedding dimension, C classes or captions.
+Letters in shape comments: N images, D embedding dimension, C classes or captions.
 """
 
 import json
@@ -33,7 +33,7 @@ __all__ = ["MadeUp", "peak_of"]
 
 
 class Pictures:
-    """So many pictures, all of them the same small one."""
+    """``count`` samples, all with the same small image."""
 
     def __init__(self, count: int) -> None:
         self._count, file = count, BytesIO()
@@ -57,14 +57,14 @@ class Pictures:
 
 
 class MadeUp:
-    """A model on a dataset as tasks see them, with features from nowhere, kept in the store.
+    """A model and a dataset as tasks use them, with synthetic features in the store.
 
     Args:
-        place: a folder for the store.
+        place: folder for the store.
         task: "zero-shot" or "retrieval".
-        rows: pictures.
-        columns: classes, or captions.
-        dim: D.
+        rows: number of images.
+        columns: number of classes or captions.
+        dim: embedding dimension.
     """
 
     def __init__(self, place: Path, task: str, rows: int, columns: int, dim: int) -> None:
@@ -73,13 +73,13 @@ class MadeUp:
         self._columns = F.normalize(torch.randn(columns, dim, generator=generator), dim=1)  # (C, D)
         labels = torch.arange(rows) % columns
         table = FeatureTable(place, {"projected": dim})
-        for start in range(0, rows, 16_384):  # features of a model that is right now and then
+        for start in range(0, rows, 16_384):  # features of a model that is sometimes right
             block = labels[start : start + 16_384]
             noise = torch.randn(len(block), dim, generator=generator)
             digests = [digest_of(b"%d" % number) for number in range(start, start + len(block))]
             table.append(digests, {"projected": F.normalize(3 * self._columns[block] + noise, dim=1)})
         labels[-1], order = 0, np.arange(rows)
-        order[-1] = 0  # a picture that is there twice: the rows do not follow each other
+        order[-1] = 0  # a duplicate image: rows are not consecutive
         self._images = ImageFeatures(lambda name: table.column(name, order))
         self.encoder = SimpleNamespace(model=SimpleNamespace(tokenizer=ClipTokenizer()))
         self.stored = rows * dim * 4
@@ -106,7 +106,7 @@ class MadeUp:
 
 
 def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
-    """The greatest resident size while a task's scores are made, and the greatest without mapped files."""
+    """Measure the peak resident memory of a task, with and without mapped files."""
     peak, done = [0], threading.Event()
 
     def watch() -> None:

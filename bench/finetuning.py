@@ -1,9 +1,10 @@
-"""What do fine-tuning's options change? The quickstart's model on 1,000 digits, and what it forgets of fonts.
+"""Compare fine-tuning options: the quickstart's model on 1,000 digits, and how much it forgets of fonts.
 
     python -m bench.finetuning [OPTION …] [--model runs/quickstart]
 
-Trains ``configs/finetune.toml`` once as it is and once with each option, on the first 1,000 of the built-in digits;
-scored zero-shot on the other 797 and on the unseen fonts that the model knew. One seed; scores, no times.
+Train ``configs/finetune.toml`` with its defaults and once with each option on the first 1,000 built-in
+digits, and evaluate zero-shot on the other 797 and on the unseen fonts that the model knew. One seed. Only
+scores are recorded, no times.
 """
 
 import argparse
@@ -30,7 +31,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def write_pairs(out: Path) -> None:
-    """The digits with a prompt of their class as the caption; those to be tested on in a split of their own."""
+    """Write the digits with a prompt of their class as the caption, in a train and a test split."""
     (digits,) = evaluation.open_datasets(["digits"])
     assert digits.labels is not None
     with DatasetWriter(out) as writer:
@@ -52,7 +53,7 @@ def write_pairs(out: Path) -> None:
 
 
 def scores(results: Path) -> dict[str, dict[str, float]]:
-    """Zero-shot accuracy by dataset at the first and at the last step."""
+    """Return zero-shot accuracy by dataset at the first and the last step."""
     found: dict[str, dict[str, float]] = {"start": {}, "end": {}}
     for line in map(json.loads, results.read_text().splitlines()):
         if line["metric"] == "acc1" and line["task"] == "zero-shot":

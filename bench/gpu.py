@@ -1,22 +1,23 @@
-"""What a training step costs on one GPU, beside a plain one; what the loss costs alone; and whether CUDA is right.
+"""Measure a training step and the loss on one GPU relative to a plain implementation, and check CUDA results.
 
     python -m bench.gpu [--models ViT-B-32 ViT-L-14 ViT-B-16] [--parts right copies loss training]
                         [--minutes 8] [--out bench/results/gpu.json]
 
-It needs torch, torchvision, timm and this repository, and keeps to its minutes, but for a compilation that has
-begun: each part has a share of them, and what was found is written after each. Steps are of one process, on random
-pictures and captions of 16 tokens on average that lie on the GPU already, and include the optimizer. Copies to the
-GPU are timed on their own.
+Requires torch, torchvision, timm and this repository. It stays within ``--minutes``, except for a compilation
+in progress: each part has a fraction of the time, and results are written after each part. Steps run in one
+process on random images and captions of 16 tokens on average that are already on the GPU, and include the
+optimizer. Copies to the GPU are measured separately.
 
-* clipkit: bf16 autocast, blocks compiled, packed text, uint8 pictures normalized on the GPU, tiled float32 loss,
-  fused AdamW; at the batch beyond which doubling gains less than 2%, or memory ends.
-* plain: open_clip's formulation, written out in bench/plain_clip.py: 77 padded tokens, an additive mask, products
-  of their own for queries, keys and values, float pictures, all tokens of the last block, two blocks of logits in
-  bf16, AdamW as torch makes it; as it is, and compiled as a whole. At the same batch, or half of it until it fits.
-* open_clip itself, where it is installed, as it is.
+* clipkit: bf16 autocast, compiled blocks, packed text, uint8 images normalized on the GPU, tiled float32
+  loss, fused AdamW; at the batch size beyond which doubling gains less than 2% or does not fit.
+* plain: open_clip's formulation in bench/plain_clip.py: 77 padded tokens, an additive mask, separate products
+  for queries, keys and values, float images, all tokens of the last block, two blocks of logits in bf16,
+  torch's default AdamW; eager and compiled as a whole. At the same batch size, halved until it fits.
+* open_clip itself, if installed, unchanged.
 
-Rounds take turns, so that a GPU that slows down slows all. MFU counts what the mathematics needs
-(clipkit/model/flops.py) and is the same for all, over a product's rate measured here and over the data sheet's.
+Rounds alternate, so that changes in GPU speed affect all. MFU counts the FLOPs of the mathematics
+(clipkit/model/flops.py), the same for all, relative to the measured rate of a matrix product and to the data
+sheet.
 """
 
 import argparse
@@ -50,12 +51,12 @@ MODELS = ("ViT-B-32", "ViT-L-14", "ViT-B-16")
 FIRST_ROWS = {"ViT-B-32": 1024, "ViT-B-16": 512, "ViT-L-14": 256}
 PARTS = ("right", "copies", "loss", "training")
 LOSS_ROWS = (32_768, 131_072, 524_288, 1_048_576)
-GAIN = 1.02  # of samples per second, for which twice the batch is worth it
+GAIN = 1.02  # in samples/s that justifies doubling the batch size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Where and how long, and what was found so far."""
+    """Device, time limit and results so far."""
 
     device: torch.device
     out: Path
@@ -82,7 +83,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def seconds(self, work: Callable[[], object], times: int = 1) -> float:
-        """Of one of several calls, from an idle device to an idle device."""
+        """Seconds per call, from an idle device to an idle device."""
         self.wait()
         began = time.perf_counter()
         for _ in range(times):
@@ -91,7 +92,7 @@ class Bench:
         return (time.perf_counter() - began) / times
 
     def most_memory(self, work: Callable[[], object]) -> int:
-        """Bytes beyond those held before, at most; 0 where the device does not count."""
+        """Peak of additionally allocated bytes; 0 if the device does not report it."""
         if self.device.type != "cuda":
             work()
             return 0
@@ -103,7 +104,7 @@ class Bench:
 
 
 def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: int, ends: float) -> int:
-    """The batch beyond which doubling gains nothing, does not fit, or the time for looking is over."""
+    """Find the batch size beyond which doubling gains nothing or does not fit, within the time limit."""
     best, rate, rows, times = first, 0.0, first, 1 if bench.small else 3
     while bench.left() > ends:
         if (seconds := tried(bench, one, shape, rows, times)) is None:
@@ -117,11 +118,11 @@ def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: 
 
 
 def tried(bench: Bench, one: Contestant, shape: Architecture, rows: int, times: int = 1) -> float | None:
-    """Seconds of a step; None where memory does not suffice."""
+    """Seconds of a step; None if out of memory."""
     seconds, batch = None, None
     try:
         batch = make_batch(shape, rows, bench.device)
-        bench.seconds(partial(one.step, batch))  # compiles, and makes the optimizer's state
+        bench.seconds(partial(one.step, batch))  # compiles, and creates the optimizer state
         seconds = bench.seconds(partial(one.step, batch), times)
     except torch.cuda.OutOfMemoryError:
         pass
@@ -132,9 +133,9 @@ def tried(bench: Bench, one: Contestant, shape: Architecture, rows: int, times: 
 
 
 def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
-    """One model: clipkit and the others in turns, for some seconds."""
+    """Measure one model: clipkit and the others in turns, for some seconds."""
     shape, ends = ARCHITECTURES[name], bench.left() - seconds
-    backend = "eager" if bench.small else "inductor"  # the latter compiles for longer than tests may take
+    backend = "eager" if bench.small else "inductor"  # inductor compiles too slowly for tests
     model = create(ARCHITECTURES[name], name=name, seed=0).to(bench.device).train()
     plain = PlainCLIP(shape).to(bench.device).train()
     plain.load_state_dict(model.state_dict())
@@ -160,7 +161,7 @@ def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
     while True:
         try:
             return rounds(bench, contestants, rows, shape, ends)
-        except torch.cuda.OutOfMemoryError:  # each fitted with fewer of the others' weights beside it
+        except torch.cuda.OutOfMemoryError:  # each was tried with fewer other weights in memory
             rows = {which: size // 2 for which, size in rows.items()}
         bench.free()
 
@@ -168,7 +169,7 @@ def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
 def rounds(
     bench: Bench, contestants: list[Contestant], rows: dict[str, int], shape: Architecture, ends: float
 ) -> dict[str, Any]:
-    """Steps in turns until the time is over, and what they come to."""
+    """Run steps in turns until the time is over, and summarize them."""
     made = {size: make_batch(shape, size, bench.device) for size in set(rows.values())}
     steps = {one.name: partial(one.step, made[rows[one.name]]) for one in contestants}
     memory, seconds = {}, {one.name: list[float]() for one in contestants}
@@ -211,7 +212,7 @@ def rates(bench: Bench, shape: Architecture, batch: Batch, seconds: float) -> di
 
 
 def copies(bench: Bench, rows: int) -> dict[str, float]:
-    """Seconds of a batch's way to the device: pinned bytes, and floats as a loader without pinning has them."""
+    """Seconds to copy a batch to the device: pinned uint8, and float32 from a loader without pinning."""
     images = torch.randint(0, 256, (rows, 3, 224, 224), dtype=torch.uint8)
     floats = images.float()
     if bench.device.type == "cuda":
@@ -224,7 +225,7 @@ def copies(bench: Bench, rows: int) -> dict[str, float]:
 
 
 def loss_alone(bench: Bench, sizes: Sequence[int], dim: int) -> None:
-    """Forward and backward of the losses on the features of one GPU, while the time lasts."""
+    """Measure forward and backward passes of the losses on the features of one GPU, within the time limit."""
     table = bench.found.setdefault("loss", [])
     for rows in sizes:
         row: dict[str, Any] = {"rows": rows, "dim": dim}
@@ -246,18 +247,18 @@ def both_passes(loss: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
 
 
 def expected(table: Sequence[dict[str, Any]], name: str, rows: int) -> float:
-    """Seconds, by the square of the rows that were timed last."""
+    """Expected seconds: proportional to the square of the rows, from the last measurement."""
     timed = [one for one in table if isinstance(one.get(name), dict)]
     return timed[-1][name]["seconds"] * (rows / timed[-1]["rows"]) ** 2 if timed else 0.0
 
 
 def one_loss(bench: Bench, work: Callable[[], None], seconds: float) -> dict[str, float] | str:
-    """``seconds`` is what it may take: once, if that is long."""
+    """Measure one loss that is expected to take ``seconds``; long ones only once."""
     if seconds > bench.left():
         return "no time left"
     try:
         if seconds < 1:
-            work()  # loads what the first pass loads
+            work()  # one-time initialization
         began = time.perf_counter()
         memory = bench.most_memory(work)
         took = time.perf_counter() - began
@@ -287,7 +288,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model and batch: does it run at all?")
+    parser.add_argument("--small", action="store_true", help="smoke test with a tiny model and batch")
     return parser.parse_args()
 
 
@@ -314,7 +315,7 @@ def main() -> None:
             bench.save()
             report(name, found)
     if "loss" in options.parts and not small:
-        loss_alone(bench, LOSS_ROWS[-1:], 512)  # takes as long as there is time, and often longer
+        loss_alone(bench, LOSS_ROWS[-1:], 512)  # may exceed the remaining time
     bench.found["minutes"] = options.minutes - bench.left() / 60
     bench.save()
     print(json.dumps({name: one for name, one in bench.found.items() if name != "training"}, indent=2))

@@ -1,6 +1,6 @@
-"""Whether a device computes what it should: each check is a difference from a reference, and how large it may be.
+"""Check the results of a device: each check is a difference from a reference and a limit.
 
-The reference is float64, or the CPU, or the plain way of computing the same.
+The reference is float64, the CPU, or a plain implementation of the same computation.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from clipkit.training.parallel import compile_blocks
 __all__ = ["TINY", "check"]
 
 TINY = "ViT-Ti-4-16"
-FLOAT32, BFLOAT16 = 1e-4, 5e-2  # relative differences of gradients that rounding explains
+FLOAT32, BFLOAT16 = 1e-4, 5e-2  # relative gradient differences explained by rounding
 
 
 def check(device: torch.device, *, small: bool) -> dict[str, dict[str, Any]]:
-    """All checks, by name: the difference, what it may be, and whether it is right."""
+    """Run all checks; return by name the difference, its limit, and whether it is within the limit."""
     rows = 64 if small else 4096
     model = TINY if small else "ViT-B-32"
     backend = "eager" if small else "inductor"
@@ -69,7 +69,7 @@ def _loss(
     plain: Callable[..., Tensor],
     numbers: tuple[float, ...],
 ) -> float:
-    """The largest relative difference of the value and of the gradients."""
+    """Return the largest relative difference of the value and of the gradients."""
     results = []
     for loss, dtype in ((ours, torch.float32), (plain, torch.float64)):
         given = [one.detach().to(dtype).requires_grad_() for one in features]
@@ -83,7 +83,7 @@ def _loss(
 
 
 def _packed(device: torch.device, name: str, rows: int) -> float:
-    """Features and their gradient at a weight, in bfloat16 on a GPU."""
+    """Compare features and a weight's gradient with packed and padded text, in bfloat16 on a GPU."""
     model = create(ARCHITECTURES[name], name=name, seed=0).to(device).train()
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, 78, (rows,), generator=generator)
@@ -105,14 +105,14 @@ def _packed(device: torch.device, name: str, rows: int) -> float:
 
 
 def _patches(device: torch.device) -> float:
-    """How many of the choices differ."""
+    """Count differing choices of patches."""
     rows = torch.arange(1000, 1256)
     kept = [kept_patches(seed=7, rows=one, patches=196, keep=98).cpu() for one in (rows, rows.to(device))]
     return float((kept[0] != kept[1]).sum())
 
 
 def _gradient(device: torch.device, backend: str) -> float:
-    """Of a tiny model, whole batch, patch dropout and packing as in training."""
+    """Compare gradients of a tiny model with patch dropout and packing, as in training."""
     results = []
     for where, dtype in ((torch.device("cpu"), torch.float64), (device, torch.float32)):
         model = create(ARCHITECTURES[TINY], name=TINY, seed=0).to(where, dtype).train()
@@ -146,7 +146,7 @@ def _largest(ours: list[Any], reference: list[Any]) -> float:
 
 
 def _nvjpeg(device: torch.device) -> float | None:
-    """How far apart the decoders are on a smooth picture; None where there is no nvJPEG."""
+    """Mean difference of the decoders on a smooth image; None without nvJPEG."""
     if device.type != "cuda":
         return None
     from torchvision.io import decode_jpeg, encode_jpeg

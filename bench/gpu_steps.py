@@ -1,4 +1,4 @@
-"""What takes part in ``bench.gpu``: the batch that all get, and each one's way to make a training step."""
+"""The contestants of ``bench.gpu``: the shared batch, and a training step of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CONFIG = OptimConfig(lr=1e-6, warmup=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The same pairs for all, on the device."""
+    """The batch that all contestants share, on the device."""
 
     images: Tensor  # (B, 3, S, S) uint8
     normalized: Tensor  # (B, 3, S, S) float32
@@ -32,7 +32,7 @@ class Batch:
 
 
 def make_batch(shape: Architecture, rows: int, device: torch.device) -> Batch:
-    """Random pictures, and random captions of 16 tokens on average, start and end included."""
+    """Generate random images, and captions of 16 tokens on average, including start and end."""
     generator = torch.Generator().manual_seed(0)
     _, text = shape.own_towers()
     # the sum of four exponential draws is gamma distributed
@@ -55,7 +55,7 @@ def make_batch(shape: Architecture, rows: int, device: torch.device) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A way to make a training step (forward, backward, optimizer), and the weights it trains."""
+    """A training step (forward, backward, optimizer) and the weights it trains."""
 
     name: str
     step: Callable[[Batch], Tensor]
@@ -63,7 +63,7 @@ class Contestant:
     optimizer: torch.optim.Optimizer
 
     def held(self) -> int:
-        """Bytes of the weights and of the optimizer's state."""
+        """Bytes of the weights and the optimizer state."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         tensors = (*self.model.parameters(), *self.model.buffers(), *states)
         return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
@@ -85,7 +85,7 @@ def clipkit_steps(model: CLIP) -> Contestant:
 
 
 def other_steps(name: str, model: nn.Module, run: Callable[..., Any]) -> Contestant:
-    """``run`` is the model, or the model compiled."""
+    """A plain step; ``run`` is the model or its compiled version."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.lr)
 
     def step(batch: Batch) -> Tensor:
@@ -100,7 +100,7 @@ def other_steps(name: str, model: nn.Module, run: Callable[..., Any]) -> Contest
 
 
 def open_clip_steps(shape: Architecture, model: CLIP, device: torch.device) -> Contestant:
-    """open_clip's own model with the same weights."""
+    """A step of open_clip's model with the same weights."""
     import open_clip
 
     vision, text = shape.own_towers()
@@ -121,5 +121,5 @@ def open_clip_steps(shape: Architecture, model: CLIP, device: torch.device) -> C
 
 
 def _autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 on a GPU; most CPUs are slow in it."""
+    """Autocast to bfloat16 on a GPU; most CPUs are slow in it."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

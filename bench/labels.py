@@ -1,9 +1,10 @@
-"""What do labels bring? Handwritten digits by every task that learns from labels, beside zero-shot.
+"""Compare all tasks that learn from labels with zero-shot classification, on handwritten digits.
 
     python -m bench.labels [--model runs/quickstart]
 
-Of the built-in digits the first 1,000 are learned from, the other 797 tested on. The learning rates suit a model of
-a few million parameters that was trained at 1e-3. Scores, no times: what else the machine does is the same.
+The first 1,000 built-in digits are the training set, the other 797 the test set. The learning rates suit a
+model of a few million parameters that was trained at 1e-3. Only scores are recorded, so other load on the
+machine does not matter.
 """
 
 import argparse
@@ -23,7 +24,7 @@ RATES = ("3e-4", "1e-3", "3e-3", "1e-2")
 
 
 def write_folder(out: Path) -> None:
-    """The digits as pictures by class, those to learn from apart from those to be tested on."""
+    """Write the digits as images by class, in a train and a test split."""
     (digits,) = evaluation.open_datasets(["digits"])
     assert digits.labels is not None
     for number, label in enumerate(digits.labels.tolist()):

@@ -1,16 +1,18 @@
-"""What does a linear probe's whole sweep cost, beside scikit-learn's L-BFGS doing the same?
+"""Compare the cost of a linear probe's complete sweep with scikit-learn's L-BFGS.
 
     python -m bench.linear_probe [--rows 5000] [--width 512] [--classes 100] [--rounds 1] [--exact]
 
-Both run the CLIP paper's protocol on the same made-up features: 7 strengths of the penalty from 1e-6 to 1e6,
-halving around the peak down to 8 steps a decade, at most 1,000 steps a fit; the last fit to training and validation
-rows together. scikit-learn starts each fit from zeros with its own defaults, as the paper's authors say they did.
-With --exact it does so once more and stops at a gradient of 1e-8 instead of 1e-4, which is nearer to its minimum.
+Both run the CLIP paper's protocol on the same synthetic features: 7 penalty strengths from 1e-6 to 1e6,
+halving around the maximum down to 8 steps per decade, at most 1,000 steps per fit, and a final fit to
+training and validation rows. scikit-learn starts each fit from zeros with its defaults, as the paper's
+authors describe. With --exact a second scikit-learn run stops at a gradient of 1e-8 instead of 1e-4, closer
+to its minimum.
 
-The features are Gaussian around a centre a class. Their variances fall as 1 / i², and some means are far from 0.
+Features are Gaussian around one center per class. Their variances fall as 1 / i², and some means are far from
+0.
 
-Beside the times: the C that each chooses, the accuracy on test rows, how far each is from the minimum at its own C,
-in the objective and in predictions; and how ours divides: an evaluation, and its two products by themselves.
+Also reported: the selected C, the accuracy on test rows, the distance of each fit from the minimum at its own
+C (in the objective and in predictions), and the time of one evaluation and of its two matrix products.
 """
 
 import argparse
@@ -34,7 +36,7 @@ Split = tuple[Tensor, Tensor]
 
 
 def made_up(rows: int, width: int, classes: int, seed: int) -> tuple[Split, Split, Split]:
-    """Training, validation (a fifth as many) and test rows (as many) with their labels; every class occurs."""
+    """Make training, validation (a fifth as many) and test rows with labels; every class occurs."""
     g = torch.Generator().manual_seed(seed)
     deviation = 1.0 / torch.arange(1, width + 1)
     deviation /= deviation.square().mean().sqrt()
@@ -52,14 +54,14 @@ def made_up(rows: int, width: int, classes: int, seed: int) -> tuple[Split, Spli
 
 
 def ours(train: Split, val: Split, classes: int) -> tuple[float, Tensor, Tensor, float]:
-    """Seconds of the whole sweep, weights and biases, and C."""
+    """Run our sweep; return seconds, weights, biases, and C."""
     began = time.perf_counter()
     fit = sweep(Rows(train[0]), train[1], Rows(val[0]), val[1], classes).fit
     return time.perf_counter() - began, fit.weight, fit.bias, fit.C
 
 
 def theirs(train: Split, val: Split, options: dict[str, float]) -> tuple[float, Tensor, Tensor, float]:
-    """The same of scikit-learn's."""
+    """Run scikit-learn's sweep; return the same."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
@@ -82,14 +84,14 @@ def theirs(train: Split, val: Split, options: dict[str, float]) -> tuple[float, 
 
 
 def objective(weight: Tensor, bias: Tensor, split: Split, C: float) -> float:
-    """What both minimize, in float64."""
+    """The objective that both minimize, in float64."""
     features, labels = split[0].double(), split[1]
     loss = torch.nn.functional.cross_entropy(features @ weight.T + bias, labels)
     return float(loss + weight.square().sum() / (2 * C * len(labels)))
 
 
 def compare(train: Split, val: Split, test: Split, classes: int, *, exact: bool, turn: int) -> dict[str, Any]:
-    """One round; the sides take turns at being first."""
+    """Run one round; the order of the sides alternates."""
     sides: dict[str, Callable[[], tuple[float, Tensor, Tensor, float]]] = {
         "ours": lambda: ours(train, val, classes),
         "scikit-learn": lambda: theirs(train, val, {}),
@@ -119,7 +121,7 @@ def compare(train: Split, val: Split, test: Split, classes: int, *, exact: bool,
 
 
 def what_bounds_it(train: Split, classes: int) -> dict[str, float]:
-    """An evaluation's seconds, and those of its two products alone; the best of five each."""
+    """Seconds per evaluation, and of its two matrix products alone (the best of five)."""
     problem = LogisticProblem(Rows(train[0]), train[1], classes)
     began = time.perf_counter()
     fit = problem.fit(1.0)
@@ -145,10 +147,8 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--exact", action="store_true", help="scikit-learn with tol=1e-8 too")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / "linear_probe.json", help="where the figures go"
-    )
+    parser.add_argument("--exact", action="store_true", help="also run scikit-learn with tol=1e-8")
+    parser.add_argument("--out", type=Path, default=RESULTS / "linear_probe.json", help="output file")
     options = parser.parse_args()
     train, val, test = made_up(options.rows, options.width, options.classes, options.seed)
     rounds = []

@@ -1,17 +1,17 @@
-"""What does the loss alone cost, beside open_clip's: time, and memory beyond its inputs?
+"""Compare time and memory of the loss alone with open_clip's.
 
     python -m bench.loss [--loss clip siglip] [--rows 4096 8192 16384 32768] [--dim 512] [--rounds 3]
 
-Each measurement is one forward and backward pass in a process of its own, all on the same cores: float32 features
-of unit norm, one process, no accumulation. Memory is the greatest resident size minus what was resident before the
-pass; the gradients of the features, which both give, are in it.
+Each measurement is one forward and backward pass in a separate process on the same cores: float32 features
+with unit norm, one process, no accumulation. Memory is the peak resident size minus the resident size before
+the pass, so it includes the gradients of the features, which both compute.
 
-open_clip's ClipLoss makes both halves of the logits and keeps them: six products of N × N × O. Ours makes one half,
-and makes it again in the backward pass: four. SigLipLoss takes three, and so does ours, which makes the gradients
-along with the value. No N × N matrix of ours goes through main memory.
+open_clip's ClipLoss computes both halves of the logits and stores them: six products of N × N × O. clipkit
+computes one half, and again in the backward pass: four products. SigLipLoss needs three, as does clipkit's,
+which computes the gradients together with the value. clipkit never writes an N × N matrix to main memory.
 
-What more rows would take is on paper: ours by least squares of the measured sizes, time as N², memory as so many
-copies of the features and of a tile; open_clip's memory as N², from the largest size. It is marked as extrapolated.
+Costs of more rows are extrapolated and marked as such: for clipkit by least squares over the measured sizes,
+time as N², memory as multiples of the features and of a tile; open_clip's memory as N² from the largest size.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Row = dict[str, float]
 
 
 def loss_of(side: str, name: str) -> Callable[..., Tensor]:
-    """A loss of image features, text features, scale and, for siglip, bias."""
+    """Return a loss of image features, text features, scale and, for siglip, bias."""
     if side == "clipkit":
         from clipkit.objectives.clip import clip_loss, siglip_loss
 
@@ -49,7 +49,7 @@ def loss_of(side: str, name: str) -> Callable[..., Tensor]:
 
 
 def one_pass(side: str, name: str, rows: int, dim: int) -> Row:
-    """Seconds and bytes of one pass; run in a fresh process."""
+    """Measure seconds and bytes of one pass; run in a fresh process."""
     loss = loss_of(side, name)
     generator = torch.Generator().manual_seed(0)
 
@@ -59,7 +59,7 @@ def one_pass(side: str, name: str, rows: int, dim: int) -> Row:
 
     scalars = {"clip": [14.3], "siglip": [10.0, -10.0]}[name]
     scale = [torch.tensor(value, requires_grad=True) for value in scalars]
-    torch.autograd.backward(loss(*features(256), *scale))  # loads what the first pass loads
+    torch.autograd.backward(loss(*features(256), *scale))  # one-time initialization
     given = features(rows)
     before = _resident()
     began = time.perf_counter()
@@ -75,7 +75,7 @@ def _resident() -> int:
 
 
 def in_a_process(side: str, name: str, rows: int, dim: int) -> Row:
-    """``one_pass`` in a process of its own."""
+    """Run ``one_pass`` in a separate process."""
     command = [sys.executable, "-m", "bench.loss", "--one", side, "--loss", name]
     done = subprocess.run(
         [*command, "--rows", str(rows), "--dim", str(dim)], capture_output=True, text=True, check=True
@@ -85,7 +85,7 @@ def in_a_process(side: str, name: str, rows: int, dim: int) -> Row:
 
 
 def compare(name: str, rows: int, dim: int, rounds: int) -> Row:
-    """Medians of both, and of the rounds' ratios."""
+    """Return medians of both sides and the ratios over rounds."""
     found: dict[str, list[Row]] = {side: [] for side in SIDES}
     for turn in range(rounds):
         for side in SIDES if turn % 2 else reversed(SIDES):
@@ -102,9 +102,9 @@ def compare(name: str, rows: int, dim: int, rounds: int) -> Row:
 
 
 def carried_on(table: list[Row], dim: int) -> list[Row]:
-    """What the measured slopes say of more rows; nothing of it was measured.
+    """Extrapolate the measured slopes to more rows.
 
-    Memory needs two sizes of more rows than a tile has, time one.
+    Memory requires two measured sizes with more rows than a tile, time one.
     """
     from clipkit.objectives.tiles import tile_height
 
@@ -118,7 +118,7 @@ def carried_on(table: list[Row], dim: int) -> list[Row]:
     by_square = float((rows**2 * seconds).sum() / (rows**4).sum())
     copies = torch.tensor([parts(row["rows"]) for row in table], dtype=torch.float64)
     slopes = torch.linalg.lstsq(copies, used, driver="gelsd").solution[:, 0].tolist()
-    if min(slopes) < 0:  # too few sizes to tell them apart: as if all were the features'
+    if min(slopes) < 0:  # too few sizes to separate them: attribute all to the features
         slopes = [float((copies[:, :1] * used).sum() / (copies[:, 0] ** 2).sum()), 0.0]
     last = table[-1]
     return [
@@ -133,8 +133,8 @@ def carried_on(table: list[Row], dim: int) -> list[Row]:
 
 
 def show(name: str, table: list[Row], paper: list[Row]) -> None:
-    """The table in Markdown."""
-    print(f"\n{name}\n\n| rows | seconds | of open_clip's | MiB | open_clip's MiB | |")
+    """Print the table in Markdown."""
+    print(f"\n{name}\n\n| rows | seconds | relative to open_clip | MiB | open_clip MiB | |")
     print("| ---: | ---: | ---: | ---: | ---: | --- |")
     for row in table:
         ratio = f"{row['time ratio']:.2f} ({row['least']:.2f} to {row['greatest']:.2f})"
@@ -153,9 +153,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / "loss.json", help="where the figures go as JSON"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "loss.json", help="output file (JSON)")
     parser.add_argument("--one", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

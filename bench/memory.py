@@ -1,13 +1,13 @@
-"""Does memory stay flat over epochs, with loader processes that live as long as the training?
+"""Check that memory does not grow over epochs, with loader processes that live as long as the training.
 
     python -m bench.memory [--samples 3000] [--epochs 20] [--workers 2] [--image-size 64]
 
-Small JPEGs with captions and json in a few shards are read as ``train.py`` reads them: one iteration over all
-batches of all epochs. At each epoch's end the proportional set size (memory, shared pages divided among those that
-share them) of this process and of each loader process is read from ``/proc``. Mapped files are left out: torch's
-libraries are shared with other programs of the machine, whose starts and ends would show. A line is fitted over
-the epochs from the third on, by least squares; its slope is told in KiB an epoch with a 95% interval. Two variants:
-captions from their files; and captions drawn from fields of the json, under a filter on another field.
+Small JPEGs with captions and json in a few shards are read like in ``train.py``: one iteration over all
+batches of all epochs. After each epoch the proportional set size (shared pages are divided among the
+processes that share them) of this process and of each loader process is read from ``/proc``. Mapped files are
+excluded, because torch's libraries are shared with other programs on the machine. A line is fitted by least
+squares from the third epoch on; its slope is reported in KiB per epoch with a 95% interval. Two variants:
+captions from files, and captions drawn from json fields with a filter on another field.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from data.shards.sources import find_shards
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 50
-SETTLED = 3  # epochs from which on a line is fitted: until then caches and pools fill up
+SETTLED = 3  # first epoch of the fit; before, caches and pools fill up
 VARIANTS = {
     "captions from files": Selection(),
     "captions from json, filtered": Selection(
@@ -75,13 +75,13 @@ def write_shards(folder: Path, samples: int, shards: int) -> None:
 
 
 def proportional(process: int) -> float:
-    """MiB of memory of a process without mapped files, shared pages divided among those that share them."""
+    """Proportional set size of a process in MiB, without mapped files."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) / 1024
 
 
 def epochs_of(folder: Path, selection: Selection, options: argparse.Namespace) -> Iterator[list[float]]:
-    """MiB of the main process and of each loader process, at each epoch's end."""
+    """Yield MiB of the main process and of each loader process after each epoch."""
     manifest = make_manifest([find_shards(str(folder))], selection)
     shards = Shards(manifest, selection)
     order = Order(shards.counts, seed=0, batch_size=BATCH)
@@ -101,13 +101,13 @@ def epochs_of(folder: Path, selection: Selection, options: argparse.Namespace) -
 
 
 def fitted(values: list[float]) -> dict[str, float]:
-    """Slope in KiB an epoch of a line through the settled epochs, and half of its 95% interval."""
+    """Fit a line from epoch ``SETTLED`` on: slope in KiB per epoch, and half of its 95% interval."""
     y = np.array(values[SETTLED - 1 :]) * 1024
     x = np.arange(len(y)) - (len(y) - 1) / 2
     slope = float((x * y).sum() / (x * x).sum())
     rest = y - y.mean() - slope * x
     error = math.sqrt(float((rest * rest).sum()) / (len(y) - 2) / float((x * x).sum()))
-    # quantile of Student's distribution at 0.975 by Cornish and Fisher's expansion, close enough from 5 on
+    # 0.975 quantile of Student's t by the Cornish-Fisher expansion, accurate from 5 degrees of freedom on
     freedom, z = len(y) - 2, 1.959964
     quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     return {"kib_an_epoch": slope, "plus_or_minus": quantile * error}
@@ -127,7 +127,7 @@ def measure(selection: Selection, folder: Path, options: argparse.Namespace) -> 
 
 
 def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Memory over epochs, a panel a variant."""
+    """Plot memory over epochs, one panel per variant."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -138,8 +138,8 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
         for name, values in result["mib"].items():
             panel.plot(range(1, len(values) + 1), values, label=name, lw=2 if name == "together" else 1.2)
         slope = result["slopes"]["together"]
-        told = f"{slope['kib_an_epoch']:+.0f} ± {slope['plus_or_minus']:.0f} KiB an epoch"
-        panel.set_title(f"{variant}\ntogether {told}", fontsize=9)
+        trend = f"{slope['kib_an_epoch']:+.0f} ± {slope['plus_or_minus']:.0f} KiB per epoch"
+        panel.set_title(f"{variant}\ntogether {trend}", fontsize=9)
         panel.set_xlabel("epoch")
         panel.set_xticks(range(0, len(result["mib"]["together"]) + 1, 5))
         panel.spines[["top", "right"]].set_visible(False)
@@ -170,7 +170,7 @@ def main() -> None:
                 first, third, last = values[0], values[SETTLED - 1], values[-1]
                 print(
                     f"  {name:18} first {first:6.1f}, third {third:6.1f}, last {last:6.1f} MiB; "
-                    f"slope {slope['kib_an_epoch']:+.1f} ± {slope['plus_or_minus']:.1f} KiB an epoch"
+                    f"slope {slope['kib_an_epoch']:+.1f} ± {slope['plus_or_minus']:.1f} KiB per epoch"
                 )
     RESULTS.mkdir(exist_ok=True)
     about = {**vars(options), "batch_size": BATCH, "machine": platform.machine(), "torch": torch.__version__}

@@ -1,10 +1,11 @@
-"""What does each training option change on the quickstart: its scores on handwriting and unseen fonts, its time?
+"""Compare training options on the quickstart: scores on handwriting and unseen fonts, and time.
 
     python -m bench.options [OPTION …] [--out FOLDER]
 
-Trains ``configs/quickstart.toml`` once as it is and once with each option, one after the other, and reads the
-scores of the last step. A run that was stopped goes on. Scores are of one seed: from seed to seed they differ by
-about four points (README), so only what differs by more is an effect. Seconds depend on what else the machine does.
+Train ``configs/quickstart.toml`` with its defaults and once with each option, one after the other, and read
+the scores of the last step. Interrupted runs resume. Scores are of one seed; they vary between seeds by 2
+points on handwriting and 5 on fonts (bench/README.md), so only larger differences are effects. Seconds depend
+on other load on the machine.
 """
 
 import argparse
@@ -34,7 +35,7 @@ SCORES = {"digits": "zero-shot", "glyphs": "zero-shot"}
 
 
 def trained(out: Path, settings: tuple[str, ...]) -> dict[str, float]:
-    """Train to the end; the scores of the last step as (value, low, high), and the seconds of all steps."""
+    """Train to the end; return the scores of the last step (value, low, high) and the seconds of all steps."""
     command = [sys.executable, str(ROOT / "train.py"), f"out={out}", "eval.every_steps=0", *settings]
     subprocess.run(command, cwd=ROOT, check=True)
     found: dict[str, float] = {}

@@ -1,15 +1,14 @@
-"""What does the order of two billion samples cost each of 4,096 ranks?
+"""Measure memory and time of the sample order for two billion samples on 4,096 ranks.
 
     python bench/order_scale.py [--shards 200000] [--samples 10000] [--world 4096] [--batch-size 65536]
 
-No data are read: the manifest and the order of a training are made for shards that are not there, in a process
-that has imported nothing but them. Measured, each in a process of its own: the memory that they add to what it
-held after the imports; the seconds to a first batch, at the first step, in the middle of an epoch and in the
-ten-thousandth epoch; and the microseconds a sample that one rank spends on its part of a batch, for the part alone
-and for what a loader process asks besides (which shards come next).
+No data is read: the manifest and the order are created for nonexistent shards, in a process that imports
+nothing else. Measured: the memory they add; the seconds to the first batch at the first step, in the middle
+of an epoch and in epoch 10,000; and the microseconds per sample that one rank spends on its part of a batch,
+alone and together with the loader's query for the next shards.
 
-What bounds it: the shards' order of an epoch (a sort of as many hashes as there are shards, once an epoch), and,
-as a rank's part of a batch is small, the calls of numpy for it.
+Bounds: the order of shards in an epoch (sorting one hash per shard, once per epoch) and, because a rank's
+part of a batch is small, the overhead of numpy calls.
 """
 
 import argparse
@@ -33,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds and shares with no other."""
+    """Private memory of this process in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Private_Dirty:"):
             return int(line.split()[1]) * 1024
@@ -41,9 +40,9 @@ def resident() -> int:
 
 
 def one_manifest(shards: int, samples: int) -> Manifest:
-    """Of shards that are not there, of about ``samples`` samples each."""
+    """Manifest of nonexistent shards with about ``samples`` samples each."""
     counts = np.random.default_rng(0).integers(samples - samples // 20, samples + samples // 20 + 1, shards)
-    counts[-1] += shards * samples - counts.sum()  # in all, exactly as many as was asked for
+    counts[-1] += shards * samples - counts.sum()  # so that the total is exact
     return Manifest(
         urls=Strings.of([f"s3://a-bucket/laion2B-en/{number:06d}.tar" for number in range(shards)]),
         versions=Strings.of([f"{number:032x}" for number in range(shards)]),
@@ -58,9 +57,9 @@ def one_manifest(shards: int, samples: int) -> Manifest:
 
 
 def one_rank(content: bytes, options: argparse.Namespace, answer: Connection) -> None:
-    """What rank 77 measures."""
+    """Measure on rank 77."""
     before = resident()
-    content = bytes(bytearray(content))  # a copy of its own, as over the network
+    content = bytes(bytearray(content))  # a private copy, as received over the network
     began = time.perf_counter()
     manifest = Manifest.from_bytes(content)
     assert manifest is not None
@@ -93,7 +92,7 @@ def one_rank(content: bytes, options: argparse.Namespace, answer: Connection) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shards", type=int, default=200_000)
-    parser.add_argument("--samples", type=int, default=10_000, help="of a shard, on average")
+    parser.add_argument("--samples", type=int, default=10_000, help="mean number of samples per shard")
     parser.add_argument("--world", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=65_536)
     parser.add_argument("--steps", type=int, default=300)

@@ -1,10 +1,10 @@
-"""Are embeddings through clipkit those of open_clip, on the same weights, for architectures of every family?
+"""Compare embeddings with open_clip's on the same weights, for architectures of every family.
 
     python bench/parity.py                     every architecture below at full size, random weights
     python bench/parity.py --only RN50 EVA02-B-16
 
-open_clip draws random weights, its state dict goes into clipkit's model as a checkpoint would, and both encode the
-same pictures and tokens: in float32, and under bfloat16 autocast. No network is needed.
+open_clip initializes random weights, clipkit loads its state dict like a checkpoint, and both encode the same
+images and tokens in float32 and under bfloat16 autocast. No network access is required.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from clipkit.model.names import from_open_clip, open_clip_config
 
 RESULTS = Path(__file__).with_name("results") / "parity_open_clip.json"
 # plain ViTs, ResNets, ConvNeXt, other backbones of timm, CoCa, EVA, SigLIP 1 and 2, MobileCLIP 1 and 2, CLIPA,
-# ViTamin, PE: as many of each as open_clip can build without a network
+# ViTamin, PE: those that open_clip can build without network access
 FAMILIES = (
     "ViT-B-32", "ViT-B-16", "ViT-B-32-quickgelu", "ViT-L-14", "ViT-L-14-336", "ViT-B-16-plus-240", "ViT-M-16-alt",
     "ViT-S-32", "RN50", "RN50-quickgelu", "RN101", "RN50x4", "RN50x16", "convnext_tiny", "convnext_base_w",
@@ -51,7 +51,7 @@ class Parity:
 
 
 def compare(name: str, config: Mapping[str, Any], *, batch: int = 2, seed: int = 0) -> Parity:
-    """Both libraries' embeddings of the same random pictures and tokens under the same random weights."""
+    """Compare both libraries' embeddings of random images and tokens with the same random weights."""
     theirs = build_theirs(config, seed=seed)
     shape = from_open_clip(config)
     ours = from_open_clip_tensors(shape, theirs.state_dict(), origin=Path(name))
@@ -84,7 +84,7 @@ def compare(name: str, config: Mapping[str, Any], *, batch: int = 2, seed: int =
 
 
 def build_theirs(config: Mapping[str, Any], *, seed: int) -> Any:
-    """open_clip's own model of a configuration, with random weights, in evaluation mode."""
+    """Build open_clip's model of a configuration, with random weights, in evaluation mode."""
     import open_clip
 
     values = dict(config)
@@ -95,16 +95,15 @@ def build_theirs(config: Mapping[str, Any], *, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(**values).eval()
-        for (
-            parameter
-        ) in model.parameters():  # layer scales and the like start so small that towers would do nothing
+        # layer scales start so small that towers would have no effect
+        for parameter in model.parameters():
             if parameter.ndim == 1 and parameter.numel() > 1:
                 torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)
     return model
 
 
 def random_tokens(model: CLIP, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """(B, L) token ids: CLIP's are texts of several lengths, others fill the whole width."""
+    """Return (B, L) token ids: texts of several lengths for CLIP's tokenizer, full length for others."""
     text = model.architecture.text
     vocabulary = text.vocab_size if isinstance(text, TextTower) else text.config.get("vocab_size", 49408)  # type: ignore[union-attr]
     tokens = torch.randint(1, min(vocabulary, END_OF_TEXT) - 1, (batch, length), generator=generator)
@@ -117,9 +116,7 @@ def random_tokens(model: CLIP, batch: int, length: int, generator: torch.Generat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="these architectures; nothing is written then"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures; writes no file")
     options = parser.parse_args()
     results = []
     for name in options.only or FAMILIES:

@@ -1,6 +1,6 @@
-"""CLIP as it is usually written, in open_clip's formulation: what ``bench.gpu`` compares clipkit with.
+"""CLIP in open_clip's formulation: the reference that ``bench.gpu`` compares clipkit with.
 
-77 padded tokens and an additive mask, products of their own for queries, keys and values, norms in the type of
+77 padded tokens and an additive mask, separate products for queries, keys and values, norms in the dtype of
 their input, all tokens through the last block, two blocks of logits.
 """
 
@@ -16,14 +16,14 @@ __all__ = ["PlainCLIP", "plain_loss"]
 
 
 class PlainNorm(nn.LayerNorm):
-    """In the type of its input."""
+    """Layer norm that returns the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(x.dtype)
 
 
 class PlainAttention(nn.Module):
-    """Queries, keys and values by three products, and a mask that is added."""
+    """Queries, keys and values by three products, with an additive mask."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class PlainVision(nn.Module):
 
 
 class PlainCLIP(nn.Module):
-    """CLIP as it is usually written; weights have clipkit's names, so that both can hold the same."""
+    """CLIP in open_clip's formulation; parameter names equal clipkit's, so that both load the same weights."""
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class PlainCLIP(nn.Module):
 
 
 def plain_loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """Two blocks of logits, a cross-entropy for each."""
+    """Contrastive loss with two blocks of logits and a cross-entropy for each."""
     targets = torch.arange(len(image), device=image.device)
     by_image, by_text = scale * image @ text.T, scale * text @ image.T
     return (F.cross_entropy(by_image, targets) + F.cross_entropy(by_text, targets)) / 2

@@ -1,19 +1,19 @@
-"""What does random access to a plain tar cost, beside streaming it?
+"""Compare random access to a plain tar with streaming it.
 
     python bench/reading.py [--samples 10000] [--bytes 20000] [--rounds 5]
 
-A shard as img2dataset writes it (jpg, txt and json; webdataset's own writer, whose members carry PAX headers, and
-one without them) lies in the page cache. Each round times in turn, in samples a second of CPU time of one core:
+A shard like img2dataset's (jpg, txt and json) is in the page cache: one from webdataset's writer, with PAX
+headers, and one without them. Each round measures in turn, in samples per second of CPU time on one core:
 
-    tarfile      the members of the tar listed by Python's tarfile
-    index        the same list by clipkit's scan of the headers, packed into the arrays of an index
-    content      the same with the digest of the content, as the first reading of a shard makes it
-    webdataset   the samples streamed by webdataset, nothing decoded
-    read         as many samples through clipkit's index, in random order, picture and caption
+    tarfile      list the members with Python's tarfile
+    index        list them with clipkit's header scan, packed into the arrays of an index
+    content      the same with a digest of the content, as on the first use of a shard
+    webdataset   stream the samples with webdataset, without decoding
+    read         read the same number of samples through clipkit's index, in random order, image and caption
 
-Ratios are medians of the rounds' ratios. What bounds them: tarfile and webdataset make a TarInfo of each header in
-Python, a scan checks and cuts it out of memory; a random read is a look-up and one ``pread`` a member, which copies
-the bytes (a ``memcpy`` of the same bytes is measured beside it).
+Ratios are medians over rounds. Bounds: tarfile and webdataset create a TarInfo object for each header, while
+the scan parses headers in memory; a random read is a lookup and one ``pread`` per member, which copies the
+bytes (a ``memcpy`` of the same bytes is also measured).
 """
 
 import argparse
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def write_shard(path: Path, samples: int, size: int, *, pax: bool) -> None:
-    """A shard of pictures of about ``size`` random bytes."""
+    """Write a shard of images of about ``size`` random bytes."""
     drawn = random.Random(0)
     with webdataset.TarWriter(str(path), encoder=False, mtime=None if pax else 1) as tar:
         for number in range(samples):
@@ -55,7 +55,7 @@ def write_shard(path: Path, samples: int, size: int, *, pax: bool) -> None:
 
 
 def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
-    """What is timed; each gives how many samples it saw."""
+    """The measured functions; each returns the number of samples it saw."""
     shards = Shards.of([ShardFile.at(path)])
     order = list(range(samples))
     random.Random(1).shuffle(order)
@@ -87,7 +87,7 @@ def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
 
 
 def measure(path: Path, samples: int, rounds: int) -> dict[str, list[float]]:
-    """Samples a second of each, by round."""
+    """Samples per second of each function, by round."""
     rates: dict[str, list[float]] = {}
     measured = times(path, samples)
     for turn in range(rounds + 1):
@@ -101,7 +101,7 @@ def measure(path: Path, samples: int, rounds: int) -> dict[str, list[float]]:
 
 
 def ratios(rates: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
-    """Median, least and greatest of the rounds' ratios."""
+    """Median, lowest and highest ratio over rounds."""
     each = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
     return {"median": statistics.median(each), "least": min(each), "greatest": max(each)}
 
@@ -109,7 +109,7 @@ def ratios(rates: dict[str, list[float]], ours: str, theirs: str) -> dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument("--bytes", type=int, default=20_000, help="of a picture, on average")
+    parser.add_argument("--bytes", type=int, default=20_000, help="mean size of an image")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -1,21 +1,21 @@
-"""How fast is clipkit's tokenizer beside open_clip's, at the same ids?
+"""Compare the speed of clipkit's tokenizer with open_clip's, with identical ids.
 
     python bench/tokenizer.py [--captions 10000] [--rounds 7]
 
-Captions are made here, the same each time: words of CLIP's own vocabulary drawn by Zipf's law, words that are in
-no vocabulary, numbers, codes and punctuation, in the mixture that ``MIXTURE`` states. There are three sets: as on
-the web (8% of captions hold something beyond plain ASCII), plain ASCII alone, and with something beyond it in every
-caption. For each set, in a process of its own, both tools, which both keep words in memory, first see one batch of
-other captions; then each round times both, in turn, on one batch that neither has seen, on one core, in CPU
-seconds. The ids are compared in every round. The ratio is the median of the rounds' ratios.
+Captions are generated deterministically: words of CLIP's vocabulary drawn by Zipf's law, words outside the
+vocabulary, numbers, codes and punctuation, in the proportions of ``MIXTURE``. There are three sets: web (8%
+of captions contain characters beyond ASCII), ASCII only, and characters beyond ASCII in every caption. For
+each set, in a separate process, both tokenizers (both cache words) first see one warm-up batch; then each
+round measures both, in alternating order, on one new batch, on one core, in CPU seconds. Ids are compared in
+every round. The ratio is the median over rounds.
 
-What bounds it. open_clip: for each text ftfy's steps, the ``regex`` module, a loop over the words in Python and a
-tensor; byte-pair encoding in Python of each new word. clipkit: a split and one look-up for each part between
-spaces, and more so the parts that are new, most of all those with words that the vocabulary does not hold whole,
-which ``tokenizers`` encodes in Rust; the whole ones are known from the start. The result carries these bounds: the
-time of ``ftfy.fix_text`` alone, that of a batch which clipkit saw once (nothing is new), that of Python's ``lower``
-and ``split`` alone, and the share of parts that were new. Beyond ASCII, ftfy's steps for each new part, ``regex``
-and longer encodings are added, and ftfy on the whole of a text in a wrong encoding.
+Bounds. open_clip: ftfy's steps for each text, the ``regex`` module, a Python loop over words and a tensor;
+byte-pair encoding in Python for each new word. clipkit: a split and one lookup per part between spaces, and
+more for new parts, most of all for words that are not a single vocabulary entry, which ``tokenizers`` encodes
+in Rust; single entries are known from the start. The result includes these bounds: the time of
+``ftfy.fix_text`` alone, of a batch that clipkit has seen before, of Python's ``lower`` and ``split`` alone,
+and the fraction of new parts. Beyond ASCII, ftfy's steps for each new part, ``regex`` and longer encodings
+are added, and ftfy on the complete text if its encoding is wrong.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from torch import Tensor
 from clipkit import tokenize
 
 RESULTS = Path(__file__).parent / "results"
-# the share of captions with something beyond plain ASCII
+# fraction of captions with characters beyond ASCII
 SETS = {"web": 0.08, "ascii": 0.0, "beyond_ascii": 1.0}
-# the most frequent words, which the vocabulary's own order does not know: it begins with short ends of words
+# the most frequent words; the order of the vocabulary starts with short word endings
 FREQUENT = [
     "the", "of", "and", "a", "in", "to", "for", "with", "on", "by", "is", "at", "from", "an", "new",
     "photo", "image", "stock", "picture", "view", "black", "white", "woman", "man", "girl", "young", "old",
@@ -94,7 +94,7 @@ OTHERS = [(0x0627, 0x063A), (0x05D0, 0x05EA), (0x0915, 0x0939), (0x0E01, 0x0E2E)
 
 @cache
 def vocabulary() -> tuple[list[str], list[float], list[str]]:
-    """Words, most frequent first, their cumulative weights, and pieces of words."""
+    """Return words, most frequent first, their cumulative weights, and pieces of words."""
     tokens = [token for token in open_clip.SimpleTokenizer().encoder if token.isascii()]
     words = [
         token[:-4] for token in tokens if token.endswith("</w>") and token[:-4].isalpha() and len(token) > 7
@@ -128,7 +128,7 @@ def some_word(draw: random.Random) -> str:
 
 
 def plain(draw: random.Random) -> list[str]:
-    """The words of a caption in ASCII, with their punctuation."""
+    """Generate the words of an ASCII caption, with punctuation."""
     words = [some_word(draw) for _ in range(max(2, round(draw.gammavariate(4, 11 / 4))))]
     case = one_of(draw, CASES)
     if case == "upper":
@@ -146,7 +146,7 @@ def letters(draw: random.Random, blocks: list[tuple[int, int]]) -> str:
 
 
 def beyond_ascii(draw: random.Random, words: list[str]) -> list[str]:
-    """One of the kinds of ``KINDS_BEYOND``, put into a caption or in its place."""
+    """Insert one of ``KINDS_BEYOND`` into a caption, or replace the caption."""
     at = draw.randrange(len(words))
     word = words[at]
     kind = one_of(draw, KINDS_BEYOND)
@@ -174,7 +174,7 @@ def beyond_ascii(draw: random.Random, words: list[str]) -> list[str]:
 
 
 def captions(count: int, share: float, seed: str) -> list[str]:
-    """Captions of which ``share`` hold something beyond plain ASCII."""
+    """Generate captions; a fraction ``share`` contains characters beyond ASCII."""
     draw = random.Random(seed)
     made = []
     for _ in range(count):
@@ -198,7 +198,7 @@ def splits(texts: list[str]) -> list[list[str]]:
 
 
 def measure(name: str, count: int, rounds: int) -> dict[str, Any]:
-    """One set of captions: the seconds of each round and what bounds them."""
+    """Measure one set of captions: seconds of each round, and bounds."""
     use_one_core()
     tools: dict[str, Callable[[list[str]], Tensor]] = {
         "clipkit": tokenize,

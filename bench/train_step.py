@@ -1,14 +1,14 @@
-"""How fast is a training step of clipkit beside open_clip's, at the same maths?
+"""Compare the speed of a training step with open_clip's, with the same mathematics.
 
     python bench/train_step.py [--model ViT-B-32] [--batch-size 32] [--rounds 5]
 
-Both train the same weights on the same pictures and captions (16 tokens on average, start and end included),
-each as its own trainer does it: open_clip with captions padded to 77, its loss and its AdamW; clipkit with its
-loss and AdamW. Steps alternate, so that a machine that slows down slows both; before that, one batch's loss
-and gradients are compared. Loading is left out on both sides. The ratio is of medians.
+Both train the same weights on the same images and captions (16 tokens on average, including start and end),
+like their own trainers: open_clip with captions padded to 77, its loss and AdamW; clipkit with its loss and
+AdamW. Steps alternate, so that changes in machine load affect both. Loss and gradients of one batch are
+compared first. Data loading is excluded. The ratio is a ratio of medians.
 
-What bounds it: both are matrix products in fp32. The result carries the rate that a plain product of 1,024 ×
-1,024 matrices reaches in the same run, and the rate of the step counted in useful model FLOPs (no padding).
+Bound: both are matrix products in fp32. The result includes the rate of a plain product of 1,024 × 1,024
+matrices in the same run, and the rate of the step in useful model FLOPs (without padding).
 """
 
 import argparse
@@ -40,7 +40,7 @@ CONFIG = OptimConfig(lr=1e-5, warmup=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """One batch for both: uint8 pictures for clipkit, normalized ones as open_clip's loader gives them."""
+    """One batch for both: uint8 images for clipkit, normalized images as from open_clip's loader."""
 
     images: Tensor  # (B, 3, S, S) uint8
     normalized: Tensor  # (B, 3, S, S) float32
@@ -48,7 +48,7 @@ class Pairs:
 
 
 def make_pairs(shape: Architecture, batch_size: int) -> Pairs:
-    """Random pictures, and random captions of 16 tokens on average, from 4 to 77."""
+    """Generate random images and captions of 16 tokens on average, from 4 to 77."""
     random = torch.Generator().manual_seed(0)
     side = shape.vision.image_size
     images = torch.randint(0, 256, (batch_size, 3, side, side), dtype=torch.uint8, generator=random)
@@ -77,7 +77,7 @@ def clipkit_step(model: clipkit.CLIP, pairs: Pairs) -> tuple[Callable[[], Tensor
 
 
 def open_clip_step(model: Any, pairs: Pairs) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
-    """As open_clip's trainer: the same two groups of parameters, AdamW with its defaults."""
+    """A step like open_clip's trainer: the same two parameter groups, AdamW with its defaults."""
     loss_of = open_clip.ClipLoss()
     plain = [p for name, p in model.named_parameters() if p.ndim < 2 or "logit_scale" in name]
     decayed = [p for name, p in model.named_parameters() if not (p.ndim < 2 or "logit_scale" in name)]
@@ -98,7 +98,7 @@ def open_clip_step(model: Any, pairs: Pairs) -> tuple[Callable[[], Tensor], torc
 
 
 def compare(ours: tuple[Any, Tensor], theirs: tuple[Any, Tensor]) -> dict[str, float]:
-    """The difference of the losses, and the largest difference of any gradient relative to its norm."""
+    """Return the difference of the losses, and the largest difference of a gradient relative to its norm."""
     gradients = dict(theirs[0].named_parameters())
     worst = 0.0
     for name, parameter in ours[0].named_parameters():
@@ -108,7 +108,7 @@ def compare(ours: tuple[Any, Tensor], theirs: tuple[Any, Tensor]) -> dict[str, f
 
 
 def gemm_rate() -> float:
-    """FLOP/s of a 1,024 × 1,024 matrix product in fp32."""
+    """Measure FLOP/s of a 1,024 × 1,024 matrix product in fp32."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     times = []
     for _ in range(15):
@@ -119,7 +119,7 @@ def gemm_rate() -> float:
 
 
 def useful_flops(shape: Architecture, tokens: Tensor) -> float:
-    """FLOPs of one step's forward and backward over the batch, captions counted to their true length."""
+    """FLOPs of one forward and backward pass over the batch, with captions at their true length."""
 
     def tower(width: int, layers: int, length: float) -> float:
         return layers * (24 * width**2 * length + 4 * width * length**2)
@@ -133,7 +133,7 @@ def useful_flops(shape: Architecture, tokens: Tensor) -> float:
 
 
 def timed(gradients: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """Seconds of a whole step, and of the optimizer in it."""
+    """Measure seconds of a complete step, and of its optimizer update."""
     began = time.perf_counter()
     gradients()
     middle = time.perf_counter()
@@ -156,7 +156,7 @@ def main() -> None:
     steps = {"clipkit": clipkit_step(ours, pairs), "open_clip": open_clip_step(theirs, pairs)}
     difference = compare((ours, steps["clipkit"][0]()), (theirs, steps["open_clip"][0]()))
     for gradients, optimizer in steps.values():
-        timed(gradients, optimizer)  # the optimizers make their state
+        timed(gradients, optimizer)  # creates the optimizer state
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     rates = []
     for number in range(options.rounds):
@@ -175,7 +175,7 @@ def report(
     seconds: dict[str, list[tuple[float, float]]],
     rate: float,
 ) -> None:
-    """Print the outcome and keep it as JSON."""
+    """Print the result and write it as JSON."""
     medians = {name: statistics.median(whole for whole, _ in times) for name, times in seconds.items()}
     useful = useful_flops(shape, pairs.tokens)
     result = {
