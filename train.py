@@ -93,12 +93,11 @@ from clipkit.training.parallel import (
     without_values,
 )
 from clipkit.training.step import Teacher, TrainingStep, check_rows
-from data.augment import require_nvjpeg
+from data.augment import Augmentation, require_nvjpeg
 from data.loader import (
     DeviceBatches,
     Loader,
     Starvation,
-    augmentation_of,
     open_training_data,
     other_data,
     other_teacher,
@@ -215,7 +214,7 @@ def main() -> int:
             order=order,
             image_size=shape.vision.image_size,
             tokenize=model.tokenizer,
-            augmentation=augmentation_of(config.data),
+            augmentation=Augmentation.of(config.data),
             decoding=model.preprocess.decoding,
             rank=rank,
             world=world,

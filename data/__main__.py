@@ -127,9 +127,11 @@ INSPECT_TEXT = """\
 SOURCE is what data.train takes: a folder, a tar, a brace pattern, a built-in
 corpus, or one of these at s3://, gs://, https:// or hf://. Where training
 would refuse a shard, this says so and goes on. Of many shards it looks into
-some, spread evenly, and says so.
+some, spread evenly, and says so. Settings of augmentation change the crops
+and how long they take.
 
   python -m data inspect pairs --html pairs.html
+  python -m data inspect pairs data.crop_scale=0.4 data.color_jitter=0.4
   python -m data inspect 'shards/{00000..00331}.tar' --samples 10000
   python -m data inspect pairs --filters 'width >= 256' --filters 'lang = en'
 """
@@ -213,14 +215,16 @@ def _inspect(parsed: argparse.Namespace) -> int:
     for out in (parsed.html, parsed.json):
         if out is not None and (not out.parent.is_dir() or out.is_dir()):
             raise DataError(f"cannot write {out}: name a file in a folder that exists")
+    from data.augment import Augmentation
     from data.inspect import inspect
     from data.inspect.findings import plain
     from data.inspect.report import page_of, print_table
     from data.remote.cache_folder import shard_cache
 
+    augmentation, sources = Augmentation.given(parsed.sources)
     with _Bars(shown=not parsed.quiet) as bars:
         found = inspect(
-            parsed.sources,
+            sources,
             split=parsed.split,
             samples=parsed.samples,
             shards=parsed.shards,
@@ -229,11 +233,12 @@ def _inspect(parsed: argparse.Namespace) -> int:
                 background=color_of(parsed.background) if parsed.background else None,
                 upright=bool(parsed.upright),
             ),
+            augmentation=augmentation,
             rate=parsed.rate,
             captions=[one.strip() for one in parsed.captions.split(",") if one.strip()] or ["txt"],
             filters=_filters(parsed.filters),
             batch_size=parsed.batch_size,
-            cache=shard_cache(parsed.sources, parsed.cache_gb),
+            cache=shard_cache(sources, parsed.cache_gb),
             progress=bars.show,
         )
     print_table(found)
@@ -330,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ClipkitError: a mistake that the user can mend.
     """
-    parsed = _parser().parse_args(arguments)
+    parsed = make_parser().parse_args(arguments)
     try:
         status: int = parsed.command(parsed)
     except KeyboardInterrupt:
@@ -344,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m data",
         description="Make, pack, index and look into data sets of WebDataset shards.",

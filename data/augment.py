@@ -1,15 +1,19 @@
 """What happens to a training picture by chance: a function of (seed, epoch, sample id) and nothing else."""
 
 import math
+import os
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from clipkit.config import DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.decode import decode_file, jpeg_orientation, jpeg_size
 from clipkit.files.traits import Decoding, Traits
@@ -55,11 +59,34 @@ class Augmentation:
             pixels by 0.9 (42 dB) and 0.3 (53 dB). See bench/decode.py.
     """
 
-    crop_scale: float = 0.9
-    flip: float = 0.0
-    color_jitter: float = 0.0
-    grayscale: float = 0.0
-    scaled_decode: bool = False
+    crop_scale: float = DataConfig.crop_scale
+    flip: float = DataConfig.flip
+    color_jitter: float = DataConfig.color_jitter
+    grayscale: float = DataConfig.grayscale
+    scaled_decode: bool = DataConfig.scaled_decode
+
+    @classmethod
+    def of(cls, settings: DataConfig) -> "Augmentation":
+        """Take every field from the setting of the same name."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    @classmethod
+    def given(cls, words: Sequence[str]) -> "tuple[Augmentation, list[str]]":
+        """Take the settings ``data.NAME=VALUE`` out of a command's arguments.
+
+        Returns:
+            The augmentation, and the other words.
+
+        Raises:
+            ConfigError: a setting is unknown, invalid, or not one of augmentation.
+        """
+        overrides = [word for word in words if re.match(r"data\.\w+=", word)]
+        known = [f"data.{field.name}" for field in fields(cls)]
+        settings = load_config(Path(os.devnull), overrides).data
+        for name in (word.partition("=")[0] for word in overrides):
+            if name not in known:
+                raise ConfigError(f"{name} has no effect here: only {', '.join(known)} have")
+        return cls.of(settings), [word for word in words if word not in overrides]
 
 
 _AS_OPEN_CLIP = Decoding()

@@ -71,7 +71,6 @@ __all__ = [
     "Stage",
     "Starvation",
     "Workers",
-    "augmentation_of",
     "caption_hash",
     "check_stages",
     "leave_signals_to_the_trainer",
@@ -484,17 +483,6 @@ def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Pac
     if settings.upright == "auto" and packed.upright:
         chosen = replace(chosen, upright=True)
     return chosen
-
-
-def augmentation_of(settings: DataConfig) -> Augmentation:
-    """How pictures are varied."""
-    return Augmentation(
-        crop_scale=settings.crop_scale,
-        flip=settings.flip,
-        color_jitter=settings.color_jitter,
-        grayscale=settings.grayscale,
-        scaled_decode=settings.scaled_decode,
-    )
 
 
 def other_data(run: Path, what: str) -> CheckpointError:

@@ -511,9 +511,10 @@ def _caption(rule: CaptionRule, members: list[bytes | None]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """How samples are made: the side of the crop in pixels, decoding, where captions are, the seed of the crops."""
+    """How samples are made: side of the crop in pixels, augmentation, decoding, caption fields, seed."""
 
     image_size: int
+    augmentation: Augmentation = field(default_factory=Augmentation)
     decoding: Decoding = field(default_factory=Decoding)
     captions: CaptionRule
     seed: int = 0
@@ -543,7 +544,7 @@ def _prepare(trial: Trial, data: bytes, rest: list[bytes | None], how: Making, e
         traits = training_pixels(
             data,
             image_size=how.image_size,
-            augmentation=Augmentation(),
+            augmentation=how.augmentation,
             random=random_of(how.seed, trial.row),
             out=crop,
             decoding=how.decoding,

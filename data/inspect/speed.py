@@ -26,9 +26,10 @@ _MEMORY_EVERY = 0.5  # seconds
 SPEED_TEXT = """\
 Runs the training's own loader, with nothing behind it: shards are read,
 pictures decoded and cropped, captions tokenized, batches put together.
-SOURCE is what data.train takes.
+SOURCE is what data.train takes; settings of augmentation may follow.
 
   python -m data speed pairs --workers 0,2,4,8
+  python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
 """
 
 
@@ -65,7 +66,7 @@ def add_speed(commands: "argparse._SubParsersAction[Parser]") -> None:
         "speed",
         help="measure how fast batches are made",
         description="Measure how fast batches are made.\n\n" + SPEED_TEXT,
-        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...]",
+        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("sources", metavar="SOURCE", nargs="*")
@@ -115,7 +116,7 @@ def _speed(parsed: argparse.Namespace) -> int:
     numbers = _worker_numbers(_own_words(parsed))
     if not parsed.sources:
         raise ConfigError("no SOURCE is given: python -m data speed SOURCE")
-    loader, bytes_per_sample = _loader(parsed)
+    loader, bytes_per_sample = make_loader(parsed)
     found = []
     for workers in numbers:
         if not parsed.quiet:
@@ -152,7 +153,7 @@ def _worker_numbers(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
+def make_loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
     """The loader as a training would make it, and the bytes of a sample in its shard."""
     from clipkit.files.count import CountProgress
     from clipkit.model.tokenizer import ClipTokenizer
@@ -165,8 +166,9 @@ def _loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
     from data.shards.samples import Shards
     from data.shards.sources import find_shards
 
-    sources = [find_shards(source, split=parsed.split) for source in parsed.sources]
-    cache = shard_cache(parsed.sources, parsed.cache_gb)
+    augmentation, names = Augmentation.given(parsed.sources)
+    sources = [find_shards(source, split=parsed.split) for source in names]
+    cache = shard_cache(names, parsed.cache_gb)
     selection = Selection()
     with CountProgress("counting shards", total=sum(map(len, sources)), shown=not parsed.quiet) as progress:
         manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
@@ -176,7 +178,7 @@ def _loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
         order=Order(shards.counts, seed=0, batch_size=max(1, min(parsed.batch_size, len(shards)))),
         image_size=parsed.image_size,
         tokenize=ClipTokenizer(),
-        augmentation=Augmentation(scaled_decode=parsed.scaled_decode),
+        augmentation=replace(augmentation, scaled_decode=augmentation.scaled_decode or parsed.scaled_decode),
     )
     return loader, float(manifest.sizes.clip(min=0).sum()) / max(1, len(shards))
 

@@ -22,6 +22,7 @@ from clipkit.files.decode import decode_image, jpeg_size
 from clipkit.files.traits import Decoding
 from clipkit.files.urls import shown
 from clipkit.model.tokenizer import CONTEXT_LENGTH, END_OF_TEXT, tokenize
+from data.augment import Augmentation
 from data.captions import NOT_UTF8, TEXT, CaptionRule, Filter, Selection, field_hint, leaf_fields
 from data.inspect.findings import (
     Captions,
@@ -529,6 +530,7 @@ def inspect(
     shards: int = 0,
     image_size: int = 224,
     decoding: Decoding | None = None,
+    augmentation: Augmentation | None = None,
     rate: float = 1000.0,
     captions: Sequence[str] = ("txt",),
     filters: Sequence[str] = (),
@@ -548,6 +550,7 @@ def inspect(
         shards: how many are looked into at most, spread evenly over all; 0 takes 64, and 32 if they are remote.
         image_size: of the model, in pixels.
         decoding: what is done about transparency and orientation; None as open_clip.
+        augmentation: of the crops on the contact sheet, and of those whose time is measured; None for the defaults.
         rate: samples a second that one GPU takes.
         captions: where they are, as ``data.captions`` names it.
         filters: conditions on the json, as ``data.filters`` has them; what they leave is counted, and nothing else
@@ -567,7 +570,7 @@ def inspect(
     course = Course(list_shards(sources, split=split), captions, cache)
     course.look(shards, progress)
     pictures, texts = PictureSurvey(image_size), CaptionSurvey(CONTEXT_LENGTH)
-    trials = Trials(course, course.spread(samples), image_size, decoding)
+    trials = Trials(course, course.spread(samples), image_size, decoding, augmentation)
     _read(trials, pictures, texts, fields, progress)
     return Findings(
         sources=tuple(map(shown, sources)),

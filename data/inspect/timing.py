@@ -17,7 +17,7 @@ import torch
 from clipkit.errors import DataError
 from clipkit.files.traits import Decoding
 from clipkit.model.tokenizer import tokenize
-from data.augment import random_of
+from data.augment import Augmentation, preload, random_of
 from data.captions import TEXT, CaptionRule, Selection
 from data.inspect.findings import BadCause, Broken, Names, Place, Sampled, ShardsFound, Speed, Stated, wilson
 from data.inspect.samples import (
@@ -382,11 +382,19 @@ class Trials:
     """Samples tried one after the other, read and decoded by several threads."""
 
     def __init__(
-        self, course: Course, spots: list[Spot], image_size: int, decoding: Decoding | None = None
+        self,
+        course: Course,
+        spots: list[Spot],
+        image_size: int,
+        decoding: Decoding | None = None,
+        augmentation: Augmentation | None = None,
     ) -> None:
         self.course, self.spots = course, spots
         self.how = Making(
-            image_size=image_size, captions=course.selection.captions, decoding=decoding or Decoding()
+            image_size=image_size,
+            captions=course.selection.captions,
+            decoding=decoding or Decoding(),
+            augmentation=augmentation or Augmentation(),
         )
         self.tried = 0
         self.bad: list[Trial] = []
@@ -397,10 +405,7 @@ class Trials:
 
     def run(self, progress: Progress | None) -> Iterator[Trial]:
         """Each of them in order; DataError if the first are all bad."""
-        import simplejpeg  # noqa: F401
-        from PIL import Image
-
-        Image.init()  # and no more: what changes colours would take seconds to import, and nothing here does
+        preload(self.how.augmentation)
         tokenize(["the first text loads the vocabulary"])
         self._time_reading()
         threads = torch.get_num_threads()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clipkit import __main__
 from clipkit.errors import ConfigError, Parser, number, whole
-from data.__main__ import _parser as data_parser
+from data.__main__ import make_parser as data_parser
 from eval.__main__ import _parser as eval_parser
 
 ABSURD = ("-1", "-9999999", "9" * 30, "nan", "inf", "1e400", "one", "", "0x10", "²")

@@ -19,6 +19,7 @@ from PIL import Image
 from clipkit.errors import ConfigError, DataError, run_command
 from clipkit.files.traits import Decoding
 from data.__main__ import main
+from data.augment import Augmentation
 from data.inspect import inspect
 from data.inspect.report import notes, page_of
 from data.inspect.survey import token_counts
@@ -478,3 +479,12 @@ def test_transparent_and_rotated_images_are_found_with_what_to_set(tmp_path: Pat
     none = look([str(tmp_path / "plain")])
     assert row(none, "pictures", "transparent") == row(none, "pictures", "rotated by EXIF") == "none"
     json.dumps(chosen.to_dict())
+
+
+def test_the_contact_sheet_shows_the_augmentation(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", pairs(0, 4))
+    for augmentation, grey in ((Augmentation(), False), (Augmentation(grayscale=1.0), True)):
+        found = look([str(tmp_path)], augmentation=augmentation)
+        for entry in found.sheet:
+            pixels = np.asarray(Image.open(io.BytesIO(entry.picture)).convert("RGB")).astype(int)
+            assert (np.ptp(pixels, axis=2).max() <= 4) == grey  # WebP rounds

@@ -3,19 +3,25 @@
 import io
 import json
 import multiprocessing
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from clipkit.errors import run_command
-from data.__main__ import main
+from clipkit.config import DataConfig
+from clipkit.errors import ConfigError, run_command
+from data.__main__ import main, make_parser
+from data.augment import Augmentation
+from data.inspect.speed import make_loader
 from data.shards.writer import DatasetWriter, Record
 
 REPOSITORY = Path(__file__).parents[3]
@@ -116,3 +122,32 @@ def test_ctrl_c_ends_it_with_a_line(shards: str) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.splitlines()[-1].startswith("stopped")
+
+
+@pytest.mark.parametrize(
+    ("word", "changed"),
+    [
+        ("data.crop_scale=0.3", {"crop_scale": 0.3}),
+        ("data.flip=0.5", {"flip": 0.5}),
+        ("data.color_jitter=0.4", {"color_jitter": 0.4}),
+        ("data.grayscale=1", {"grayscale": 1.0}),
+        ("data.scaled_decode=true", {"scaled_decode": True}),
+        ("--scaled-decode", {"scaled_decode": True}),
+    ],
+)
+def test_every_setting_of_augmentation_reaches_the_loader(
+    shards: str, word: str, changed: dict[str, Any]
+) -> None:
+    loader, _ = make_loader(make_parser().parse_args(["speed", "--quiet", shards, word]))
+    assert loader.augmentation == replace(Augmentation.of(DataConfig()), **changed)
+    assert {one.name for one in fields(Augmentation)} >= changed.keys()
+
+
+def test_settings_that_a_measurement_would_ignore_are_refused(shards: str) -> None:
+    for word, message in [
+        ("data.window=3", "data.window has no effect here: only data.crop_scale, "),
+        ("data.crop_scal=1", "data.crop_scal is unknown: did you mean 'data.crop_scale'"),
+        ("data.flip=2", "data.flip"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            main(["speed", shards, word, "--quiet"])
