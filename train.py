@@ -47,7 +47,7 @@ from clipkit.errors import (
 from clipkit.files.traits import TraitCounts
 from clipkit.files.urls import shown, without_secrets
 from clipkit.formats.checkpoint import latest_checkpoint, passed_over
-from clipkit.model.architectures import Architecture, ClassTable
+from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP, MAX_LOGIT_SCALE
 from clipkit.training import guards
 from clipkit.training.build import Unfreezing, first_model, flops_of_steps, lock, scored_weights, shape_of
@@ -158,7 +158,7 @@ def main() -> int:
         packed = packed_images(config.data, shards.manifest, chief=chief, share=distributed.bytes_of_chief)
         datasets = open_datasets(config.eval.data)
         for dataset in datasets:
-            check_tasks(dataset, classes=shape.text.names if isinstance(shape.text, ClassTable) else ())
+            check_tasks(dataset, classes=shape.text.classes)
         order = Order(
             shards.counts,
             seed=config.seed,

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.formats.load import from_open_clip_tensors
-from clipkit.model.architectures import TextTower
 from clipkit.model.clip import CLIP
 from clipkit.model.names import from_open_clip, open_clip_config
 
@@ -105,7 +104,8 @@ def build_theirs(config: Mapping[str, Any], *, seed: int) -> Any:
 def random_tokens(model: CLIP, batch: int, length: int, generator: torch.Generator) -> Tensor:
     """Return (B, L) token ids: texts of several lengths for CLIP's tokenizer, full length for others."""
     text = model.architecture.text
-    vocabulary = text.vocab_size if isinstance(text, TextTower) else text.config.get("vocab_size", 49408)  # type: ignore[union-attr]
+    config = text.open_clip_config() if text.plain else getattr(text, "config", {})
+    vocabulary = int(config.get("vocab_size", 49408))
     tokens = torch.randint(1, min(vocabulary, END_OF_TEXT) - 1, (batch, length), generator=generator)
     if vocabulary == END_OF_TEXT + 1:
         for row in range(batch):

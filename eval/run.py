@@ -16,7 +16,6 @@ from clipkit import CLIP
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import is_complete, model_hash
-from clipkit.model.architectures import ClassTable, VisionTower
 from clipkit.model.flops import counted_flops, image_flops
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.datasets.targets import Target
@@ -218,8 +217,7 @@ def _planned(
 ) -> list[_Work]:
     """Each task on each dataset that has what it needs; the others are told in ``scored``."""
     model, works = encoder.model, []
-    text = model.architecture.text
-    classes = text.names if isinstance(text, ClassTable) else ()
+    classes = model.architecture.text.classes
     for target in targets:
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
         for task in dict.fromkeys(tasks or _main_task(target)):
@@ -306,12 +304,10 @@ def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _gflops(model: CLIP) -> float | None:
     """Of one picture through the image tower, in 10⁹ FLOPs; None where that cannot be counted."""
-    if isinstance(model.architecture.vision, VisionTower):
-        flops = image_flops(model.architecture)
-    elif (counted := counted_flops(model)) is not None:
-        flops = counted["image"]
-    else:
+    counted = counted_flops(model)
+    if counted is None:
         return None
+    flops = counted.get("image") or image_flops(model.architecture)
     return float(f"{flops.forward / 1e9:.4g}")
 
 

@@ -91,7 +91,7 @@ def ends(started: "Sequence[Future[Ended]]", status: int = 0) -> list[str]:
     return said
 
 
-def write_pairs(folder: Path, samples: int = SAMPLES) -> Path:
+def write_pairs(folder: Path, samples: int = SAMPLES, *, split: str = "train") -> Path:
     """Pictures of noise with captions, every fourth of which is that of the picture before."""
     noise = np.random.default_rng(0)
     with DatasetWriter(folder, samples_per_shard=20) as writer:
@@ -99,7 +99,7 @@ def write_pairs(folder: Path, samples: int = SAMPLES) -> Path:
             pixels = np.ascontiguousarray(noise.integers(0, 256, (20, 24, 3), dtype=np.uint8))
             caption = f"noise {i - (i % 4 == 3)}"
             image = simplejpeg.encode_jpeg(pixels)
-            writer.write("train", Record(key=f"{i:04d}", image=image, extension="jpg", caption=caption))
+            writer.write(split, Record(key=f"{i:04d}", image=image, extension="jpg", caption=caption))
         writer.finish({"name": folder.name})
     return folder
 

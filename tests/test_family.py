@@ -21,7 +21,7 @@ from bench.parity import compare
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import load_model
-from clipkit.model.architectures import ARCHITECTURES, Architecture, TimmVision, VisionTower
+from clipkit.model import ARCHITECTURES, Architecture, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import architecture, check_names, from_open_clip, open_clip_config, to_open_clip
 from clipkit.objectives.clip import clip_loss

@@ -11,18 +11,6 @@ from typing import Any
 from clipkit import __version__
 from clipkit.export.checks import TEXTS
 from clipkit.files.urls import without_secrets
-from clipkit.model.architectures import (
-    BagOfWords,
-    ClassTable,
-    OpenClipText,
-    OpenClipVision,
-    Text,
-    TextTower,
-    TimmVision,
-    TransformersText,
-    Vision,
-    VisionTower,
-)
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
 
@@ -323,7 +311,7 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
         name: of the folder it is exported to, by which the examples call it.
     """
     parts = [
-        _front_matter(list(targets), classes=isinstance(model.architecture.text, ClassTable)),
+        _front_matter(list(targets), classes=bool(model.architecture.text.classes)),
         f"# {name}",
         _what_it_is(model, source),
         "## Architecture\n\n" + _architecture(model),
@@ -358,7 +346,7 @@ def _what_it_is(model: CLIP, source: Source) -> str:
     text = (
         "The image encoder of a CLIP model ([Radford et al. 2021](https://arxiv.org/abs/2103.00020)) with a head "
         "of classes in the text encoder's place: a picture is of the class whose row lies nearest to it."
-        if isinstance(model.architecture.text, ClassTable)
+        if model.architecture.text.classes
         else "A CLIP model ([Radford et al. 2021](https://arxiv.org/abs/2103.00020)): an image encoder and a text "
         "encoder into one space, in which a picture lies near the texts that fit it."
     )
@@ -373,10 +361,13 @@ def _architecture(model: CLIP) -> str:
     shape = model.architecture
     visual = sum(parameter.numel() for parameter in model.visual.parameters())
     every = sum(parameter.numel() for parameter in model.parameters())
-    read = "" if isinstance(shape.text, ClassTable) else f", up to {shape.text.context_length} tokens"
+    read = "" if shape.text.classes else f", up to {shape.text.context_length} tokens"
     rows = [
-        ("image tower", f"{_tower(shape.vision)}, {shape.vision.image_size} pixels, {visual:,} parameters"),
-        ("text tower", f"{_tower(shape.text)}{read}, {every - visual:,} parameters"),
+        (
+            "image tower",
+            f"{shape.vision.description}, {shape.vision.image_size} pixels, {visual:,} parameters",
+        ),
+        ("text tower", f"{shape.text.description}{read}, {every - visual:,} parameters"),
         ("activation", "QuickGELU" if shape.quick_gelu else "GELU"),
         ("embedding", f"{shape.embed_dim} numbers, unit norm"),
         ("exp(t), by which similarities are multiplied", f"{float(model.logit_scale.detach().exp()):.4f}"),
@@ -386,30 +377,6 @@ def _architecture(model: CLIP) -> str:
     if model.logit_bias is not None:
         rows.append(("added to similarities", f"{float(model.logit_bias.detach()):.4f}"))
     return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
-
-
-def _tower(tower: Vision | Text) -> str:
-    match tower:
-        case VisionTower():
-            return (
-                f"ViT with patches of {tower.patch_size} pixels, {tower.layers} layers, width {tower.width}, "
-                f"{tower.heads} heads"
-            )
-        case TextTower():
-            return f"causal transformer, {tower.layers} layers, width {tower.width}, {tower.heads} heads"
-        case ClassTable():
-            return f"a row for each of {len(tower.names)} classes"
-        case BagOfWords():
-            return f"mean of token embeddings, width {tower.width}"
-        case TimmVision():
-            return f"timm's `{tower.name}`"
-        case OpenClipVision():
-            backbone = tower.config.get("timm_model_name")
-            return f"timm's `{backbone}`" if backbone else "a tower of open_clip"
-        case OpenClipText():
-            return "a tower of open_clip"
-        case TransformersText():
-            return f"transformers' `{tower.config.get('model_type', 'encoder')}`"
 
 
 def _preprocessing(model: CLIP) -> str:
@@ -424,7 +391,7 @@ def _preprocessing(model: CLIP) -> str:
     own = isinstance(model.tokenizer, ClipTokenizer)
     tokens = "CLIP's byte-pair encoding, lower case" if own else "the tokenizer that lies beside the weights"
     texts = f"{tokens}, cut to {model.architecture.text.context_length} tokens."
-    if isinstance(model.architecture.text, ClassTable):
+    if model.architecture.text.classes:
         texts = "the names of its classes, and no other."
     first = f"\n\n{todo}" if (todo := by_caller(model)) else ""
     return (

@@ -26,7 +26,6 @@ from clipkit.errors import ConfigError
 from clipkit.export.checks import Samples, difference, texts_of
 from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
-from clipkit.model.architectures import ClassTable, OpenClipText
 from clipkit.model.clip import CLIP
 
 __all__ = ["OPSET", "check", "obstacle", "write"]
@@ -99,8 +98,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     pixels = torch.zeros(2, 3, size, size)
     tokens = model.tokenizer(texts_of(model)[:2])
     text = _OwnTextEncoder(model) if model.text is None else _TextEncoder(model)
-    classes = isinstance(model.architecture.text, ClassTable)
-    any_length = not classes and not isinstance(model.architecture.text, OpenClipText)
+    classes, any_length = model.architecture.text.classes, model.architecture.text.any_length
     lengths = {0: "batch", 1: "tokens"} if any_length else {0: "batch"}
     names = _graph(
         _ImageEncoder(model), pixels, {0: "batch"}, ("pixel_values", "image_embeds"), folder / VISUAL
@@ -114,7 +112,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 def _config(model: CLIP, any_length: bool) -> dict[str, Any]:
     size, text = model.preprocess.image_size, model.architecture.text
     length = text.context_length
-    classes = list(text.names) if isinstance(text, ClassTable) else None
+    classes = list(text.classes) or None
     shape = ["batch", "tokens" if any_length else length]
     return {
         "opset": OPSET,

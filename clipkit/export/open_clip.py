@@ -17,7 +17,6 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 from clipkit.export.checks import Samples, difference
 from clipkit.files.open_clip import load_folder
-from clipkit.model.architectures import OpenClipText
 from clipkit.model.clip import CLIP
 from clipkit.model.names import to_open_clip
 from clipkit.model.tokenizer import LibraryTokenizer, TransformersTokenizer
@@ -48,10 +47,8 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     """
     config = to_open_clip(model.architecture)
     names = store_tokenizer(model, folder)
-    text = model.architecture.text
-    if isinstance(text, OpenClipText) and names:
+    if names and (given := config["text_cfg"].get("hf_tokenizer_name")):
         # from a local folder open_clip reads what lies beside the config, whatever name is given here
-        given = str(text.config["hf_tokenizer_name"])
         name = folder.name if Path(given).exists() else given
         config["text_cfg"] = {**config["text_cfg"], "hf_tokenizer_name": name}
     preprocess = model.preprocess.to_dict()

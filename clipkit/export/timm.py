@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from clipkit.export.checks import Samples, difference
-from clipkit.model.architectures import Architecture, OpenClipVision, TimmVision, VisionTower
+from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 
 __all__ = ["check", "obstacle", "timm_name", "write"]
@@ -53,10 +53,10 @@ class _Backbone:
 def obstacle(model: CLIP) -> str:
     """Why timm cannot have this model's image tower, or ""."""
     vision = model.architecture.vision
-    if isinstance(vision, VisionTower):
+    if vision.plain is not None:
         return ""
-    if isinstance(vision, OpenClipVision) and not vision.config.get("timm_model_name"):
-        return "timm has no image tower like this one of open_clip's own"
+    if vision.timm_model() is None:
+        return f"timm has no image tower like this one ({vision.description})"
     head = model.visual.get_submodule("head")
     own = [name for name, layer in head.named_children() if not isinstance(layer, nn.Dropout)]
     if own not in ([], ["proj"]) or not all(isinstance(head.get_submodule(name), nn.Linear) for name in own):
@@ -81,8 +81,8 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     import timm
 
     visual = {name.removeprefix("visual."): t for name, t in tensors.items() if name.startswith("visual.")}
-    own = isinstance(model.architecture.vision, VisionTower)
-    backbone = _own_tower(model, visual) if own else _library_tower(model, visual)
+    plain = model.architecture.vision.plain is not None
+    backbone = _own_tower(model, visual) if plain else _library_tower(model, visual)
     known, preprocess = timm.get_pretrained_cfg(backbone.name), model.preprocess
     size = preprocess.image_size
     config = {
@@ -110,8 +110,8 @@ def timm_name(shape: Architecture) -> tuple[str, dict[str, Any]]:
     """The name in timm of an architecture's plain ViT, and what else it must be given to have that shape."""
     import timm
 
-    vision = shape.vision
-    assert isinstance(vision, VisionTower)
+    vision = shape.vision.plain
+    assert vision is not None
     kind = "clip_quickgelu" if shape.quick_gelu else "clip"
     size = _SIZES.get((vision.width, vision.layers, vision.heads), "")
     name = f"vit_{size}_patch{vision.patch_size}_{kind}_{vision.image_size}"
@@ -145,7 +145,9 @@ def _own_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
 
 
 def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
-    name, arguments = _origin(model)
+    origin = model.architecture.vision.timm_model()
+    assert origin is not None
+    name, arguments = origin
     tensors = {key.removeprefix("trunk."): t for key, t in visual.items() if key.startswith("trunk.")}
     if (
         arguments.get("global_pool") == "token"
@@ -162,20 +164,6 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
         # copies, as two classifiers must not lie in one memory when they are stored
         tensors |= {f"{place}.weight": visual["head.proj.weight"].clone(), f"{place}.bias": bias.clone()}
     return backbone
-
-
-def _origin(model: CLIP) -> tuple[str, dict[str, Any]]:
-    """The name by which timm built the image tower, and what it was given beside."""
-    import timm
-
-    vision = model.architecture.vision
-    if isinstance(vision, TimmVision):
-        known = timm.get_pretrained_cfg(vision.name)
-        size = {"img_size": vision.image_size} if known is not None and known.fixed_input_size else {}
-        return vision.name, {**vision.options, **size}
-    assert isinstance(vision, OpenClipVision)
-    pool = vision.config.get("timm_pool", "avg")
-    return str(vision.config["timm_model_name"]), {"global_pool": pool} if pool else {}
 
 
 def _build(backbone: _Backbone) -> nn.Module:

@@ -31,7 +31,6 @@ from torch import Tensor
 from clipkit.export.checks import Samples, difference
 from clipkit.export.open_clip import store_tokenizer
 from clipkit.formats.transformers import to_transformers, transformers_configs
-from clipkit.model.architectures import TextTower, VisionTower
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import (
     ANY_END,
@@ -59,17 +58,17 @@ _MODULES = "sentence_transformers.base.modules"
 def obstacle(model: CLIP) -> str:
     """Why transformers' ``CLIPModel`` cannot have this model, or ""."""
     shape = model.architecture
-    for tower, plain in ((shape.vision, VisionTower), (shape.text, TextTower)):
-        if not isinstance(tower, plain):
-            return f"transformers' CLIPModel has no tower of the kind {type(tower).__name__}"
+    for tower in (shape.vision, shape.text):
+        if tower.plain is None:
+            return f"transformers' CLIPModel has no tower like this one ({tower.description})"
     if shape.logit_bias:
         return "transformers' CLIPModel has no logit_bias"
     if model.preprocess.resize_mode == "longest":
         return "transformers' CLIPImageProcessor cannot resize the longer side and add a border"
-    assert isinstance(shape.text, TextTower)
+    _, text = shape.own_towers()
     if isinstance(model.tokenizer, TransformersTokenizer):
         return ""
-    if not isinstance(model.tokenizer, ClipTokenizer) or shape.text.vocab_size <= END_OF_TEXT:
+    if not isinstance(model.tokenizer, ClipTokenizer) or text.vocab_size <= END_OF_TEXT:
         return "transformers' CLIPTokenizer needs CLIP's 49,408 tokens"
     return ""
 

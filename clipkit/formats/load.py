@@ -30,16 +30,7 @@ from clipkit.formats.open_clip import TrainingRecord, newest_epoch, training_rec
 from clipkit.formats.shapes import OPENAI_MARKS, check_claims, fitting_names, inferred, own_names
 from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
 from clipkit.formats.weights import read_weights
-from clipkit.model.architectures import (
-    ARCHITECTURES,
-    QUICKGELU,
-    Architecture,
-    ClassTable,
-    OpenClipText,
-    Text,
-    TextTower,
-    TransformersText,
-)  # fmt: skip
+from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.names import OPEN_CLIP, architecture, check_names, from_open_clip, open_clip_config
 from clipkit.model.preprocess import Preprocess
@@ -53,8 +44,6 @@ _OPEN_CLIP_WEIGHTS = (
 _TRANSFORMERS_WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-# settings of a text tower's tokenizer that run nothing
-_TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}
 _NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
 _FIRST_NUMBERS = 2**18
 _LARGEST_JSON = 16 * 2**20
@@ -163,36 +152,11 @@ def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -
     with _naming(folder):
         shape = from_open_clip(model_config)
         _agree(wanted, shape, folder)
-        shape = replace(shape, text=_with_tokenizer(shape.text, folder))
+        shape = replace(shape, text=shape.text.with_tokenizer_in(folder))
     file = file or _first(folder, _OPEN_CLIP_WEIGHTS)
     model = _built(shape, read_weights(file).tensors, file, wanted, preprocess=preprocess)
     model.origin = f"open_clip folder {folder}"
     return model
-
-
-def _with_tokenizer(text: Text, folder: Path) -> Text:
-    """The text tower with the tokenizer that lies in the folder, where it is of another kind than CLIP's."""
-    lies_here = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    if isinstance(text, TransformersText):
-        return replace(text, model=str(folder)) if lies_here else text
-    if not isinstance(text, OpenClipText):
-        return text
-    source, mode, options = (
-        text.config.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")
-    )
-    if not isinstance(options or {}, dict) or (options or {}).keys() - _TOKENIZER_OPTIONS:
-        raise ConfigError(
-            f"tokenizer_kwargs = {options!r} is not one of {', '.join(sorted(_TOKENIZER_OPTIONS))}"
-        )
-    if not source:
-        if options:
-            raise ConfigError(
-                f"tokenizer_kwargs = {options!r} without hf_tokenizer_name is unknown to clipkit"
-            )
-        return text
-    if not isinstance(source, str) or mode not in (None, "", "clips"):
-        raise ConfigError(f"hf_tokenizer_name = {source!r} or tokenizer_mode = {mode!r} is unknown")
-    return replace(text, config={**text.config, "hf_tokenizer_name": str(folder)}) if lies_here else text
 
 
 def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
@@ -331,7 +295,7 @@ def from_open_clip_tensors(
         if value.dtype in _NO_WEIGHTS:
             raise CheckpointError(f"{origin}: {key} is of {value.dtype}; quantized weights are not read")
     shape = replace(shape, logit_bias="logit_bias" in tensors)
-    own = own_names(tensors, flat=isinstance(shape.text, TextTower))
+    own = own_names(tensors, flat=shape.text.plain is not None)
     check_claims(shape, own, origin=origin, resample=resample)
     return with_weights(
         shape, own, origin=origin, name=name, preprocess=preprocess, tokenizer=tokenizer, resample=resample
@@ -353,7 +317,7 @@ def _check_finite(model: CLIP) -> None:
 def _try_sizes(model: CLIP) -> None:
     """Towers of other libraries may have been built and yet take nothing of another size."""
     size, length = model.architecture.vision.image_size, model.architecture.text.context_length
-    token = 0 if isinstance(model.architecture.text, ClassTable) else 3  # a head may have one class only
+    token = 0 if model.architecture.text.classes else 3  # a head may have one class only
     tries: tuple[tuple[str, Callable[[], Tensor]], ...] = (
         (f"pictures of {size} pixels", lambda: model.encode_image(torch.zeros(1, 3, size, size))),
         (f"texts of {length} tokens", lambda: model.encode_text(torch.full((1, length), token))),

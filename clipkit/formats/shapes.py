@@ -15,7 +15,7 @@ from torch import Tensor
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.open_clip import config_files
 from clipkit.formats.checkpoint import check_weights
-from clipkit.model.architectures import ARCHITECTURES, Architecture, OpenClipVision, TextTower, VisionTower
+from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP
 from clipkit.model.names import OPEN_CLIP, from_open_clip, open_clip_config
 from clipkit.model.resample import fit_positions
@@ -153,18 +153,10 @@ def _resized(shape: Architecture, sizes: Mapping[str, int]) -> Architecture | No
 
 def _outline(shape: Architecture | None) -> tuple[Any, ...] | None:
     """What of an architecture the shapes of its tensors show; None where it is of another kind."""
-    if shape is None or not isinstance(text := shape.text, TextTower):
+    if shape is None or (text := shape.text.plain) is None or (seen := shape.vision.outline) is None:
         return None
-    vision = shape.vision
-    seen: tuple[Any, ...]
-    if isinstance(vision, VisionTower):
-        seen = (vision.patch_size, vision.width, vision.layers, int(vision.mlp_ratio * vision.width))
-    elif isinstance(vision, OpenClipVision) and isinstance(layers := vision.config.get("layers"), list):
-        seen = (layers, vision.config.get("width"))
-    else:
-        return None
-    words = (text.width, text.layers, text.context_length, text.vocab_size, int(text.mlp_ratio * text.width))
-    return (shape.embed_dim, vision.image_size, seen, words)
+    words = (text.width, text.layers, text.context_length, text.vocab_size, text.hidden)
+    return (shape.embed_dim, shape.vision.image_size, seen, words)
 
 
 def check_claims(
@@ -180,7 +172,8 @@ def check_claims(
     try:
         for tower in (shape.vision, shape.text):
             _check_depth(getattr(tower, "config", {}))
-        _check_positions(shape)
+        if (count := shape.vision.position_values) > _MOST_POSITIONS:
+            raise ConfigError(f"image_size, patch_size and width make a table of {count} positions")
         with torch.device("meta"):
             model = CLIP(shape)
     except _REFUSALS as error:
@@ -202,12 +195,3 @@ def _check_depth(value: object, name: str = "") -> None:
         count = sum(count for count in counts if isinstance(count, int))
         if count > _MOST_LAYERS:
             raise ConfigError(f"{name} = {value} is more than {_MOST_LAYERS}")
-
-
-def _check_positions(shape: Architecture) -> None:
-    if isinstance(vision := shape.vision, OpenClipVision):
-        patch, width = (vision.config.get(name) for name in ("patch_size", "width"))
-        if isinstance(patch, int) and isinstance(width, int) and patch > 0:
-            count = (vision.image_size // patch) ** 2 * width
-            if count > _MOST_POSITIONS:
-                raise ConfigError(f"image_size, patch_size and width make a table of {count} positions")

@@ -1,3 +1,37 @@
-"""The CLIP model: towers, architectures, tokenizer, preprocessing, and the zero-shot classifier."""
+"""The CLIP model: towers, architectures, tokenizer, preprocessing, and the zero-shot classifier.
 
-__all__: list[str] = []
+``IMAGE_TOWERS`` and ``TEXT_TOWERS`` register the kinds of towers by the name that is stored with weights. An entry
+is the class of the tower's architecture, which provides all that other code needs to know (``ImageArchitecture``,
+``TextArchitecture``). Importing this package does not import torch.
+"""
+
+from clipkit.model.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    BagOfWords,
+    ClassTable,
+    ImageArchitecture,
+    TextArchitecture,
+    TextTower,
+    VisionTower,
+)
+from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
+
+__all__ = [
+    "ARCHITECTURES", "IMAGE_TOWERS", "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable",
+    "ImageArchitecture", "OpenClipText", "OpenClipVision", "TextArchitecture", "TextTower", "TimmVision",
+    "TransformersText", "VisionTower",
+]  # fmt: skip
+
+IMAGE_TOWERS: dict[str, type[ImageArchitecture]] = {
+    "vit": VisionTower,
+    "open_clip_vision": OpenClipVision,
+    "timm": TimmVision,
+}
+TEXT_TOWERS: dict[str, type[TextArchitecture]] = {
+    "transformer": TextTower,
+    "bag_of_words": BagOfWords,
+    "class_table": ClassTable,
+    "open_clip_text": OpenClipText,
+    "transformers": TransformersText,
+}

@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, BagOfWords, ClassTable, TextTower, VisionTower
+from clipkit.model.architectures import Architecture, TextTower
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
 from clipkit.model.towers import (
-    BagOfWordsTower,
-    ClassTableTower,
     Packed,
     Transformer,
-    VisionTransformer,
     attention_by_length,
     attention_varlen,
     pack,
@@ -62,12 +59,12 @@ class CLIP(nn.Module):
         self.architecture, self.name, self.origin = shape, name, ""
         self.preprocess = preprocess or Preprocess(image_size=shape.vision.image_size)
         self.tokenizer = tokenizer or tokenizer_of(shape)
-        self.visual = _image_tower(shape)
+        self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text: nn.Module | None = None
-        if isinstance(shape.text, TextTower):
-            self._own_text_tower(shape.text)
+        if shape.text.plain is not None:
+            self._own_text_tower(shape.text.plain)
         else:
-            self.text = _text_tower(shape)
+            self.text = shape.text.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(()), requires_grad=False) if shape.logit_bias else None
         self.register_buffer("_mean", torch.empty(3, 1, 1), persistent=False)
@@ -95,8 +92,8 @@ class CLIP(nn.Module):
     def transformers(self) -> dict[str, Transformer]:
         """Those of clipkit's own towers, as "image" and "text"."""
         own: dict[str, Transformer] = {}
-        if isinstance(self.visual, VisionTransformer):
-            own["image"] = self.visual.transformer
+        if isinstance(transformer := getattr(self.visual, "transformer", None), Transformer):
+            own["image"] = transformer
         if self.text is None:
             own["text"] = self.transformer
         return own
@@ -143,10 +140,10 @@ class CLIP(nn.Module):
                 training; None for all.
 
         Raises:
-            ConfigError: ``patches`` with an image tower of another library.
+            ConfigError: ``patches`` with an image tower that cannot compute some patches only.
         """
         colours = (self.get_buffer("_mean"), self.get_buffer("_std")) if images.dtype == torch.uint8 else None
-        if isinstance(self.visual, VisionTransformer):
+        if self.architecture.vision.patches is not None:
             features = self.visual(images, patches, colours=colours)
         elif patches is not None:
             raise ConfigError("patch dropout needs an image tower of clipkit's own: a plain ViT")
@@ -234,18 +231,21 @@ class CLIP(nn.Module):
         With the published ones, a tenth of that, a short training sees a bag of patches: on 41,000 glyphs
         a 4-layer tower trained with labels reached 11% on held-out fonts instead of 27%.
         """
-        own_vision = self.visual if isinstance(self.visual, VisionTransformer) else None
-        if own_vision is not None:
-            _reset(own_vision)
+        vision, text = self.architecture.vision, self.architecture.text
+        own_text = [self.transformer, self.ln_final] if self.text is None else [self.text]
+        for tower in [*([self.visual] if vision.own else []), *(own_text if text.own else [])]:
+            for module in tower.modules():
+                if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
+                    module.reset_parameters()
+        if vision.own:
+            vision.initialize(self.visual, small_data=self.architecture.small_data)
         if self.text is None:
-            _reset(self.transformer)
-            self.ln_final.reset_parameters()
-        if own_vision is not None:
-            self._initialize_vision(own_vision)
-        if self.text is None:
-            self._initialize_text()
-        elif isinstance(self.text, BagOfWordsTower | ClassTableTower):
-            self.text.initialize()
+            nn.init.normal_(self.token_embedding.weight, std=0.02)
+            nn.init.normal_(self.positional_embedding, std=0.01)
+            nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
+            self.transformer.initialize()
+        elif text.own:
+            text.initialize(self.text, small_data=self.architecture.small_data)
         self.logit_scale.fill_(math.log(1 / 0.07))
         if self.logit_bias is not None:
             self.reset_bias()
@@ -260,79 +260,9 @@ class CLIP(nn.Module):
         self.logit_scale.fill_(math.log(10))
         self.logit_bias.fill_(-10)
 
-    def _initialize_vision(self, visual: VisionTransformer) -> None:
-        small = self.architecture.small_data
-        std = visual.class_embedding.shape[0] ** -0.5
-        for parameter in (visual.class_embedding, visual.proj):
-            nn.init.normal_(parameter, std=std)
-        nn.init.normal_(visual.positional_embedding, std=0.8 if small else std)
-        if small:
-            _draw_blocks(visual.transformer)
-            return
-        for block in visual.transformer.blocks:
-            nn.init.xavier_uniform_(block.attn.in_proj_weight)
-            nn.init.zeros_(block.attn.in_proj_bias)
-            nn.init.zeros_(block.attn.out_proj.bias)
-
-    def _initialize_text(self) -> None:
-        nn.init.normal_(self.token_embedding.weight, std=0.02)
-        nn.init.normal_(self.positional_embedding, std=0.01)
-        nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
-        _draw_blocks(self.transformer)
-
-
-def _image_tower(shape: Architecture) -> nn.Module:
-    vision = shape.vision
-    if not isinstance(vision, VisionTower):
-        from clipkit.model.library_towers import build_vision
-
-        return build_vision(vision, embed_dim=shape.embed_dim, quick_gelu=shape.quick_gelu)
-    return VisionTransformer(
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-        width=vision.width,
-        layers=vision.layers,
-        heads=vision.heads,
-        mlp_ratio=vision.mlp_ratio,
-        output_dim=shape.embed_dim,
-        quick_gelu=shape.quick_gelu,
-    )
-
-
-def _text_tower(shape: Architecture) -> nn.Module:
-    text = shape.text
-    assert not isinstance(text, TextTower)
-    if isinstance(text, BagOfWords):
-        return BagOfWordsTower(vocab_size=text.vocab_size, width=text.width, output_dim=shape.embed_dim)
-    if isinstance(text, ClassTable):
-        return ClassTableTower(classes=len(text.names), output_dim=shape.embed_dim)
-    from clipkit.model.library_towers import build_text
-
-    return build_text(text, embed_dim=shape.embed_dim, quick_gelu=shape.quick_gelu)
-
-
-def _reset(tower: nn.Module) -> None:
-    for module in tower.modules():
-        if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
-            module.reset_parameters()
-
 
 def _at_least_float32(features: Tensor) -> Tensor:
     return features if features.dtype == torch.float64 else features.float()
-
-
-def _draw_blocks(transformer: Transformer) -> None:
-    """Weights of blocks by their width, and smaller where they add to the residual stream the deeper it is."""
-    blocks = transformer.blocks
-    for block in blocks:
-        width = block.attn.out_proj.in_features
-        out_std = width**-0.5 * (2 * len(blocks)) ** -0.5
-        nn.init.normal_(block.attn.in_proj_weight, std=width**-0.5)
-        nn.init.zeros_(block.attn.in_proj_bias)
-        nn.init.normal_(block.attn.out_proj.weight, std=out_std)
-        nn.init.zeros_(block.attn.out_proj.bias)
-        nn.init.normal_(block.mlp.c_fc.weight, std=(2 * width) ** -0.5)
-        nn.init.normal_(block.mlp.c_proj.weight, std=out_std)
 
 
 def create(shape: str | Architecture, *, name: str = "", seed: int | None = None) -> CLIP:

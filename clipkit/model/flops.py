@@ -22,20 +22,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, BagOfWords, ClassTable, TextTower, VisionTower
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from clipkit.model.architectures import Architecture
     from clipkit.model.clip import CLIP
 
 __all__ = [
-    "Flops", "counted_flops", "image_flops", "loss_flops", "patches_of", "step_flops", "text_flops",
-    "trained_blocks",
+    "Flops", "counted_flops", "image_flops", "loss_flops", "step_flops", "text_flops", "trained_blocks",
+    "transformer_activation_bytes", "transformer_flops",
 ]  # fmt: skip
 
 
 _BEFORE_BLOCKS = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.", "token_embedding.")
+_HALF, _FLOAT = 2, 4  # bytes
+_STATISTICS = 2 * _FLOAT  # mean and inverse deviation of a token, which a norm keeps
+_UNKNOWN = "FLOPs by formula are known for clipkit's own towers alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,57 +54,54 @@ class Flops:
         return self.forward + self.backward
 
 
-def patches_of(vision: VisionTower) -> int:
-    """How many patches a picture has."""
-    return (vision.image_size // vision.patch_size) ** 2
-
-
-def image_flops(shape: Architecture, *, patches: int | None = None, blocks: int | None = None) -> Flops:
-    """One picture through the image tower.
-
-    Args:
-        shape: an architecture whose image tower is the plain ViT.
-        patches: how many are kept by patch dropout; None is all of them.
-        blocks: how many of the last blocks are trained, 0 of a frozen tower; None is the whole tower.
+def image_flops(shape: "Architecture", *, patches: int | None = None, blocks: int | None = None) -> Flops:
+    """FLOPs of one image by the formula of its tower, see ``ImageArchitecture.flops``.
 
     Raises:
-        ConfigError: another library builds the tower, see ``counted_flops``.
+        ConfigError: there is no formula, see ``counted_flops``.
     """
-    vision = shape.vision
-    if not isinstance(vision, VisionTower):
-        raise ConfigError("FLOPs by formula are known for clipkit's own towers alone")
-    length = (patches_of(vision) if patches is None else patches) + 1
-    embedding = 2 * (length - 1) * 3 * vision.patch_size**2 * vision.width
-    projection = 2 * vision.width * shape.embed_dim
-    forward = embedding + _transformer(vision, length, vision.layers) + projection
-    if blocks is None:
-        return Flops(forward=forward, backward=2 * forward - embedding)
-    trained = _transformer(vision, length, blocks) + projection if blocks else 0
-    return Flops(forward=forward, backward=2 * trained)
+    flops = shape.vision.flops(shape.embed_dim, patches=patches, blocks=blocks)
+    if flops is None:
+        raise ConfigError(_UNKNOWN)
+    return flops
 
 
-def text_flops(shape: Architecture, length: int, *, blocks: int | None = None) -> Flops:
-    """One caption of ``length`` tokens, start and end included, through the text tower.
-
-    ``blocks`` as in ``image_flops``.
+def text_flops(shape: "Architecture", length: int, *, blocks: int | None = None) -> Flops:
+    """FLOPs of one text of ``length`` tokens by the formula of its tower, see ``TextArchitecture.flops``.
 
     Raises:
-        ConfigError: another library builds the tower, see ``counted_flops``.
+        ConfigError: there is no formula, see ``counted_flops``.
     """
-    text = shape.text
-    if isinstance(text, ClassTable):  # a row is looked up
-        return Flops(forward=0, backward=0)
-    if not isinstance(text, TextTower | BagOfWords):
-        raise ConfigError("FLOPs by formula are known for clipkit's own towers alone")
-    projection = 2 * text.width * shape.embed_dim
-    if isinstance(text, BagOfWords):
-        return Flops(forward=projection, backward=0 if blocks == 0 else 2 * projection)
-    forward = _transformer(text, length, text.layers) + projection
-    if blocks is None:
-        return Flops(forward=forward, backward=2 * forward)
-    return Flops(
-        forward=forward, backward=2 * (_transformer(text, length, blocks) + projection) if blocks else 0
-    )
+    flops = shape.text.flops(shape.embed_dim, length, blocks=blocks)
+    if flops is None:
+        raise ConfigError(_UNKNOWN)
+    return flops
+
+
+def transformer_flops(width: int, hidden: int, length: int, blocks: int) -> int:
+    """The forward pass of a stack's last blocks over L tokens, one of which is read at the end."""
+    body = length * (8 * width**2 + 4 * width * hidden) + 4 * length**2 * width
+    # keys and values of all tokens; the query, the sum over values, the output and the MLP of one
+    last = 4 * length * width**2 + 4 * width**2 + 4 * width * hidden + 4 * length * width
+    return (blocks - 1) * body + last
+
+
+def transformer_activation_bytes(
+    width: int, hidden: int, heads: int, length: int, blocks: int, *, bf16: bool, recompute: int
+) -> tuple[int, int]:
+    """Bytes that autograd keeps of a stack's last blocks over L tokens, and of one norm before them."""
+    computed = _HALF if bf16 else _FLOAT
+    stream = length * (width * _FLOAT + _STATISTICS)  # what a norm keeps: its input
+    # of each token the two norms' inputs and outputs, queries, keys, values, attention's output, and the MLP's
+    inner = length * (computed * (6 * width + 2 * hidden) + _FLOAT * heads)
+    body = 2 * stream + inner
+    last = stream + computed * length * 3 * width  # keys and values of all tokens, the rest of one
+    last += computed * (3 * width + 2 * hidden) + _FLOAT * 2 * width
+    kept = (blocks - 1) * body + last
+    if recompute:
+        inputs = blocks * length * width * _FLOAT + max(body if blocks > 1 else 0, last)
+        kept = inputs // recompute + kept * (recompute - 1) // recompute
+    return kept, length * (width * computed + _STATISTICS)
 
 
 def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
@@ -111,7 +111,7 @@ def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
 
 
 def step_flops(
-    shape: Architecture,
+    shape: "Architecture",
     *,
     rows: int,
     lengths: Iterable[int] | Mapping[int, int],
@@ -143,18 +143,8 @@ def step_flops(
     for length, times in (lengths if isinstance(lengths, Mapping) else Counter(lengths)).items():
         of_caption = text or text_flops(shape, length, blocks=text_blocks)
         step += times * (of_caption.forward if text_blocks == 0 else of_caption.both)
-    columns = len(shape.text.names) if isinstance(shape.text, ClassTable) else global_rows
-    loss = loss_flops(rows, columns, shape.embed_dim)
+    loss = loss_flops(rows, len(shape.text.classes) or global_rows, shape.embed_dim)
     return step + (loss.forward if image_blocks == text_blocks == 0 else loss.both)
-
-
-def _transformer(tower: VisionTower | TextTower, length: int, blocks: int) -> int:
-    """The forward pass of a stack's last blocks over L tokens, one of which is read at the end."""
-    width, hidden = tower.width, int(tower.mlp_ratio * tower.width)
-    body = length * (8 * width**2 + 4 * width * hidden) + 4 * length**2 * width
-    # keys and values of all tokens; the query, the sum over values, the output and the MLP of one
-    last = 4 * length * width**2 + 4 * width**2 + 4 * width * hidden + 4 * length * width
-    return (blocks - 1) * body + last
 
 
 def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
@@ -172,10 +162,7 @@ def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
     else:
         text = {name for name in trained if name.startswith("text.")}
     shape = model.architecture
-    return (
-        _last_blocks(image, shape.vision.layers if isinstance(shape.vision, VisionTower) else 0),
-        _last_blocks(text, shape.text.layers if isinstance(shape.text, TextTower) else 0),
-    )
+    return _last_blocks(image, shape.vision.block_count), _last_blocks(text, shape.text.block_count)
 
 
 def _last_blocks(trained: set[str], layers: int) -> int | None:
@@ -202,9 +189,9 @@ def counted_flops(model: "CLIP") -> dict[str, Flops] | None:
     shape, found = model.architecture, {}
     size, length = shape.vision.image_size, shape.text.context_length
     try:
-        if not isinstance(shape.vision, VisionTower):
+        if shape.vision.flops(shape.embed_dim) is None:
             found["image"] = _counted(model.visual, torch.empty(1, 3, size, size, device="meta"))
-        if model.text is not None and not isinstance(shape.text, BagOfWords | ClassTable):
+        if model.text is not None and shape.text.flops(shape.embed_dim, length) is None:
             tokens = torch.ones(1, length, dtype=torch.int64, device="meta")
             found["text"] = _counted(model.text, tokens)
     except (RuntimeError, TypeError, ValueError):  # it looks at values, or makes tensors on another device

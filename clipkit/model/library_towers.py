@@ -1,84 +1,318 @@
-"""Towers that other libraries build, behind the same calls as our own.
+"""Towers built by other libraries: open_clip, timm and transformers.
 
-An image tower takes normalized float images (B, 3, S, S), a text tower int64 tokens (B, L); both give features
-(B, O), not normalized. Parameter names are those of open_clip's models with the same tower.
+Parameter names are those of open_clip's models with the same tower. A library is imported when a tower is built.
 """
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from clipkit.errors import ConfigError, nearest
-from clipkit.files.hub import from_hub
 from clipkit.files.open_clip import build_towers
-from clipkit.model.architectures import OpenClipText, OpenClipVision, TimmVision, TransformersText
+from clipkit.model.architectures import STEM, ImageArchitecture, Layer, LayerNames, TextArchitecture
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from clipkit.model.tokenizer import Tokenizer
 
 __all__ = [
-    "TransformersTower", "build_text", "build_vision", "describe_encoder",
+    "OpenClipText", "OpenClipVision", "TimmVision", "TransformersText", "describe_encoder",
     "describe_open_clip_encoder",
 ]  # fmt: skip
 
-# the smallest of each tower, built where only the other one is wanted
+# the smallest tower of each kind, built where only the other one is wanted
 _NO_VISION: dict[str, Any] = {"image_size": 2, "patch_size": 2, "width": 64, "layers": 1}
 _NO_TEXT: dict[str, Any] = {"context_length": 2, "vocab_size": 2, "width": 64, "heads": 1, "layers": 1}
 _POOLINGS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_pooler": "cls"}
+_PROJECTIONS = ("linear", "mlp", "none")
+_TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}  # settings of a tokenizer that run no code
+# what libraries raise for configurations they cannot build
+_REFUSALS = (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError)
+_TRUNK = "trunk."
+_AS_PREVIOUS = 99999  # timm's mark of what belongs to the last block, such as the last norm: our head
+_RESNET = LayerNames(block=re.compile(r"layer(\d+)\.(\d+)\."), head=re.compile(r"attnpool"))
+_ENCODER = LayerNames(
+    block=re.compile(r"transformer\.(?:.*?\.)??(?:layers?|blocks?|h)\.(\d+)\."),
+    head=re.compile(r"proj\.|transformer\.(?:encoder\.)?(?:pooler|final_layer_norm|final_norm|ln_f|norm)\."),
+)
 
 
-def build_vision(tower: OpenClipVision | TimmVision, *, embed_dim: int, quick_gelu: bool) -> nn.Module:
-    """An image tower with fresh weights of its library's own drawing.
+@dataclass(frozen=True, kw_only=True)
+class OpenClipVision(ImageArchitecture):
+    """An image tower that open_clip builds from ``config``, its ``vision_cfg``."""
 
-    Raises:
-        ConfigError: the library does not know the tower, or refuses its configuration.
-    """
-    if isinstance(tower, TimmVision):
-        return _timm_tower(tower, embed_dim)
-    backbone = tower.config.get("timm_model_name")
-    if backbone:
-        _check_timm(str(backbone))
-    config = {**tower.config, "image_size": tower.image_size}
-    visual, _ = _open_clip(embed_dim, config, _NO_TEXT, quick_gelu=quick_gelu)
-    if backbone:
-        _fit_size(visual, tower.image_size)
-    return visual
+    image_size: int
+    config: Mapping[str, Any]
 
+    @property
+    def backbone(self) -> str:
+        """The name of the timm model inside; "" for a tower of open_clip's own."""
+        return str(self.config.get("timm_model_name") or "")
 
-def _fit_size(visual: nn.Module, size: int) -> None:
-    """open_clip builds timm's towers for the size that belongs to their name, and some take no other."""
-    trunk = visual.get_submodule("trunk")
-    patches = getattr(trunk, "patch_embed", None)
-    if not getattr(patches, "strict_img_size", False) or getattr(patches, "img_size", None) == (size, size):
-        return
-    if (resize := getattr(trunk, "set_input_size", None)) is not None:
+    @property
+    def description(self) -> str:
+        return f"timm's `{self.backbone}`" if self.backbone else "a tower of open_clip"
+
+    @property
+    def outline(self) -> tuple[Any, ...] | None:
+        layers = self.config.get("layers")
+        return (layers, self.config.get("width")) if isinstance(layers, list) else None
+
+    @property
+    def position_values(self) -> int:
+        patch, width = (self.config.get(name) for name in ("patch_size", "width"))
+        if isinstance(patch, int) and isinstance(width, int) and patch > 0:
+            return (self.image_size // patch) ** 2 * width
+        return 0
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        if self.backbone:
+            _check_timm(self.backbone)
+        config = {**self.config, "image_size": self.image_size}
         try:
-            resize((size, size))
-        except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError) as error:
-            raise ConfigError(f"the tower does not take pictures of {size} pixels: {error!r}") from error
+            visual, _ = build_towers(embed_dim, config, _NO_TEXT, quick_gelu=quick_gelu)
+        except _REFUSALS as error:
+            raise ConfigError(f"open_clip refuses the tower's configuration: {error!r}") from error
+        if not self.backbone:
+            return visual
+        # open_clip builds timm's towers for the size that belongs to their name, and some accept no other
+        trunk, size = visual.get_submodule("trunk"), (self.image_size, self.image_size)
+        patches: Any = getattr(trunk, "patch_embed", None)
+        resize: Any = getattr(trunk, "set_input_size", None)
+        if (
+            getattr(patches, "strict_img_size", False)
+            and getattr(patches, "img_size", None) != size
+            and resize
+        ):
+            try:
+                resize(size)
+            except _REFUSALS as error:
+                raise ConfigError(
+                    f"the tower does not accept images of {self.image_size} pixels: {error!r}"
+                ) from error
+        return visual
+
+    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+        if self.backbone:
+            return _backbone_layers(module.get_submodule("trunk"))
+        return _RESNET if isinstance(self.config.get("layers"), list | tuple) else super().layer_of(module)
+
+    def open_clip_config(self) -> dict[str, Any]:
+        return {"image_size": self.image_size, **self.config}
+
+    def timm_model(self) -> tuple[str, dict[str, Any]] | None:
+        pool = self.config.get("timm_pool", "avg")
+        return (self.backbone, {"global_pool": pool} if pool else {}) if self.backbone else None
 
 
-def build_text(tower: OpenClipText | TransformersText, *, embed_dim: int, quick_gelu: bool) -> nn.Module:
-    """A text tower with fresh weights of its library's own drawing.
+@dataclass(frozen=True, kw_only=True)
+class TimmVision(ImageArchitecture):
+    """A backbone of timm, ``name``, with its own pooling, and a linear projection; ``options`` go to timm."""
 
-    Raises:
-        ConfigError: the library refuses its configuration.
+    image_size: int
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    setting = "timm:NAME, such as timm:resnet50"
+
+    @classmethod
+    def from_setting(cls, value: str, *, embed_dim: int) -> Self:
+        return cls(image_size=_timm_size(value), name=value)
+
+    @property
+    def description(self) -> str:
+        return f"timm's `{self.name}`"
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        import timm
+        from torch import nn
+
+        _check_timm(self.name)
+        _, options = self.timm_model()
+        try:
+            trunk = timm.create_model(self.name, pretrained=False, num_classes=0, **options)
+        except _REFUSALS as error:
+            raise ConfigError(f"timm refuses {self.name} at {self.image_size} pixels: {error!r}") from error
+        width = getattr(trunk, "head_hidden_size", None) or trunk.num_features
+        assert isinstance(width, int)
+        head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
+        return nn.Sequential(OrderedDict(trunk=trunk, head=head))
+
+    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+        return _backbone_layers(module.get_submodule("trunk"))
+
+    def open_clip_config(self) -> dict[str, Any]:
+        if self.options or self.image_size != _timm_size(self.name):
+            raise ConfigError(
+                f"open_clip cannot build timm's {self.name} with other options than its name has"
+            )
+        return {
+            "image_size": self.image_size,
+            "timm_model_name": self.name,
+            "timm_model_pretrained": False,
+            "timm_pool": "",
+            "timm_proj": "linear",
+        }
+
+    def timm_model(self) -> tuple[str, dict[str, Any]]:
+        import timm
+
+        known = timm.get_pretrained_cfg(self.name)
+        fixed = known is not None and known.fixed_input_size  # others accept images of any size
+        return self.name, {**self.options, **({"img_size": self.image_size} if fixed else {})}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenClipText(TextArchitecture):
+    """A text tower that open_clip builds from ``config``, its ``text_cfg``."""
+
+    context_length: int
+    config: Mapping[str, Any]
+    any_length = False
+
+    @property
+    def description(self) -> str:
+        return "a tower of open_clip"
+
+    def tokenizer(self) -> "Tokenizer":
+        from clipkit.model.tokenizer import LibraryTokenizer
+
+        if not (source := self.config.get("hf_tokenizer_name")):
+            return super().tokenizer()
+        options = dict(self.config.get("tokenizer_kwargs") or {})
+        if self.config.get("tokenizer_mode"):
+            options["tokenizer_mode"] = self.config["tokenizer_mode"]
+        return LibraryTokenizer(source=source, context_length=self.context_length, options=options)
+
+    def with_tokenizer_in(self, folder: Path) -> Self:
+        source, mode, options = (
+            self.config.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")
+        )
+        if not isinstance(options or {}, dict) or (options or {}).keys() - _TOKENIZER_OPTIONS:
+            raise ConfigError(
+                f"tokenizer_kwargs = {options!r} is not one of {', '.join(sorted(_TOKENIZER_OPTIONS))}"
+            )
+        if not source:
+            if options:
+                raise ConfigError(f"tokenizer_kwargs = {options!r} is unknown without hf_tokenizer_name")
+            return self
+        if not isinstance(source, str) or mode not in (None, "", "clips"):
+            raise ConfigError(f"hf_tokenizer_name = {source!r} or tokenizer_mode = {mode!r} is unknown")
+        if not _holds_tokenizer(folder):
+            return self
+        return replace(self, config={**self.config, "hf_tokenizer_name": str(folder)})
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        config = {**self.config, "context_length": self.context_length}
+        try:
+            _, text = build_towers(embed_dim, _NO_VISION, config, quick_gelu=quick_gelu)
+        except _REFUSALS as error:
+            raise ConfigError(f"open_clip refuses the tower's configuration: {error!r}") from error
+        return text
+
+    def open_clip_config(self) -> dict[str, Any]:
+        return {"context_length": self.context_length, **self.config}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersText(TextArchitecture):
+    """An encoder of the transformers library, pooled and projected.
+
+    Attributes:
+        model: origin of its weights and tokenizer, a folder or a name on the Hugging Face hub.
+        config: its whole configuration, so that it can be built again without that origin.
+        pooling: "mean" over the tokens; "cls", the first one; "pooler", the encoder's own.
+        projection: "linear", "mlp" (one hidden layer), or "none".
     """
-    if isinstance(tower, TransformersText):
-        return TransformersTower(tower, embed_dim)
-    config = {**tower.config, "context_length": tower.context_length}
-    _, text = _open_clip(embed_dim, _NO_VISION, config, quick_gelu=quick_gelu)
-    return text
+
+    context_length: int
+    model: str
+    config: Mapping[str, Any]
+    pooling: str = "mean"
+    projection: str = "linear"
+    setting = "transformers:FOLDER or NAME"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("pooling", _POOLINGS.values()), ("projection", _PROJECTIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(str(value), known)}")
+
+    @classmethod
+    def from_setting(cls, value: str, *, embed_dim: int) -> Self:
+        encoder = describe_encoder(value)
+        return cls(context_length=encoder.context_length, model=encoder.model, config=encoder.config)
+
+    @property
+    def description(self) -> str:
+        return f"transformers' `{self.config.get('model_type', 'encoder')}`"
+
+    def tokenizer(self) -> "Tokenizer":
+        from clipkit.model.tokenizer import LibraryTokenizer
+
+        return LibraryTokenizer(source=self.model, context_length=self.context_length, trim=True)
+
+    def with_tokenizer_in(self, folder: Path) -> Self:
+        return replace(self, model=str(folder)) if _holds_tokenizer(folder) else self
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        from transformers import AutoConfig, AutoModel
+
+        from clipkit.model.towers import PooledEncoder
+
+        values = dict(self.config)
+        try:
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+            model = AutoModel.from_config(config)
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError) as error:
+            raise ConfigError(f"transformers refuses the encoder of {self.model}: {error!r}") from error
+        width = _width(config)
+        if self.projection == "none" and width != embed_dim:
+            raise ConfigError(f"without a projection {self.model} gives {width} numbers, not {embed_dim}")
+        encoder = model.get_encoder() if config.is_encoder_decoder else model  # of both only the encoder
+        return PooledEncoder(
+            encoder,
+            width,
+            embed_dim,
+            pad_id=config.pad_token_id,
+            pooling=self.pooling,
+            projection=self.projection,
+        )
+
+    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+        return _ENCODER
 
 
-def _open_clip(
-    embed_dim: int, vision: Mapping[str, Any], text: Mapping[str, Any], *, quick_gelu: bool
-) -> tuple[nn.Module, nn.Module]:
-    try:
-        return build_towers(embed_dim, vision, text, quick_gelu=quick_gelu)
-    except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError) as error:
-        raise ConfigError(f"open_clip refuses the tower's configuration: {error!r}") from error
+def _backbone_layers(trunk: "nn.Module") -> Callable[[str], Layer] | None:
+    """By the patterns that a backbone of timm gives for its stem and its blocks."""
+    matcher: Any = getattr(trunk, "group_matcher", None)
+    groups = matcher(coarse=False) if callable(matcher) else None
+    if not isinstance(groups, dict):
+        return None
+    patterns = [
+        (re.compile(pattern), number, suffix or ())
+        for number, given in enumerate(groups.values())
+        if given is not None
+        for pattern, suffix in ([(given, None)] if isinstance(given, str) else given)
+    ]
+
+    def layer(name: str) -> Layer:
+        if not name.startswith(_TRUNK):
+            return None
+        for pattern, group, suffix in patterns:
+            if match := pattern.match(name.removeprefix(_TRUNK)):
+                if group == 0:
+                    return STEM
+                if _AS_PREVIOUS in suffix:
+                    return None
+                return (group, *(int(number) for number in match.groups() if number is not None), *suffix)
+        return None
+
+    return layer
 
 
 def _check_timm(name: str) -> None:
@@ -89,70 +323,17 @@ def _check_timm(name: str) -> None:
         raise ConfigError(f"timm has no model {name!r}: {nearest(name, timm.list_models())}")
 
 
-def _timm_tower(tower: TimmVision, embed_dim: int) -> nn.Module:
+def _timm_size(name: str) -> int:
     import timm
 
-    _check_timm(tower.name)
-    options = dict(tower.options)
-    known = timm.get_pretrained_cfg(tower.name)
-    if known is not None and known.fixed_input_size:
-        options["img_size"] = tower.image_size  # others take pictures of any size
-    try:
-        trunk = timm.create_model(tower.name, pretrained=False, num_classes=0, **options)
-    except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError) as error:
-        raise ConfigError(f"timm refuses {tower.name} at {tower.image_size} pixels: {error!r}") from error
-    width = getattr(trunk, "head_hidden_size", None) or trunk.num_features
-    assert isinstance(width, int)
-    head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
-    return nn.Sequential(OrderedDict(trunk=trunk, head=head))
+    if not timm.is_model(name):
+        raise ConfigError(f"model.image = 'timm:{name}' is unknown: {nearest(name, timm.list_models())}")
+    known = timm.get_pretrained_cfg(name)
+    return int(known.input_size[-1]) if known is not None else 224
 
 
-class TransformersTower(nn.Module):
-    """An encoder of transformers with random weights, pooled and projected.
-
-    Of a model with an encoder and a decoder, the encoder. Positions that hold the padding token are masked.
-    """
-
-    def __init__(self, tower: TransformersText, output_dim: int) -> None:
-        super().__init__()
-        from transformers import AutoConfig, AutoModel
-
-        values = dict(tower.config)
-        try:
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-            model = AutoModel.from_config(config)
-        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError) as error:
-            raise ConfigError(f"transformers refuses the encoder of {tower.model}: {error!r}") from error
-        width = _width(config)
-        self.transformer = model.get_encoder() if config.is_encoder_decoder else model
-        if tower.pooling != "pooler" and getattr(self.transformer, "pooler", None) is not None:
-            self.transformer.pooler = None
-        self.pad_id, self.pooling = config.pad_token_id, tower.pooling
-        self.proj: nn.Module = nn.Identity()
-        if tower.projection == "linear":
-            self.proj = nn.Linear(width, output_dim, bias=False)
-        elif tower.projection == "mlp":
-            hidden = (width + output_dim) // 2
-            layers = (
-                nn.Linear(width, hidden, bias=False),
-                nn.GELU(),
-                nn.Linear(hidden, output_dim, bias=False),
-            )
-            self.proj = nn.Sequential(*layers)
-        elif width != output_dim:
-            raise ConfigError(f"without a projection {tower.model} gives {width} numbers, not {output_dim}")
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, L) int64 → (B, O)."""
-        visible = torch.ones_like(tokens) if self.pad_id is None else (tokens != self.pad_id).long()
-        out = self.transformer(input_ids=tokens, attention_mask=visible)
-        hidden = out.last_hidden_state  # (B, L, D)
-        if self.pooling == "mean":
-            pooled = (hidden * visible[..., None]).sum(dim=1) / visible.sum(dim=-1, keepdim=True)
-        else:
-            pooled = hidden[:, 0] if self.pooling == "cls" else out.pooler_output
-        features: Tensor = self.proj(pooled)
-        return features
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def describe_encoder(model: str, *, context_length: int = 77) -> TransformersText:
@@ -162,6 +343,8 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
         ConfigError: there is none, no network, or it would need code of its own to run.
     """
     from transformers import AutoConfig
+
+    from clipkit.files.hub import from_hub
 
     with from_hub(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)

@@ -15,31 +15,28 @@ give the same features, faster.
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.open_clip import config_files, without_image_tower
+from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
 from clipkit.model.architectures import (
     ARCHITECTURES,
     QUICKGELU,
     Architecture,
-    BagOfWords,
-    ClassTable,
-    OpenClipText,
-    OpenClipVision,
-    Text,
+    ImageArchitecture,
+    TextArchitecture,
     TextTower,
-    TimmVision,
-    Vision,
+    TowerArchitecture,
     VisionTower,
     named,
+    selected,
 )
+from clipkit.model.library_towers import OpenClipText, OpenClipVision, describe_open_clip_encoder
 
 __all__ = ["architecture", "check_names", "from_open_clip", "open_clip_config", "to_open_clip"]
 
-OPEN_CLIP, TIMM, TRANSFORMERS, CBOW, CLASSES = "open_clip:", "timm:", "transformers:", "cbow", "classes:"
-_LARGEST_NAMES = 64 * 2**20  # bytes of a file of class names
+OPEN_CLIP = "open_clip:"
 
 # open_clip's fields that our own towers have, with open_clip's defaults; and those that must be at their default
 _OWN_VISION: dict[str, Any] = {
@@ -82,27 +79,18 @@ def architecture(
         name: one of clipkit's own, or ``open_clip:NAME``.
         image: ``timm:NAME`` for another image tower, or "".
         text: ``transformers:FOLDER or NAME``, ``cbow`` or ``classes:FILE`` for another text tower, or "".
-        image_size: side of the pictures, 0 for the one that belongs to the name.
-        context_length: longest text in tokens, 0 for the one that belongs to the name.
+        image_size: side of the images in pixels, 0 for the name's own.
+        context_length: longest text in tokens, 0 for the name's own.
 
     Raises:
         ConfigError: a name is unknown, or its library or configuration cannot be had.
     """
     check_names(name, image, text, called="name")
     shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else named(name)
-    if image:
-        backbone = image.removeprefix(TIMM)
-        shape = replace(
-            shape, vision=TimmVision(image_size=image_size or _timm_size(backbone), name=backbone)
-        )
-    if text == CBOW:
-        shape = replace(shape, text=BagOfWords(width=shape.embed_dim))
-    elif text.startswith(CLASSES):
-        shape = replace(shape, text=ClassTable(names=_class_names(Path(text.removeprefix(CLASSES)))))
-    elif text:
-        from clipkit.model.library_towers import describe_encoder
-
-        shape = replace(shape, text=describe_encoder(text.removeprefix(TRANSFORMERS)))
+    if vision := selected(image, IMAGE_TOWERS):
+        shape = replace(shape, vision=vision[0].from_setting(vision[1], embed_dim=shape.embed_dim))
+    if words := selected(text, TEXT_TOWERS):
+        shape = replace(shape, text=words[0].from_setting(words[1], embed_dim=shape.embed_dim))
     return shape.resized(image_size=image_size, context_length=context_length)
 
 
@@ -131,21 +119,15 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
         raise ConfigError(f"{called} = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}")
     else:
         named(name, called=called)
-    if image and not image.startswith(TIMM):
-        raise ConfigError(f"model.image = {image!r} is unknown: give {TIMM}NAME, such as timm:resnet50")
-    if text and text != CBOW and not text.startswith((TRANSFORMERS, CLASSES)):
-        raise ConfigError(
-            f"model.text = {text!r} is unknown: give {CBOW}, {CLASSES}FILE, or {TRANSFORMERS}FOLDER or NAME"
-        )
+    if image and selected(image, IMAGE_TOWERS) is None:
+        raise ConfigError(f"model.image = {image!r} is unknown: give {_usage(IMAGE_TOWERS)}")
+    if text and selected(text, TEXT_TOWERS) is None:
+        raise ConfigError(f"model.text = {text!r} is unknown: give {_usage(TEXT_TOWERS)}")
 
 
-def _class_names(file: Path) -> tuple[str, ...]:
-    try:
-        if file.stat().st_size > _LARGEST_NAMES:
-            raise ConfigError(f"model.text: {file} is too large for a file of class names")
-        return tuple(file.read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.text: {file} has no class names to read: {error}") from error
+def _usage(kinds: Mapping[str, type[TowerArchitecture]]) -> str:
+    *others, last = [kind.setting for kind in kinds.values() if kind.setting]
+    return f"{', '.join(others)}, or {last}" if others else last
 
 
 def open_clip_config(name: str) -> dict[str, Any]:
@@ -159,15 +141,6 @@ def open_clip_config(name: str) -> dict[str, Any]:
 def _listed(name: str) -> str:
     """The name under which open_clip has an architecture that may have been asked for with QuickGELU."""
     return name if name in config_files() else name.removesuffix(QUICKGELU)
-
-
-def _timm_size(name: str) -> int:
-    import timm
-
-    if not timm.is_model(name):
-        raise ConfigError(f"model.image = 'timm:{name}' is unknown: {nearest(name, timm.list_models())}")
-    known = timm.get_pretrained_cfg(name)
-    return int(known.input_size[-1]) if known is not None else 224
 
 
 def from_open_clip(config: Mapping[str, Any]) -> Architecture:
@@ -193,7 +166,7 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"the open_clip configuration is not one this version knows: {error!r}") from error
 
 
-def _vision(config: dict[str, Any]) -> Vision:
+def _vision(config: dict[str, Any]) -> ImageArchitecture:
     size = config.get("image_size", 224)
     if isinstance(size, list | tuple):
         if len(set(size)) != 1:
@@ -213,10 +186,8 @@ def _vision(config: dict[str, Any]) -> Vision:
     )
 
 
-def _text(config: dict[str, Any]) -> Text:
+def _text(config: dict[str, Any]) -> TextArchitecture:
     if config.get("hf_model_name"):
-        from clipkit.model.library_towers import describe_open_clip_encoder
-
         return describe_open_clip_encoder(config)
     if not _is_plain(config, _OWN_TEXT, _PLAIN_TEXT):
         kept = {key: value for key, value in config.items() if key not in ("context_length", "output_tokens")}
@@ -234,36 +205,13 @@ def to_open_clip(shape: Architecture) -> dict[str, Any]:
     Raises:
         ConfigError: open_clip has no such tower.
     """
-    vision, text = shape.vision, shape.text
-    config: dict[str, Any] = {"embed_dim": shape.embed_dim}
-    if isinstance(vision, VisionTower):
-        config["vision_cfg"] = {
-            "image_size": vision.image_size,
-            "patch_size": vision.patch_size,
-            "width": vision.width,
-            "layers": vision.layers,
-            "head_width": vision.width // vision.heads,
-            "mlp_ratio": vision.mlp_ratio,
-        }
-    elif isinstance(vision, OpenClipVision):
-        config["vision_cfg"] = {"image_size": vision.image_size, **vision.config}
-    elif not vision.options and vision.image_size == _timm_size(vision.name):
-        config["vision_cfg"] = {
-            "image_size": vision.image_size,
-            "timm_model_name": vision.name,
-            "timm_model_pretrained": False,
-            "timm_pool": "",
-            "timm_proj": "linear",
-        }
-    else:
-        raise ConfigError(f"open_clip cannot build timm's {vision.name} with other options than its name has")
-    if isinstance(text, TextTower):
-        config["text_cfg"] = {key: getattr(text, key) for key in _OWN_TEXT}
-    elif isinstance(text, OpenClipText):
-        config["text_cfg"] = {"context_length": text.context_length, **text.config}
+    config: dict[str, Any] = {
+        "embed_dim": shape.embed_dim,
+        "vision_cfg": shape.vision.open_clip_config(),
+        "text_cfg": shape.text.open_clip_config(),
+    }
+    if shape.text.plain is None:
         config["custom_text"] = True
-    else:
-        raise ConfigError(f"open_clip cannot build a text tower of the kind {type(text).__name__}")
     if shape.quick_gelu:
         config["quick_gelu"] = True
     if shape.logit_bias:

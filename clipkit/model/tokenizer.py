@@ -23,14 +23,7 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError, DataError, nearest
 from clipkit.files.open_clip import make_tokenizer, vocabulary_file
-from clipkit.model.architectures import (
-    Architecture,
-    BagOfWords,
-    ClassTable,
-    OpenClipText,
-    TextTower,
-    TransformersText,
-)
+from clipkit.model.architectures import Architecture, TextTower
 
 if TYPE_CHECKING:
     from tokenizers.models import BPE
@@ -594,22 +587,11 @@ def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: the stored tokenizer does not fit: {error!r}") from error
-    if isinstance(shape.text, ClassTable) and stored in (None, _CLASSES):
-        return ClassTokenizer(names=shape.text.names)
-    if stored not in (None, VOCABULARY):
+    if stored is None or (stored == _CLASSES and shape.text.classes):
+        return shape.text.tokenizer()
+    if stored != VOCABULARY:
         raise CheckpointError(f"{folder}: tokenizer {stored!r} is unknown to this version")
-    text = shape.text
-    if stored is None and isinstance(text, TransformersText):
-        return LibraryTokenizer(source=text.model, context_length=text.context_length, trim=True)
-    if stored is None and isinstance(text, OpenClipText) and text.config.get("hf_tokenizer_name"):
-        options = dict(text.config.get("tokenizer_kwargs") or {})
-        if text.config.get("tokenizer_mode"):
-            options["tokenizer_mode"] = text.config["tokenizer_mode"]
-        return LibraryTokenizer(
-            source=text.config["hf_tokenizer_name"], context_length=text.context_length, options=options
-        )
-    # open_clip's text towers take texts of one length only
-    return ClipTokenizer(context_length=text.context_length, trim=isinstance(text, TextTower | BagOfWords))
+    return ClipTokenizer(context_length=shape.text.context_length, trim=shape.text.any_length)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ __all__ = [
     "Kernel",
     "Packed",
     "Padded",
+    "PooledEncoder",
     "QuickGELU",
     "ResidualAttentionBlock",
     "Rows",
@@ -340,6 +341,19 @@ class Transformer(nn.Module):
         out: Tensor = last(x, rows, read=True)
         return out
 
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw weights by width; those that add to the residual stream are smaller the deeper the stack is."""
+        for block in self.blocks:
+            width = block.attn.out_proj.in_features
+            out_std = width**-0.5 * (2 * len(self.blocks)) ** -0.5
+            nn.init.normal_(block.attn.in_proj_weight, std=width**-0.5)
+            nn.init.zeros_(block.attn.in_proj_bias)
+            nn.init.normal_(block.attn.out_proj.weight, std=out_std)
+            nn.init.zeros_(block.attn.out_proj.bias)
+            nn.init.normal_(block.mlp.c_fc.weight, std=(2 * width) ** -0.5)
+            nn.init.normal_(block.mlp.c_proj.weight, std=out_std)
+
 
 class VisionTransformer(nn.Module):
     """A ViT (Dosovitskiy et al. 2021) with CLIP's norm before the blocks, read at the class token."""
@@ -398,6 +412,21 @@ class VisionTransformer(nn.Module):
         out: Tensor = read @ self.proj
         return out
 
+    @torch.no_grad()
+    def initialize(self, *, small_data: bool) -> None:
+        """Draw fresh weights, see ``CLIP.initialize``."""
+        std = self.class_embedding.shape[0] ** -0.5
+        for parameter in (self.class_embedding, self.proj):
+            nn.init.normal_(parameter, std=std)
+        nn.init.normal_(self.positional_embedding, std=0.8 if small_data else std)
+        if small_data:
+            self.transformer.initialize()
+            return
+        for block in self.transformer.blocks:
+            nn.init.xavier_uniform_(block.attn.in_proj_weight)
+            nn.init.zeros_(block.attn.in_proj_bias)
+            nn.init.zeros_(block.attn.out_proj.bias)
+
     def _cut(self, images: Tensor, patches: Tensor | None) -> Tensor:
         """(B, 3, S, S) → its patches (B, K, 3, p, p)."""
         side = self.patch_size
@@ -452,6 +481,45 @@ class ClassTableTower(nn.Module):
     def initialize(self) -> None:
         """Normal with std output_dim^-½."""
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+
+
+class PooledEncoder(nn.Module):
+    """An encoder of transformers, pooled and projected. Positions that hold the padding token are masked."""
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        width: int,
+        output_dim: int,
+        *,
+        pad_id: int | None,
+        pooling: str,
+        projection: str,
+    ) -> None:
+        super().__init__()
+        self.transformer, self.pad_id, self.pooling = encoder, pad_id, pooling
+        if pooling != "pooler" and getattr(encoder, "pooler", None) is not None:
+            encoder.register_module("pooler", None)
+        self.proj: nn.Module = nn.Identity()
+        if projection == "linear":
+            self.proj = nn.Linear(width, output_dim, bias=False)
+        elif projection == "mlp":
+            hidden = (width + output_dim) // 2
+            self.proj = nn.Sequential(
+                nn.Linear(width, hidden, bias=False), nn.GELU(), nn.Linear(hidden, output_dim, bias=False)
+            )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, L) int64 → (B, O)."""
+        visible = torch.ones_like(tokens) if self.pad_id is None else (tokens != self.pad_id).long()
+        out = self.transformer(input_ids=tokens, attention_mask=visible)
+        hidden = out.last_hidden_state  # (B, L, D)
+        if self.pooling == "mean":
+            pooled = (hidden * visible[..., None]).sum(dim=1) / visible.sum(dim=-1, keepdim=True)
+        else:
+            pooled = hidden[:, 0] if self.pooling == "cls" else out.pooler_output
+        features: Tensor = self.proj(pooled)
+        return features
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import Tokenizer
 
@@ -59,7 +58,7 @@ def zero_shot_classifier(
     names, places = list_of_strings(class_names, "class_names"), list_of_strings(templates, "templates")
     if not names or not places:
         raise DataError("a zero-shot classifier needs at least one class name and one template")
-    if isinstance(model.architecture.text, ClassTable):
+    if model.architecture.text.classes:
         places = ["{c}"]
     prompts = [[fill_template(template, name) for template in places] for name in names]
     if not allow_indistinguishable and (same := indistinguishable_classes(model.tokenizer, prompts)):

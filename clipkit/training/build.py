@@ -11,12 +11,11 @@ from clipkit.api import load
 from clipkit.config import LossConfig, ModelConfig, SmallConfig, require
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import load_model, stored_preprocess
-from clipkit.model.architectures import Architecture, ClassTable, VisionTower
+from clipkit.model import IMAGE_TOWERS
+from clipkit.model.architectures import Architecture, selected
 from clipkit.model.clip import CLIP, create
-from clipkit.model.flops import counted_flops, patches_of, step_flops, trained_blocks
+from clipkit.model.flops import counted_flops, step_flops, trained_blocks
 from clipkit.model.names import architecture
-from clipkit.model.resample import smooth_grid
-from clipkit.model.towers import VisionTransformer
 from clipkit.training.depth import TOWERS, Place, places, tower_of
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
@@ -47,7 +46,7 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
         image_size=model.image_size,
         context_length=model.context_length,
     )
-    if model.patch_dropout and not isinstance(shape.vision, VisionTower):
+    if model.patch_dropout and shape.vision.patches is None:
         raise ConfigError(
             f"model.patch_dropout = {model.patch_dropout} is for clipkit's own image towers, not for {model.label}"
         )
@@ -58,17 +57,17 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
 
 def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
     if small.image_size:
-        vision = shape.vision
-        if not isinstance(vision, VisionTower):
+        step, largest = shape.vision.size_step, shape.vision.image_size
+        if not step:
             raise ConfigError(
                 f"small.image_size = {small.image_size} does not fit {label}: it is for clipkit's own image towers"
             )
-        if small.image_size % vision.patch_size or small.image_size > vision.image_size:
+        if small.image_size % step or small.image_size > largest:
             raise ConfigError(
                 f"small.image_size = {small.image_size} does not fit {label}: a multiple of its patch size, "
-                f"{vision.patch_size}, and at most its image size, {vision.image_size}"
+                f"{step}, and at most its image size, {largest}"
             )
-    if small.context_length and isinstance(shape.text, ClassTable):
+    if small.context_length and shape.text.classes:
         raise ConfigError(
             f"small.context_length = {small.context_length} does not fit {label}: a class is one token"
         )
@@ -109,8 +108,8 @@ def first_model(
         first = create(shape, name=model.label, seed=seed)
         if checkpoint is not None:
             first.preprocess = stored_preprocess(checkpoint)
-        if small.steps and small.image_size and isinstance(first.visual, VisionTransformer):
-            smooth_grid(first.visual.positional_embedding, small.image_size // first.visual.patch_size)
+        if small.steps and small.image_size:
+            shape.vision.smooth_positions(first.visual, small.image_size)
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(loss.name == "siglip")
     return first.train()
@@ -123,60 +122,55 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
     """How weights differ from the architecture that settings name, and what to do."""
-    own = first.architecture.text
-    if isinstance(shape.text, ClassTable):
-        if isinstance(own, ClassTable) and own != shape.text and _fits_but_text(first, shape):
-            return f"are of {_other_classes(own, shape.text)}: give {model.text} as it was for them"
-        if not isinstance(own, ClassTable):
+    own, given = first.architecture.text.classes, shape.text.classes
+    if given:
+        if own and own != given and _fits_but_text(first, shape):
+            return f"are of {_other_classes(own, given)}: give {model.text} as it was for them"
+        if not own:
             return (
                 f"have a text tower and no rows of classes, not those of {model.text}: `python -m eval "
                 "fine-tune` makes such a head of them and trains it"
             )
-    elif isinstance(own, ClassTable):
+    elif own:
         return (
             f"have a head of classes and no text tower, not that of {model.label}: give other weights, or "
             "loss.name=classes and the model.text=classes:FILE of these"
         )
     name, *others = first.name.split(" + ")
-    named = {"model.name": name, **{_key(one): one for one in others if one != "classes"}}
+    named = {"model.name": name}
+    for one in others:
+        if one != "classes":
+            named["model.image" if selected(one, IMAGE_TOWERS) else "model.text"] = one
     set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
     return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
-
-
-def _key(tower: str) -> str:
-    return "model.image" if tower.startswith("timm:") else "model.text"
 
 
 def _fits_but_text(first: CLIP, shape: Architecture) -> bool:
     return _fits(first, replace(shape, text=first.architecture.text))
 
 
-def _other_classes(own: ClassTable, given: ClassTable) -> str:
-    """What of the names is another."""
-    if len(own.names) != len(given.names):
-        return f"{len(own.names):,} classes, not of {len(given.names):,}"
-    pairs = zip(own.names, given.names, strict=True)
+def _other_classes(own: Sequence[str], given: Sequence[str]) -> str:
+    """How two lists of class names differ."""
+    if len(own) != len(given):
+        return f"{len(own):,} classes, not of {len(given):,}"
+    pairs = zip(own, given, strict=True)
     number, (old, new) = next((i, pair) for i, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
-    order = "classes in another order" if sorted(own.names) == sorted(given.names) else "other classes"
+    order = "classes in another order" if sorted(own) == sorted(given) else "other classes"
     return f"{order}, number {number} is {old[:80]!r} and not {new[:80]!r}"
 
 
 def _resumed(checkpoint: Path, shape: Architecture, model: ModelConfig) -> CLIP:
     first = load_model(checkpoint)
     if not _fits(first, shape):
-        own = first.architecture.text
-        if (
-            isinstance(own, ClassTable)
-            and isinstance(shape.text, ClassTable)
-            and _fits_but_text(first, shape)
-        ):
+        own, given = first.architecture.text.classes, shape.text.classes
+        if own and given and _fits_but_text(first, shape):
             raise CheckpointError(
-                f"{checkpoint} is of {_other_classes(own, shape.text)}: give {model.text} as it was when the run "
+                f"{checkpoint} is of {_other_classes(own, given)}: give {model.text} as it was when the run "
                 "began, or set out=… for a new run"
             )
         raise CheckpointError(f"{checkpoint} is of another architecture than {model.label}")
     first.name = first.name or model.label
-    if not isinstance(shape.text, ClassTable):
+    if not shape.text.classes:
         first.tokenizer(["a"])  # reads its files now: the checkpoint goes when newer ones take its place
     return first
 
@@ -185,8 +179,8 @@ def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> 
     """How many patches a picture has, and how many of them are seen; None for all."""
     if not patch_dropout:
         return None
-    assert isinstance(shape.vision, VisionTower)
-    patches = patches_of(replace(shape.vision, image_size=image_size))
+    patches = shape.vision.resized(image_size).patches
+    assert patches is not None
     return patches, max(1, round(patches * (1 - patch_dropout)))
 
 
@@ -204,8 +198,8 @@ def flops_of_steps(
 
     def of_step(lengths: Sequence[int], image_size: int) -> int:
         shape = model.architecture
-        if isinstance(shape.vision, VisionTower):
-            shape = replace(shape, vision=replace(shape.vision, image_size=image_size))
+        if shape.vision.size_step:
+            shape = shape.resized(image_size=image_size)
         counts = patch_counts(shape, patch_dropout, image_size)
         return step_flops(
             shape,

@@ -21,13 +21,12 @@ import torch
 from clipkit.api import load
 from clipkit.config import Config
 from clipkit.errors import ClipkitError, ConfigError, nearest
-from clipkit.model.architectures import Architecture, BagOfWords, ClassTable, TextTower, VisionTower
+from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.flops import (
     Flops,
     counted_flops,
     image_flops,
-    patches_of,
     step_flops,
     text_flops,
     trained_blocks,
@@ -49,7 +48,6 @@ __all__ = [
     "Costs",
     "Estimate",
     "Memory",
-    "activation_bytes",
     "cost_table",
     "duration",
     "estimate",
@@ -66,7 +64,6 @@ _OPTIMIZER_BYTES: dict[str, tuple[int, int]] = {
 }
 _TILE = 1 << 22  # logits of the loss that exist at a time, three times: themselves, their slopes, a product
 _BYTE, _HALF, _FLOAT = 1, 2, 4
-_STATISTICS = 2 * _FLOAT  # of a norm's token: mean and inverse deviation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,59 +277,14 @@ def _activations(
     shape = model.architecture
     image_blocks, text_blocks = trained_blocks(model)
     total = 0
-    for tower, length, blocks in ((shape.vision, patches, image_blocks), (shape.text, tokens, text_blocks)):
+    for tower, count, blocks in ((shape.vision, patches, image_blocks), (shape.text, tokens, text_blocks)):
         if blocks == 0:
             continue
-        if isinstance(tower, VisionTower):
-            length = (patches_of(tower) if length is None else length) + 1
-        elif isinstance(tower, ClassTable):
-            continue
-        elif not isinstance(tower, TextTower | BagOfWords):
+        kept = tower.activation_bytes(count, blocks=blocks, bf16=bf16, recompute=recompute)
+        if kept is None:
             return None
-        total += rows * activation_bytes(tower, length or 0, blocks=blocks, bf16=bf16, recompute=recompute)
+        total += rows * kept
     return total + rows * shape.embed_dim * _FLOAT * 4  # features and their unit vectors, of both
-
-
-def activation_bytes(
-    tower: VisionTower | TextTower | BagOfWords,
-    length: int,
-    *,
-    blocks: int | None = None,
-    bf16: bool,
-    recompute: int = 0,
-) -> int:
-    """What autograd keeps of one sample in one tower, its features left out.
-
-    Args:
-        tower: one of clipkit's own.
-        length: tokens of a caption, or patches and one.
-        blocks: how many of the last blocks are trained; None is the whole tower.
-        bf16: whether products are in bfloat16; the residual stream stays in float32, as autocast has it on CUDA.
-        recompute: every so-manieth block keeps its input alone; one that is computed again is whole for a while.
-    """
-    computed = _HALF if bf16 else _FLOAT
-    if isinstance(tower, BagOfWords):
-        return length * tower.width * _FLOAT
-    width, hidden = tower.width, int(tower.mlp_ratio * tower.width)
-    stream = length * (width * _FLOAT + _STATISTICS)  # what a norm keeps: its input
-    # of each token the two norms' inputs and outputs, queries, keys, values, what attention gives, and the MLP's
-    inner = length * (computed * (6 * width + 2 * hidden) + _FLOAT * tower.heads)
-    body = 2 * stream + inner
-    last = stream + computed * length * 3 * width  # keys and values of all tokens, the rest of one
-    last += computed * (3 * width + 2 * hidden) + _FLOAT * 2 * width
-    count = tower.layers if blocks is None else blocks
-    kept = (count - 1) * body + last
-    if recompute:
-        inputs = count * length * width * _FLOAT + max(body if count > 1 else 0, last)
-        kept = inputs // recompute + kept * (recompute - 1) // recompute
-    if blocks is not None:
-        return kept
-    if isinstance(tower, TextTower):
-        return kept + length * 8  # the tokens
-    # patches, and the norm before the blocks
-    return (
-        kept + (length - 1) * 3 * tower.patch_size**2 * computed + length * (width * computed + _STATISTICS)
-    )
 
 
 def _loss(rows: int, all_rows: int, embed_dim: int) -> int:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import BagOfWordsTower, ClassTableTower, Kernel, ResidualAttentionBlock
+from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -267,9 +267,9 @@ def recompute_blocks(model: CLIP, every: int = 1) -> None:
     for transformer in model.transformers.values():
         for number, block in enumerate(transformer.blocks):
             block.recompute = every > 0 and number % every == 0
-    if "image" not in model.transformers:
+    if "image" not in model.transformers and model.architecture.vision.has_blocks:
         _switch(model.visual, "image", on=every > 0)
-    if model.text is not None and not isinstance(model.text, BagOfWordsTower | ClassTableTower):
+    if model.text is not None and model.architecture.text.has_blocks:
         _switch(model.text, "text", on=every > 0)
 
 

@@ -21,7 +21,7 @@ from clipkit.config import DistillConfig, LossConfig
 from clipkit.distributed import rank
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
-from clipkit.model.architectures import Architecture, ClassTable
+from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.objectives import Teaching, batch_loss, chance_level
@@ -339,8 +339,8 @@ class TrainingStep:
 
     def _inputs(self, batch: PairBatch, step: int) -> dict[str, Any]:
         inputs: dict[str, Any] = {"images": batch.images}
-        if isinstance(self.shape.text, ClassTable):
-            numbers = torch.arange(len(self.shape.text.names), device=batch.tokens.device)
+        if classes := self.shape.text.classes:
+            numbers = torch.arange(len(classes), device=batch.tokens.device)
             inputs["tokens"] = numbers[:, None]  # of all classes, not of those alone that the batch shows
         else:
             inputs |= {"tokens": batch.tokens, "lengths": batch.lengths}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from clipkit import CLIP
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.hub import from_hub
-from clipkit.model.architectures import Architecture, BagOfWords, TimmVision
+from clipkit.model import Architecture, BagOfWords, TimmVision
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import tokenizer_of
 

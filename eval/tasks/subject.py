@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import ClassTable
 from eval.datasets.dataset import EvalDataset, NoSplit, by_class_names
 from eval.features.encoder import Encoder, ImageFeatures
 
@@ -38,7 +37,7 @@ class Subject:
         metrics: Sequence[str] = (),
         open_split: Callable[[str], EvalDataset] | None = None,
     ) -> None:
-        self._by_names = isinstance(encoder.model.architecture.text, ClassTable)
+        self._by_names = bool(encoder.model.architecture.text.classes)
         dataset = self._as_read(dataset)
         self.encoder, self.dataset, self.metrics = encoder, dataset, tuple(metrics)
         self._open_split = open_split

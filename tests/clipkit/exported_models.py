@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from clipkit.export import export
-from clipkit.model.architectures import (
+from clipkit.model import (
     ARCHITECTURES,
     Architecture,
     BagOfWords,

@@ -145,9 +145,13 @@ def test_a_published_shape_has_timms_own_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "to", "told"),
     [
-        ("resnet", ["transformers"], "OpenClipVision: this model can be exported by --to open_clip, onnx"),
+        (
+            "resnet",
+            ["transformers"],
+            "a tower of open_clip): this model can be exported by --to open_clip, onnx",
+        ),
         ("resnet", ["timm"], "timm has no image tower like this"),
-        ("timm", ["sentence-transformers"], "no tower of the kind TimmVision"),
+        ("timm", ["sentence-transformers"], "no tower like this one (timm's"),
         ("distilled", ["open_clip"], "this model can be exported by --to timm, onnx"),
         ("distilled", [], "this model can be exported by --to timm, onnx"),
         ("own", ["timm", "transformers"], "name their files alike"),

@@ -15,7 +15,7 @@ from clipkit.__main__ import dispatch
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import interpolate
 from clipkit.formats.checkpoint import save_model
-from clipkit.model.architectures import Architecture, OpenClipVision, TextTower, VisionTower
+from clipkit.model import Architecture, OpenClipVision, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.tokenizer import ClipTokenizer
 

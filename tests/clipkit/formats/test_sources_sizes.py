@@ -191,7 +191,7 @@ def test_class_token_behind_the_text_stays_behind_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"image_size": 33}, "image_size = 33 is no multiple of patch_size = 8"),
+        ({"image_size": 33}, "image_size = 33 is not a multiple of patch_size = 8"),
         ({"image_size": -8}, "image_size = -8"),
         ({"image_size": 8192}, "image_size must be from 1 to 4096"),
         ({"context_length": -1}, "context_length = -1"),

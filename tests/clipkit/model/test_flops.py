@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import (
+from clipkit.model import (
     ARCHITECTURES,
     Architecture,
     BagOfWords,
@@ -27,7 +27,6 @@ from clipkit.model.flops import (
     counted_flops,
     image_flops,
     loss_flops,
-    patches_of,
     step_flops,
     text_flops,
     trained_blocks,
@@ -112,7 +111,7 @@ def test_a_training_step_is_what_torch_counts() -> None:
 def test_dropped_patches_and_lengths_count_as_they_should() -> None:
     shape = ARCHITECTURES["ViT-B-32"]
     vision, _ = shape.own_towers()
-    assert patches_of(vision) == 49
+    assert vision.patches == 49
     smaller = replace(shape, vision=replace(vision, image_size=160))  # 25 patches
     assert image_flops(shape, patches=25) == image_flops(smaller)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, TextTower, TimmVision
+from clipkit.model import Architecture, TextTower, TimmVision
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import VisionTransformer, kept_patches
 

@@ -65,7 +65,7 @@ def test_a_class_is_found_by_its_name(head: CLIP, tmp_path: Path) -> None:
     ("names", "said"),
     [
         ((), "number of classes = 0"),
-        (("a", "b", "a"), "class name 'a' stands there twice"),
+        (("a", "b", "a"), "class name 'a' occurs twice"),
         (("a", ""), "class name '' is empty"),
         (("a  b",), "class name 'a  b' is empty, or has spaces"),
         (("a", 3), "names is no list"),
@@ -88,7 +88,7 @@ def test_an_architecture_reads_the_names_from_a_file(tmp_path: Path) -> None:
     assert found.text == ClassTable(names=("cat", "dog")) and found.text.context_length == 1
     with pytest.raises(ConfigError, match="a class is one token"):
         architecture("ViT-Ti-4-16", text=f"classes:{file}", context_length=20)
-    with pytest.raises(ConfigError, match="nothing has no class names to read"):
+    with pytest.raises(ConfigError, match="cannot read class names from"):
         architecture("ViT-Ti-4-16", text="classes:nothing")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import clipkit.model.clip
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, OpenClipText, TimmVision
+from clipkit.model import Architecture, OpenClipText, TimmVision
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.model.towers import Packed

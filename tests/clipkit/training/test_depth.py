@@ -3,15 +3,15 @@
 import pytest
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import (
+from clipkit.model import (
     Architecture,
     BagOfWords,
+    ImageArchitecture,
     OpenClipText,
     OpenClipVision,
     TextTower,
     TimmVision,
     TransformersText,
-    Vision,
     VisionTower,
 )
 from clipkit.model.clip import CLIP, create
@@ -31,7 +31,7 @@ ENCODERS = {
 }  # fmt: skip
 
 
-def with_image(vision: Vision) -> CLIP:
+def with_image(vision: ImageArchitecture) -> CLIP:
     return create(Architecture(embed_dim=32, vision=vision, text=OWN_TEXT), seed=0)
 
 

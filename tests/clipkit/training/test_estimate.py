@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import ARCHITECTURES, OpenClipVision
+from clipkit.model import ARCHITECTURES, OpenClipVision
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import counted_flops, step_flops
-from clipkit.training.costs import Estimate, activation_bytes, estimate
+from clipkit.training.costs import Estimate, estimate
 
 TOLERANCE = 0.1
 SMALL = "ViT-Ti-8-48"
@@ -47,7 +47,7 @@ def test_activations_of_the_image_tower_are_what_autograd_keeps(model: CLIP) -> 
     vision, _ = model.architecture.own_towers()
     images = torch.randint(0, 256, (8, 3, 48, 48), dtype=torch.uint8)
     found = kept(model, lambda: model.visual(images.float() / 255))
-    assert 8 * activation_bytes(vision, 37, bf16=False) == pytest.approx(found, rel=TOLERANCE)
+    assert 8 * vision.activation_bytes(36, bf16=False) == pytest.approx(found, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -60,24 +60,24 @@ def test_activations_of_the_text_tower_are_what_autograd_keeps(model: CLIP, bf16
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             return model.encode_text(tokens)
 
-    assert 48 * activation_bytes(text, 20, bf16=bf16) == pytest.approx(kept(model, compute), rel=TOLERANCE)
+    assert 48 * text.activation_bytes(20, bf16=bf16) == pytest.approx(kept(model, compute), rel=TOLERANCE)
 
 
 def test_recomputed_blocks_keep_their_inputs(model: CLIP) -> None:
     vision, _ = model.architecture.own_towers()
-    whole, recomputed = (activation_bytes(vision, 37, bf16=True, recompute=flag) for flag in (False, True))
+    whole, recomputed = (vision.activation_bytes(36, bf16=True, recompute=flag) for flag in (False, True))
     assert recomputed < whole
     deep = replace(vision, layers=24)
     one_more = replace(vision, layers=25)
-    more = activation_bytes(one_more, 37, bf16=True, recompute=True)
-    assert more - activation_bytes(deep, 37, bf16=True, recompute=True) == 37 * 192 * 4
+    more = one_more.activation_bytes(36, bf16=True, recompute=True)
+    assert more - deep.activation_bytes(36, bf16=True, recompute=True) == 37 * 192 * 4
 
 
 def test_frozen_blocks_keep_nothing(model: CLIP) -> None:
     vision, _ = model.architecture.own_towers()
-    sizes = [activation_bytes(vision, 37, blocks=blocks, bf16=True) for blocks in (1, 2, 3, 4)]
+    sizes = [vision.activation_bytes(36, blocks=blocks, bf16=True) for blocks in (1, 2, 3, 4)]
     assert all(a < b for a, b in pairwise(sizes))
-    assert sizes[-1] < activation_bytes(vision, 37, bf16=True)
+    assert sizes[-1] < vision.activation_bytes(36, bf16=True)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "stable_adamw"])

@@ -8,7 +8,7 @@ from torch import nn
 
 from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, OpenClipVision, TextTower, TimmVision, VisionTower
+from clipkit.model import Architecture, OpenClipVision, TextTower, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
 from clipkit.training.build import Unfreezing, free_depths, lock, still_statistics

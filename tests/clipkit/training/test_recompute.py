@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import (
+from clipkit.model import (
     Architecture,
     BagOfWords,
     OpenClipVision,

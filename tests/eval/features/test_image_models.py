@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import TimmVision
+from clipkit.model import TimmVision
 from clipkit.model.flops import counted_flops
 from clipkit.model.preprocess import eval_pixels
 from eval import Encoder, open_dataset, read_results

@@ -1,0 +1,93 @@
+"""Two towers registered from outside the package; as a program, ``train.py`` or ``python -m eval`` with them."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipkit.errors import run_command
+from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS, ImageArchitecture, TextArchitecture
+from clipkit.model.architectures import STEM, Layer
+from clipkit.model.flops import Flops
+
+__all__ = ["ToyText", "ToyVision"]
+
+
+class Cells(nn.Module):
+    """The mean colours of a grid of cells, through two linear layers."""
+
+    def __init__(self, cells: int, output_dim: int) -> None:
+        super().__init__()
+        self.cells = cells
+        self.hidden, self.out = nn.Linear(3 * cells**2, 16), nn.Linear(16, output_dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) → (B, O)."""
+        means = F.adaptive_avg_pool2d(images, self.cells).flatten(1)
+        features: Tensor = self.out(torch.relu(self.hidden(means.to(self.hidden.weight.dtype))))
+        return features
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyVision(ImageArchitecture):
+    """An own tower: it implements what the dry run, locking and recomputation want to know."""
+
+    image_size: int = 16
+    cells: int
+    setting = "toy:CELLS"
+    own = True
+    has_blocks = False
+
+    @classmethod
+    def from_setting(cls, value: str, *, embed_dim: int) -> Self:
+        return cls(cells=int(value))
+
+    @property
+    def description(self) -> str:
+        return f"toy of {self.cells} x {self.cells} cells"
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> nn.Module:
+        return Cells(self.cells, embed_dim)
+
+    def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
+        forward = 2 * 3 * self.cells**2 * 16 + 2 * 16 * embed_dim
+        return Flops(forward=forward, backward=0 if blocks == 0 else 2 * forward)
+
+    def activation_bytes(
+        self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
+    ) -> int:
+        return 4 * (3 * self.cells**2 + 16)
+
+    def layer_of(self, module: nn.Module) -> Callable[[str], Layer] | None:
+        return lambda name: STEM if name.startswith("hidden.") else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyText(TextArchitecture):
+    """A tower that says only how it is built; everything else is the defaults'."""
+
+    context_length: int = 12
+    width: int
+    setting = "toy:WIDTH"
+
+    @classmethod
+    def from_setting(cls, value: str, *, embed_dim: int) -> Self:
+        return cls(width=int(value))
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(49408, self.width), nn.Linear(self.width, embed_dim))
+
+
+if __name__ == "__main__":
+    import eval.__main__
+    import train
+    from clipkit import distributed
+
+    IMAGE_TOWERS["toy"] = ToyVision
+    TEXT_TOWERS["toy_text"] = ToyText
+    program = sys.argv.pop(1)
+    run_command(train.main if program == "train" else distributed.together(eval.__main__.main))
