@@ -27,7 +27,7 @@ from data.shards.samples import Sample
 from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset
 from eval.features.encoder import ImageFeatures
 from eval.features.store import FeatureTable, digest_of
-from eval.tasks import KNOWN_TASKS, Options
+from eval.tasks import TASKS, Options
 
 __all__ = ["MadeUp", "peak_of"]
 
@@ -120,7 +120,7 @@ def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         began = time.perf_counter()
-        outcome = KNOWN_TASKS[task].run(subject, Options())
+        outcome = TASKS[task].run(subject, Options())
         seconds = time.perf_counter() - began
         done.set()
         watcher.join()

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         read_results,
         weights_id,
     )
-    from eval.run import evaluate
-    from eval.tasks import KNOWN_TASKS, check_tasks
+    from eval.run import check_tasks, evaluate
+    from eval.tasks import TASKS
     from eval.tasks.subject import Subject
 
 __all__ = [
-    "KNOWN_TASKS",
+    "TASKS",
     "Encoder",
     "EvalDataset",
     "Ranks",
@@ -45,14 +45,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KNOWN_TASKS": "tasks",
+    "TASKS": "tasks",
     "Encoder": "features.encoder",
     "EvalDataset": "datasets.dataset",
     "Ranks": "features.encoder",
     "Score": "results.scores",
     "Subject": "tasks.subject",
     "append_results": "results.scores",
-    "check_tasks": "tasks",
+    "check_tasks": "run",
     "evaluate": "run",
     "latest_results": "results.scores",
     "open_dataset": "readers",

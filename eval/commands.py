@@ -17,7 +17,7 @@ from rich.table import Table
 
 import clipkit
 from clipkit import CLIP, distributed
-from clipkit.errors import MOST_BATCH, MOST_SEED, ClipkitError, ConfigError, DataError, nearest, number, whole
+from clipkit.errors import MOST_BATCH, MOST_SEED, ClipkitError, ConfigError, DataError, nearest, whole
 from clipkit.files.count import counted
 from clipkit.files.traits import add_decoding_options
 from clipkit.formats.checkpoint import resolve_checkpoint
@@ -44,13 +44,11 @@ from eval.datasets.new import (
 )
 from eval.datasets.targets import Missing, Target, find_named, find_suites
 from eval.features.encoder import Ranks
-from eval.features.image_models import TIMM, load_image_model
+from eval.features.image_models import TIMM, load_image_model, no_text_tower
 from eval.report.terminal import printable, score_table
 from eval.results.scores import check_appendable, read_results, weights_id
-from eval.run import Scored, run_model
-from eval.tasks import KNOWN_TASKS, Options, check_image_tasks, check_tasks
-from eval.tasks.fine_tune import RATES
-from eval.tasks.probe import ESTIMATORS, KS, SHOTS
+from eval.run import Scored, check_tasks, run_model
+from eval.tasks import TASKS, options_of
 
 __all__ = [
     "PRECISIONS",
@@ -59,8 +57,6 @@ __all__ = [
     "add_page_commands",
     "add_prompts",
     "add_score_commands",
-    "add_task_options",
-    "task_options",
 ]
 
 
@@ -281,9 +277,7 @@ def _cards_table(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
 # What the scoring commands take on the command line.
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MOST = 1e6
 _positive = whole(1, MOST_BATCH)
-_number = number(0, _MOST, above=True)
 
 
 def add_data(command: argparse.ArgumentParser) -> None:
@@ -352,87 +346,6 @@ def add_model(command: argparse.ArgumentParser, *, several: bool = True) -> None
     add_decoding_options(command, default="as in the model's training")
 
 
-def add_task_options(command: argparse.ArgumentParser, tasks: Sequence[str]) -> None:
-    """Options that some tasks have."""
-    add = command.add_argument
-    if "linear-probe" in tasks:
-        add(
-            "--layers",
-            nargs="*",
-            type=_positive,
-            metavar="K",
-            help="linear-probe: probe the image tower behind these blocks too (all where none is named)",
-        )
-    if "few-shot" in tasks:
-        shots = " ".join(map(str, SHOTS))
-        add(
-            "--shots",
-            nargs="+",
-            type=_positive,
-            default=SHOTS,
-            metavar="N",
-            help=f"few-shot: default {shots}",
-        )
-        add(
-            "--seeds",
-            nargs="+",
-            type=whole(0, MOST_SEED),
-            default=(0, 1, 2),
-            metavar="S",
-            help="few-shot: draws (default: 0 1 2)",
-        )
-        add("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default both")
-        add("--tuned", action="store_true", help="few-shot: choose C on the val split, as the CLIP paper did")
-    if "knn" in tasks:
-        add("--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default 10 20")
-    if "fine-tune" in tasks:
-        _add_fine_tuning(add)
-
-
-def _add_fine_tuning(add: Callable[..., object]) -> None:
-    rates = " ".join(f"{rate:g}" for rate in RATES)
-    add("--epochs", type=_number, default=10.0, metavar="E", help="fine-tune: default 10")
-    add(
-        "--rates",
-        nargs="+",
-        type=_number,
-        default=RATES,
-        metavar="LR",
-        help=f"fine-tune: learning rates, of which the best on val is taken (default {rates})",
-    )
-    add(
-        "--fine-tune-batch",
-        type=_positive,
-        default=128,
-        metavar="N",
-        help="fine-tune: pictures of a step (default 128)",
-    )
-    add(
-        "--runs",
-        type=Path,
-        metavar="FOLDER",
-        help="fine-tune: where trainings and their models lie (default: fine-tune in the cache)",
-    )
-
-
-def task_options(options: argparse.Namespace) -> Options:
-    """Of the command line, for the tasks that it has; the same ones in another order are the same."""
-    layers = getattr(options, "layers", None)
-    return Options(
-        seed=options.seed,
-        layers=False if layers is None else tuple(sorted(layers)) or True,
-        shots=tuple(sorted(getattr(options, "shots", SHOTS))),
-        seeds=tuple(sorted(getattr(options, "seeds", (0, 1, 2)))),
-        estimators=tuple(one for one in ESTIMATORS if one in getattr(options, "estimators", ESTIMATORS)),
-        tuned=getattr(options, "tuned", False),
-        neighbours=tuple(sorted(getattr(options, "neighbours", KS))),
-        epochs=getattr(options, "epochs", 10.0),
-        rates=tuple(sorted(set(getattr(options, "rates", RATES)))),
-        fine_tune_batch=getattr(options, "fine_tune_batch", 128),
-        runs=getattr(options, "runs", None),
-    )
-
-
 # --------------------------------------------------------------------------------------------------------------
 
 
@@ -446,21 +359,22 @@ def add_score_commands(commands: Any) -> None:
         "--task",
         action="append",
         default=[],
-        choices=[*KNOWN_TASKS],
+        choices=[*TASKS],
         metavar="TASK",
-        help=f"{', '.join(KNOWN_TASKS)}; may be repeated (default: each dataset's own)",
+        help=f"{', '.join(TASKS)}; may be repeated (default: each dataset's own)",
     )
     add_prompts(run)
-    add_task_options(run, [*KNOWN_TASKS])
+    for task in TASKS.values():
+        task.add_options(run)
     run.set_defaults(run=_started(_score))
-    for name, task in KNOWN_TASKS.items():
-        command = commands.add_parser(name, help=task.what, description=_sentence(task.what))
+    for name, task in TASKS.items():
+        command = commands.add_parser(name, help=task.summary, description=_sentence(task.summary))
         add_data(command)
         add_model(command)
         if task.by_prompts:
             add_prompts(command)
         command.set_defaults(prompts="")
-        add_task_options(command, [name])
+        task.add_options(command)
         command.set_defaults(run=_started(_score))
     what = "check that a model reaches the scores that are known for it"
     verify = commands.add_parser("verify", help=what, description=_sentence(what))
@@ -528,6 +442,21 @@ def _score(options: argparse.Namespace, device: torch.device) -> int:
         _tell_trouble(scored.trouble[before:])
     _tell_trouble(trouble)
     return _status([*broken, *trouble, *scored.trouble], scored)
+
+
+def check_image_tasks(models: Sequence[str], tasks: Sequence[str]) -> None:
+    """Make sure that models can do all tasks, as far as their names tell, before any model is loaded.
+
+    Args:
+        models: as the user names them.
+        tasks: empty for the datasets' own.
+
+    Raises:
+        ConfigError: a model has no text tower, and a task needs one.
+    """
+    for model in models:
+        if model.startswith(TIMM) and (not tasks or any(TASKS[task].needs_text for task in tasks)):
+            raise no_text_tower(model)
 
 
 def _check_something_fits(targets: Sequence[Target], tasks: Sequence[str]) -> None:
@@ -637,7 +566,7 @@ def _score_model(
                 targets,
                 out=wanted.out,
                 tasks=tasks,
-                options=task_options(options),
+                options=options_of(options),
                 skip_existing=options.skip_existing,
                 store=_store(options.features),
                 ranks=ranks,

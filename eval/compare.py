@@ -21,7 +21,7 @@ from clipkit.files.count import counted
 from eval.datasets import Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import some
 from eval.datasets.targets import OWN_CARD, Target, Trouble, find_targets
-from eval.metrics import Comparison, compare_correct, compare_means, compare_statistics, roc_auc_statistic
+from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
 from eval.report.result_set import (
     Model,
     ResultSet,
@@ -400,42 +400,29 @@ def _test(metric: str, first: Details, second: Details) -> Comparison | None:
     if metric in first.right and metric in second.right:
         bits = _pair(first.right[metric].tensor(), second.right[metric].tensor())
         return compare_correct(bits[0], bits[1])
+    known = METRICS.get("mean_top1_top5" if metric == "mean_of_top1_and_top5" else metric)  # an older name
     if metric in first.values and metric in second.values:
         pair = _pair(first.values[metric].tensor(), second.values[metric].tensor())
-        if metric != "roc_auc":
+        if known is None or known.item_statistic is None:
             return compare_means(pair[0], pair[1])
         labels = _of(_labels(first), pair[0])
-        areas = roc_auc_statistic(pair[0], labels), roc_auc_statistic(pair[1], labels)
-        return compare_statistics(areas[0], areas[1], len(labels))
+        statistics = [known.item_statistic(values, labels) for values in pair]
+        return compare_statistics(statistics[0], statistics[1], len(labels))
     if (
-        metric == "mean_per_class_recall"
-        and first.labels
-        and "acc1" in first.right
-        and "acc1" in second.right
+        known is None
+        or known.items is None
+        or first.labels is None
+        or not all({*known.items_from} <= {*one.right} for one in (first, second))
     ):
-        pair = _pair(first.right["acc1"].tensor(), second.right["acc1"].tensor())
-        weights = _weights(_of(_labels(first), pair[0]))
-        return compare_means(pair[0] * weights, pair[1] * weights)
-    if metric in ("mean_of_top1_and_top5", "mean_top1_top5") and all(
-        {"acc1", "acc5"} <= set(one.right) for one in (first, second)
-    ):
-        tops = _pair(_mean_of_tops(first), _mean_of_tops(second))
-        return compare_means(tops[0], tops[1])
-    return None
-
-
-def _weights(labels: Tensor) -> Tensor:
-    """(N,) float64, with which the mean over pictures is the mean over classes: those of a small class weigh more.
-
-    As values of the pictures, they make the bootstrap as fast as that of a mean.
-    """
-    counts = labels.bincount()  # (C,)
-    return (len(labels) / (int((counts > 0).sum()) * counts.double()))[labels]
-
-
-def _mean_of_tops(details: Details) -> Tensor:
-    one, five = _pair(details.right["acc1"].tensor(), details.right["acc5"].tensor())
-    return (one.double() + five.double()) / 2
+        return None
+    items = []
+    for details in (first, second):
+        right = {name: details.right[name].tensor() for name in known.items_from}
+        labels = _labels(first)
+        for values in right.values():
+            _of(values, labels)
+        items.append(known.items(right, labels))
+    return compare_means(items[0], items[1])
 
 
 def _pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,17 +17,51 @@ from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import is_complete, model_hash
 from clipkit.model.flops import counted_flops, image_flops
-from eval.datasets.dataset import EvalDataset, NoSplit
+from clipkit.model.tokenizer import ClassTokenizer
+from eval.datasets.dataset import EvalDataset, Lacks, NoSplit, by_class_names
 from eval.datasets.targets import Target
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.readers import open_dataset
 from eval.results.records import write_details
 from eval.results.scores import Score, append_results, provenance, read_results, time_now, weights_id
 from eval.results.snapshot import take_snapshot, write_snapshot
-from eval.tasks import KNOWN_TASKS, Options, Outcome, check_tasks
-from eval.tasks.subject import Subject
+from eval.tasks import TASKS, Options, task_of
+from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["Scored", "Scorer", "evaluate", "run_model"]
+__all__ = ["Scored", "Scorer", "check_tasks", "evaluate", "run_model"]
+
+
+def check_tasks(
+    dataset: EvalDataset, tasks: Sequence[str] | None = None, *, classes: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the tasks, or those of the dataset, after checking that it has what they need.
+
+    Args:
+        dataset: to score on.
+        tasks: None for the dataset's own.
+        classes: all texts that the model can read, if it has a classification head; empty for any text.
+
+    Raises:
+        DataError: the dataset lacks labels, class names or captions for a task, or the model cannot read its texts.
+        ConfigError: a task is unknown.
+    """
+    chosen = dataset.tasks if tasks is None else tuple(tasks)
+    for name in chosen:
+        task = task_of(name)
+        task.check(dataset)
+        for texts in task.texts_of(by_class_names(dataset)) if classes else ():
+            try:
+                ClassTokenizer(names=tuple(classes))(texts)
+            except DataError as error:
+                advice = (
+                    "fine-tune the model that this one was initialized from"
+                    if name == "fine-tune"
+                    else "linear-probe, few-shot and knn need no class names"
+                )
+                raise Lacks(
+                    f"dataset {dataset.name} cannot be scored by {name}: {error}; {advice}"
+                ) from error
+    return chosen
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -56,7 +90,7 @@ def evaluate(
         model: to be scored; or a subject, which is a model on a dataset, what it has encoded included. Under
             autocast the towers run in its type, similarities never do.
         data: a dataset, or what ``open_dataset`` takes; None for a subject's own.
-        tasks: of ``KNOWN_TASKS``; None for those that the dataset itself names.
+        tasks: of ``TASKS``; None for those that the dataset itself names.
         batch_size: pictures that the model takes at a time.
         ranks: who shares the work.
         out: a results file to which rank 0 appends a line a score.
@@ -88,7 +122,7 @@ def evaluate(
     scores: list[Score] = []
     for task in check_tasks(subject.dataset, tasks):
         start = time.monotonic()
-        found = KNOWN_TASKS[task].run(subject, options).scores
+        found = TASKS[task].run(subject, options).scores
         scores += found
         if out is not None and subject.encoder.ranks.rank == 0:
             whose = {} if weights else {"model": "in memory", "model_hash": model_hash(subject.encoder.model)}
@@ -197,7 +231,7 @@ def run_model(
             encoder.progress, before = started(work.subject.dataset), work.subject
         begun = time.monotonic()
         try:
-            outcome = KNOWN_TASKS[work.task].run(work.subject, options)
+            outcome = TASKS[work.task].run(work.subject, options)
         except (ConfigError, DataError) as error:
             scored.trouble.append(error)
             continue
@@ -242,7 +276,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
     known = [subject.metrics, subject.dataset.superclasses, options.text_of(task)]
     digest = hashlib.sha256(json.dumps(known).encode())
     splits = [subject.dataset]
-    if KNOWN_TASKS[task].learns:
+    if TASKS[task].learns:
         splits += [one for one in (subject.split("train"), subject.split("val")) if one is not None]
         if len(splits) == 1 or splits[1].split != "train":
             raise NoSplit(
@@ -253,7 +287,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):
             digest.update(b"" if values is None else values.numpy().tobytes())
-    for texts in KNOWN_TASKS[task].texts(subject.dataset):
+    for texts in TASKS[task].texts_of(subject.dataset):
         digest.update(json.dumps(texts).encode())
     return digest.hexdigest()[:_DIGITS]
 
@@ -264,7 +298,7 @@ def _main_task(target: Target) -> tuple[str, ...]:
 
 def _write(out: Path, work: _Work, outcome: Outcome, *, step: int | None, seconds: float) -> None:
     facts = {**work.facts, "lines": len(outcome.scores), "time": time_now()}
-    if KNOWN_TASKS[work.task].learns:  # scored images that are also in the split that it learned from
+    if TASKS[work.task].learns:  # scored images that are also in the split that it learned from
         facts |= {"train_overlap": work.subject.overlap["train"]}
     append_results(out, outcome.scores, step=step, provenance=facts, seconds=round(seconds, 3))
     for details in outcome.details:
@@ -275,7 +309,7 @@ def _encode_prompts(encoder: Encoder, works: Sequence[_Work]) -> None:
     """The texts of all tasks in one pass, sorted by length, each once."""
     texts: dict[str, None] = {}
     for work in works:
-        for own in KNOWN_TASKS[work.task].texts(work.subject.dataset):
+        for own in TASKS[work.task].texts_of(work.subject.dataset):
             texts.update(dict.fromkeys(own))
     encoder.texts(list(texts), whose="the prompts")
 

@@ -14,8 +14,6 @@ fields.py       the fields of a TOML file, with what is wrong in one line
 """
 
 from eval.datasets.card import (
-    CARD_METRICS,
-    CARD_TASKS,
     Card,
     Expected,
     Hub,
@@ -38,8 +36,6 @@ from eval.datasets.loading import (
 )
 
 __all__ = [
-    "CARD_METRICS",
-    "CARD_TASKS",
     "Card",
     "Expected",
     "Hub",

@@ -11,11 +11,11 @@ from typing import Any
 from clipkit.errors import DataError, nearest
 from clipkit.files.count import counted
 from clipkit.files.open_clip import prompt_list
-from eval.datasets.dataset import SPLITS, TASKS
+from eval.datasets.dataset import SPLITS
+from eval.metrics import METRICS, metric_of
+from eval.tasks import TASKS, Task
 
 __all__ = [
-    "CARD_METRICS",
-    "CARD_TASKS",
     "DATASETS",
     "FOLDER",
     "Card",
@@ -291,61 +291,49 @@ def parse_fields(text: str, *, file: str) -> Fields:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Which metrics fit which task, by the names that cards and results call them.
-#
-# The tasks that classify (zero-shot, linear-probe, few-shot, knn, fine-tune) share theirs: some are for
-# pictures with one label, others for pictures with several. A metric by group is for a column of the dataset's
-# metadata.
-
-_OF_ONE_LABEL = ("acc1", "acc5", "mean_per_class_recall", "mean_top1_top5", "f1_macro", "roc_auc")
-_OF_SEVERAL_LABELS = (
-    "map_11_point", "map_11_point_softmax", "mean_average_precision", "mean_average_precision_softmax",
-)  # fmt: skip
-_OF_PAIRS = {
-    "retrieval": (
-        "mean_R@1",  # of both directions, DataComp's score for retrieval
-        "image_to_text_R@1", "image_to_text_R@5", "image_to_text_R@10",
-        "text_to_image_R@1", "text_to_image_R@5", "text_to_image_R@10",
-    ),
-    "compositional": (
-        "accuracy", "macro_accuracy", "mean_per_group_accuracy",  # the right caption first: SugarCrepe, ARO
-        "text", "image", "group",  # Winoground
-        "jaccard", "jaccard_10", "jaccard_12", "jaccard_10-12",  # WinoGAViL, by how many candidates
-    ),
-}  # fmt: skip
-CARD_METRICS = (*_OF_ONE_LABEL, *_OF_SEVERAL_LABELS, *_OF_PAIRS["retrieval"], *_OF_PAIRS["compositional"])
-_PAIR = 2  # classes, for which an ROC curve is defined
-_FIRST = 5  # of acc5
-_OF_MORE = ("acc5", "mean_top1_top5")
+# Which metrics apply to which task and dataset.
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricKind:
-    """What decides which metrics fit a dataset.
+    """The facts about a dataset that decide which metrics apply to it.
 
     Attributes:
-        multilabel: whether a picture may have several labels.
-        classes: how many there are; None where that is not known.
-        columns: facts about each picture that metrics may group by, as ``worst_region_acc1`` does.
+        multilabel: whether an image may have several labels.
+        classes: how many there are; None if unknown.
+        columns: metadata columns that metrics may group by, as ``worst_region_acc1`` does.
+        superclasses: whether classes are grouped.
     """
 
     multilabel: bool = False
     classes: int | None = None
     columns: tuple[str, ...] = ()
+    superclasses: bool = False
 
     def fitting(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """Those that fit some of these tasks."""
-        of_five = self.classes is None or self.classes > _FIRST  # the first five of five are always right
-        one_label = [one for one in _OF_ONE_LABEL if one != "roc_auc" or self.classes in (None, _PAIR)]
-        one_label = [one for one in one_label if of_five or one not in _OF_MORE]
-        groups = [
-            f"worst_{column}_acc{k}" for column in self.columns for k in ((1, _FIRST) if of_five else (1,))
-        ]
-        of_classes = _OF_SEVERAL_LABELS if self.multilabel else (*one_label, *groups)
-        return tuple(dict.fromkeys(one for task in tasks for one in _OF_PAIRS.get(task, of_classes)))
+        """The metrics that apply to some of these tasks."""
+        names = [*METRICS, *(f"worst_{column}_acc{k}" for column in self.columns for k in (1, 5))]
+        return tuple(name for name in names if any(self._fits(name, TASKS[task]) for task in tasks))
+
+    def _fits(self, name: str, task: Task) -> bool:
+        metric = metric_of(name)
+        assert metric is not None
+        if task.fits != "labels":
+            # scores of cards lie in 0 … 1, ranks do not
+            return (
+                metric.kind == {"captions": "retrieval", "choices": "compositional"}[task.fits]
+                and metric.highest is not None
+            )
+        if metric.kind != ("multi-label" if self.multilabel else "one-label"):
+            return False
+        if self.classes is not None and not metric.least <= self.classes <= (metric.most or self.classes):
+            return False
+        return (self.superclasses or not metric.needs_superclasses) and (
+            task.gives_probabilities or not metric.needs_probabilities
+        )
 
     def fault(self, metrics: Sequence[str], tasks: Sequence[str]) -> str:
-        """What must stand where metrics of these tasks stand, if one of these is none; else ""."""
+        """Return what is expected instead, if one of the metrics applies to none of the tasks; else ""."""
         known = self.fitting(tasks)
         for metric in metrics:
             if metric not in known:
@@ -384,23 +372,27 @@ def task_and_metric(fields: Fields, kind: MetricKind) -> tuple[str, str]:
     return task, metric
 
 
-def _meant_for(metric: str) -> str:
-    """What a metric is for, where the reader may have meant that; "" where there is none of this name."""
-    if metric in _OF_SEVERAL_LABELS:
-        return "pictures with several labels, multilabel = true"
-    if metric == "roc_auc":
+def _meant_for(name: str) -> str:
+    """What a metric applies to; "" if there is no such metric."""
+    metric = METRICS.get(name) if isinstance(name, str) else None
+    if metric is None:
+        return ""
+    if metric.kind == "multi-label":
+        return "images with several labels, multilabel = true"
+    if metric.kind != "one-label":
+        return metric.kind
+    if metric.needs_superclasses:
+        return "datasets with [superclasses]"
+    if metric.most is not None:
         return "two classes"
-    if metric in _OF_MORE:
-        return "more than five classes, one label a picture"
-    if metric in _OF_ONE_LABEL:
-        return "classes, one label a picture"
-    return next((task for task, metrics in _OF_PAIRS.items() if metric in metrics), "")
+    return (
+        "more than five classes, one label per image" if metric.least > 1 else "classes, one label per image"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------
 # The parts of a dataset's card, and how each is read from its table in the card's file.
 
-CARD_TASKS = TASKS
 DATASETS = Path(__file__).parent  # the cards that clipkit brings
 FOLDER = "folder"  # names or templates that are those beside the pictures
 _TEMPLATES = ("OPENAI_IMAGENET_TEMPLATES", "SIMPLE_IMAGENET_TEMPLATES")  # open_clip's
@@ -725,8 +717,7 @@ class Card:
     Attributes:
         name: of its file.
         title: as a person says it.
-        tasks: what it is for, of ``CARD_TASKS``; the first is its main one. None where it is known and cannot be
-            scored here, for which the note says why.
+        tasks: of ``eval.tasks.TASKS``, the main one first; empty if it cannot be scored here (the note says why).
         metric: the primary one, of those that fit the main task; see ``eval.datasets.card``.
         further: metrics worth knowing besides.
         classes: how many; None for datasets without classes.

@@ -21,19 +21,19 @@ from data.shards.samples import Sample
 __all__ = [
     "DEFAULT_TEMPLATES",
     "SPLITS",
-    "TASKS",
     "TEST",
     "EvalDataset",
     "Lacks",
     "NoSplit",
     "Pictures",
     "by_class_names",
+    "captions_of",
+    "choices_of",
     "distinct_names",
+    "labels_of",
     "some",
-    "superclass_numbers",
 ]
 
-TASKS = ("zero-shot", "linear-probe", "few-shot", "knn", "retrieval", "compositional", "fine-tune")
 TEST = "test"  # the split that scores are of
 SPLITS = ("train", "val", TEST)
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
@@ -87,7 +87,7 @@ class EvalDataset:
         caption_template: what retrieval has a model read of a caption, with ``{c}`` for it.
         caption_prompt_set: the name under which that goes, "" for captions as they stand.
         revision: the pictures' fingerprint.
-        tasks: what it is scored on unless the user says otherwise, of ``TASKS``.
+        tasks: what it is scored on unless the user says otherwise, of ``eval.tasks.TASKS``.
     """
 
     name: str
@@ -111,6 +111,10 @@ class EvalDataset:
     def __len__(self) -> int:
         return len(self.shards)
 
+    def all_captions(self) -> list[tuple[str, ...]]:
+        """The captions to choose between of each image, then its captions."""
+        return [*(self.choices or ()), *(self.captions or ())]
+
     def prompts(self) -> list[list[str]]:
         """Of each class, every template with every name."""
         names = self.synonyms or tuple((name,) for name in self.class_names)
@@ -124,6 +128,11 @@ class EvalDataset:
         """Of each picture, what retrieval has a model read of its captions; none where it has none."""
         return [[self.caption_prompt(caption) for caption in own] for own in self.captions or ()]
 
+    def superclass_numbers(self) -> Tensor:
+        """(C,) int64, the superclass of each class, numbered in the order of their first appearance."""
+        number = {name: i for i, name in enumerate(dict.fromkeys(self.superclasses))}
+        return torch.tensor([number[name] for name in self.superclasses], dtype=torch.int64)
+
     @property
     def stamp(self) -> str:
         """Changes whenever the pictures may have, also where the revision, which moves with them, does not."""
@@ -135,10 +144,46 @@ class EvalDataset:
         return f"dataset {self.name}: picture {key} of {shard}"
 
 
-def superclass_numbers(dataset: EvalDataset) -> Tensor:
-    """(C,) int64, the superclass of each class, numbered in the order of their first appearance."""
-    number = {name: i for i, name in enumerate(dict.fromkeys(dataset.superclasses))}
-    return torch.tensor([number[name] for name in dataset.superclasses], dtype=torch.int64)
+def labels_of(dataset: EvalDataset) -> Tensor:
+    """The labels, (N,) int64 or (N, C) bool.
+
+    Raises:
+        Lacks: the dataset has none, or no class names for them.
+    """
+    if dataset.labels is None:
+        raise Lacks(f"dataset {dataset.name} has no labels, which classification needs")
+    if not dataset.class_names:
+        raise Lacks(f"dataset {dataset.name} has no classnames.txt, which classification needs")
+    return dataset.labels
+
+
+def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
+    """The captions of each image.
+
+    Raises:
+        Lacks: the dataset has none.
+        DataError: they are all the same.
+    """
+    if dataset.captions is None:
+        raise Lacks(f"dataset {dataset.name} has no captions, which retrieval needs")
+    if len({caption for own in dataset.captions for caption in own}) < 2:
+        raise DataError(
+            f"dataset {dataset.name} has the same caption for all images: there is nothing to retrieve"
+        )
+    return dataset.captions
+
+
+def choices_of(dataset: EvalDataset) -> EvalDataset:
+    """The dataset, if it has choices between captions, or cues with candidates (``association``).
+
+    Raises:
+        Lacks: it has neither.
+    """
+    if dataset.choices is None and ("association" not in dataset.metadata or dataset.items is None):
+        raise Lacks(
+            f"dataset {dataset.name} has no captions to choose between, which the compositional task needs"
+        )
+    return dataset
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:

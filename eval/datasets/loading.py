@@ -11,8 +11,6 @@ from typing import Any
 
 from clipkit.errors import DataError, nearest
 from eval.datasets.card import (
-    CARD_METRICS,
-    CARD_TASKS,
     DATASETS,
     FOLDER,
     Card,
@@ -36,6 +34,8 @@ from eval.datasets.card import (
     superclasses_of,
     words_by_key,
 )
+from eval.metrics import METRICS
+from eval.tasks import TASKS
 
 __all__ = ["card_names", "card_toml", "load_card", "load_suite", "parse_card", "read_card", "suite_names"]
 
@@ -89,8 +89,14 @@ def _card(fields: Fields, name: str) -> Card:
             name="simple", names=names or {}, templates=_SIMPLE, source="the plainest prompt there is"
         )
     metadata, multilabel = fields.texts("metadata", ()), fields.flag("multilabel")
-    kind = MetricKind(multilabel=multilabel, classes=len(keys) or classes, columns=metadata)
-    tasks = () if fields.raw("tasks") == [] else fields.some_of("tasks", CARD_TASKS)
+    superclasses = superclasses_of(fields, keys)
+    kind = MetricKind(
+        multilabel=multilabel,
+        classes=len(keys) or classes,
+        columns=metadata,
+        superclasses=bool(superclasses),
+    )
+    tasks = () if fields.raw("tasks") == [] else fields.some_of("tasks", TASKS)
     if not tasks and fields.raw("metric") is not None:  # of a card that is known and not scored
         raise fields.wrong("tasks", "a list of those that the metric is for")
     metric, further = metric_and_further(fields, kind, tasks) if tasks else ("", ())
@@ -104,7 +110,7 @@ def _card(fields: Fields, name: str) -> Card:
         keys=keys,
         aliases=words_by_key(fields, "aliases", keys),
         label_is_line=fields.flag("label_is_line"),
-        superclasses=superclasses_of(fields, keys),
+        superclasses=superclasses,
         multilabel=multilabel,
         splits=counts_of(fields, "splits"),
         captions=counts_of(fields, "captions"),
@@ -193,7 +199,7 @@ def _suites() -> dict[str, Suite]:
             title=table.text("title"),
             cards=table.some_of("cards", card_names()),
             prompts=table.text("prompts", ""),
-            metric=table.one_of("metric", CARD_METRICS, ""),
+            metric=table.one_of("metric", METRICS, ""),
             note=table.text("note", ""),
             source=table.text("source", ""),
         )

@@ -11,10 +11,11 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.count import counted
 from eval.datasets import Card, Prompts, Published, card_names, card_toml, load_card, load_suite, suite_names
 from eval.datasets.card import MetricKind
-from eval.datasets.dataset import TASKS, TEST, EvalDataset, NoSplit, some
+from eval.datasets.dataset import TEST, EvalDataset, NoSplit, some
 from eval.datasets.targets import OWN_CARD
 from eval.readers import open_dataset
 from eval.readers.files import how_to_pack, is_table
+from eval.tasks import TASKS
 
 __all__ = [
     "add_new_command",
@@ -174,7 +175,7 @@ def new_card(title: str, folder: Path) -> Card:
         name=dataset.name,
         title=title,
         tasks=tuple(tasks),
-        metric=_metric(dataset, several=several),
+        metric=_primary_metric(dataset, several=several),
         further=tuple(one for one in ("acc5", "mean_per_class_recall") if one in fitting),
         keys=keys,
         classes=len(keys) or None,
@@ -203,14 +204,12 @@ def _numbered(classes: int) -> tuple[str, ...]:
     return tuple(map(str, range(classes)))
 
 
-def _metric(dataset: EvalDataset, *, several: bool) -> str:
-    if dataset.tasks[0] == "retrieval":
-        return "mean_R@1"
+def _primary_metric(dataset: EvalDataset, *, several: bool) -> str:
     if several:
         return "mean_average_precision"
-    if dataset.choices is not None:
-        return "accuracy" if dataset.items is None else "group"
-    return "acc1"
+    if dataset.choices is not None and dataset.items is not None:
+        return "group"  # Winoground
+    return TASKS[dataset.tasks[0]].metric
 
 
 # --------------------------------------------------------------------------------------------------------------

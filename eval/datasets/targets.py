@@ -297,7 +297,10 @@ def _check_metrics(file: Path, card: Card, dataset: EvalDataset) -> None:
             f"{file}: {how}, so it must have multilabel = {str(several).lower()}, and metrics of that"
         )
     kind = MetricKind(
-        multilabel=several, classes=len(dataset.class_names) or None, columns=tuple(dataset.metadata)
+        multilabel=several,
+        classes=len(dataset.class_names) or None,
+        columns=tuple(dataset.metadata),
+        superclasses=bool(dataset.superclasses),
     )
     if must := kind.fault(card.metrics, card.tasks):
         raise DataError(f"{file}: metric and further do not fit the pictures: each must be {must}")

@@ -1,21 +1,26 @@
-"""The measures: from features to ranks and predictions, from these to metrics, each with a 95% interval.
+"""Metrics: from features to ranks and predictions, and from these to values with a 95% interval.
 
-A metric is defined once, by what its dataset's authors or the CLIP paper mean by it; where CLIP_benchmark, WILDS,
-DataComp or scikit-learn mean something else by the same name, the docstring says what and why. Throughout, a
-similarity that is not a number never helps a model, and ties between a right and a wrong answer do not either
-(but for classes, where the lower index comes first as in ``argmax``).
+A metric is defined once, as its dataset's authors or the CLIP paper define it. Where CLIP_benchmark, WILDS,
+DataComp or scikit-learn compute something else under the same name, the docstring says what and why. A similarity
+that is NaN never helps a model, and a tie between a right and a wrong candidate counts as wrong (except among
+classes, where the lower index comes first, as in ``argmax``).
 
-ranks.py           ranks, scores and top classes from similarities, which are taken in float32 blocks
-accuracy.py        top-k, mean of top-1 and top-5, mean per class, per class, macro F1
-ranking.py         average precision (11-point and plain), ROC AUC
-groups.py          by group and in the worst one
-confusion.py       what is taken for what, by class and superclass
-calibration.py     expected calibration error and its bins
-retrieval.py       R@k, mean and median rank
-compositional.py   Winoground, SugarCrepe and ARO, WinoGAViL
-compare.py         two models on the same items: McNemar, paired bootstrap
-intervals.py       Wilson's interval and the one seeded bootstrap
+ranks.py       ranks, scores and top classes from similarities, computed in float32 blocks
+classes.py     accuracies, F1, confusion, calibration error, accuracy by group
+ranking.py     average precision (11-point and plain), ROC AUC
+pairs.py       R@k, mean and median rank, Winoground, SugarCrepe and ARO, WinoGAViL
+intervals.py   Wilson's interval, the seeded bootstrap, and paired tests of two models
+
+``METRICS`` holds every metric by the name that cards and results use.
 """
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, Never, TypeVar
+
+import torch
+from torch import Tensor
 
 from eval.metrics.classes import (
     CalibrationBins,
@@ -47,9 +52,14 @@ from eval.metrics.intervals import (
     mcnemar,
     mean_estimate,
     proportion,
+    statistic_value,
     wilson_interval,
 )
 from eval.metrics.pairs import (
+    DIRECTIONS,
+    Choices,
+    Direction,
+    Directions,
     Winoground,
     chance_of_recall,
     jaccard_index,
@@ -66,17 +76,25 @@ from eval.metrics.ranking import (
     map_11_point,
     mean_average_precision,
     mean_average_precision_statistic,
+    mean_of_precisions,
     roc_auc,
     roc_auc_statistic,
 )
-from eval.metrics.ranks import TopClasses, class_ranks, class_scores, match_ranks, top_classes
+from eval.metrics.ranks import Answers, TopClasses, class_ranks, class_scores, match_ranks, top_classes
 
 __all__ = [
+    "METRICS",
+    "Answers",
     "CalibrationBins",
+    "Choices",
     "Comparison",
     "Confusion",
+    "Direction",
+    "Directions",
     "Estimate",
     "GroupAccuracy",
+    "Kind",
+    "Metric",
     "PerClass",
     "Statistic",
     "TopClasses",
@@ -108,6 +126,7 @@ __all__ = [
     "mean_per_class_statistic",
     "mean_rank",
     "median_rank",
+    "metric_of",
     "pairwise_accuracy",
     "pairwise_correct",
     "per_class_accuracy",
@@ -122,3 +141,275 @@ __all__ = [
     "winoground",
     "worst_group_accuracy",
 ]
+
+Kind = Literal["one-label", "multi-label", "retrieval", "compositional"]
+Inputs = TypeVar("Inputs", contravariant=True)  # Answers, Directions or Choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric(Generic[Inputs]):
+    """What clipkit knows about a metric.
+
+    Attributes:
+        kind: what it applies to: images with one label or with several, captions, or choices between captions.
+        function: its value with a 95% interval; None where the inputs are not of its protocol.
+        chance: the value of random guessing; None where that is not one number.
+        title: its name on pages and in tables; by default the key with spaces.
+        interval: how the interval is computed; None if the metric has none.
+        counts: what ``n`` of the estimate counts.
+        larger_is_better: False for ranks and errors.
+        highest: upper end of its range, which begins at 0; None for a rank, which begins at 1.
+        least: fewest classes or candidates for which it says anything.
+        most: most classes for which it is defined.
+        by_default: whether classification reports it where the card names no metric.
+        needs_probabilities: whether the answers must be logits, which votes and ridge scores are not.
+        needs_superclasses: whether the card must group its classes.
+        value: its value without an interval, from what ``value_from`` names and the labels. A metric that has it
+            can choose C of a linear probe.
+        value_from: the answers that ``value`` takes: (N,) ranks, (N,) predictions or (N, C) scores.
+        item_statistic: the statistic of (N,) values and labels in the details, if it is not their mean.
+        items: (N,) values with that mean, made from the right items of ``items_from`` and the labels.
+        items_from: the metrics of the details that ``items`` takes.
+    """
+
+    kind: Kind
+    function: Callable[[Inputs], Estimate | None]
+    chance: Callable[[Inputs], float | None] = lambda _: None
+    title: str = ""
+    interval: Literal["wilson", "bootstrap"] | None = "bootstrap"
+    counts: str = "images"
+    larger_is_better: bool = True
+    highest: float | None = 1.0
+    least: int = 1
+    most: int | None = None
+    by_default: bool = False
+    needs_probabilities: bool = False
+    needs_superclasses: bool = False
+    value: Callable[[Tensor, Tensor], float] | None = None
+    value_from: Literal["ranks", "predictions", "scores"] = "ranks"
+    item_statistic: Callable[[Tensor, Tensor], Statistic] | None = None
+    items: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
+    items_from: tuple[str, ...] = ()
+
+
+def _top_k(k: int) -> Metric[Answers]:
+    return Metric(
+        kind="one-label",
+        function=lambda answers: top_k_accuracy(answers.ranks, k),
+        chance=lambda answers: min(1.0, k / answers.classes),
+        title=f"top-{k}",
+        interval="wilson",
+        least=1 if k == 1 else k + 1,
+        by_default=True,
+        value=lambda ranks, _: float((ranks < k).double().mean()),
+    )
+
+
+def _per_class(answers: Answers) -> Estimate:
+    correct = answers.ranks < 1
+    low, high = mean_per_class_interval(correct, answers.labels)
+    return Estimate(value=mean_per_class_recall(correct, answers.labels), low=low, high=high, n=len(correct))
+
+
+def _class_weights(labels: Tensor) -> Tensor:
+    """(N,) float64 weights with which the mean over images is the mean over classes."""
+    counts = labels.bincount()  # (C,)
+    return (len(labels) / (int((counts > 0).sum()) * counts.double()))[labels]
+
+
+def _roc_auc(answers: Answers) -> Estimate:
+    scores = answers.scores(softmax=False)
+    return roc_auc(scores[:, 1] - scores[:, 0], answers.labels)
+
+
+def _superclass(answers: Answers) -> Estimate:
+    by_class = confusion(answers.top.classes[:, 0], answers.labels)
+    return superclass_confusion(by_class, answers.dataset.superclass_numbers()).accuracy()
+
+
+def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:
+    interpolated = function is map_11_point
+    return Metric(
+        kind="multi-label",
+        function=lambda answers: function(answers.scores(softmax=softmax), answers.labels),
+        by_default=True,
+        value=None
+        if softmax
+        else lambda scores, labels: mean_of_precisions(scores, labels, interpolated=interpolated),
+        value_from="scores",
+    )
+
+
+def _recall(direction: str, k: int) -> Metric[Directions]:
+    return Metric(
+        kind="retrieval",
+        function=lambda found: found.way(direction).recall(k),
+        chance=lambda found: found.way(direction).chance(k),
+        title=f"{direction.replace('_', ' ')} R@{k}",
+        interval="wilson",
+        counts="images" if direction == "image_to_text" else "captions",
+        least=1 if k == 1 else k + 1,
+    )
+
+
+def _rank(direction: str, function: Callable[[Tensor, Tensor], Estimate]) -> Metric[Directions]:
+    return Metric(
+        kind="retrieval",
+        function=lambda found: function(found.way(direction).ranks, found.way(direction).weight),
+        counts="images" if direction == "image_to_text" else "captions",
+        larger_is_better=False,
+        highest=None,
+    )
+
+
+def _mean_recall(found: Directions) -> Estimate:
+    """``mean_R@1``, by which DataComp ranks models; both directions go together, so it has no interval."""
+    ways = [found.way(direction) for direction in DIRECTIONS]
+    first = [way.recall(1) for way in ways]
+    return replace(first[0], value=sum(one.value for one in first) / 2)
+
+
+def _accuracy(correct: Callable[[Choices], Tensor | None]) -> Metric[Choices]:
+    """A mean over the images, or over their groups."""
+
+    def function(choices: Choices) -> Estimate | None:
+        values = correct(choices)
+        if values is None or not len(values):
+            return None
+        whole = values.dtype == torch.bool
+        return proportion(int(values.sum()), len(values)) if whole else mean_estimate(values)
+
+    return Metric(kind="compositional", function=function, chance=lambda choices: choices.chance)
+
+
+def _winoground(part: Callable[[Winoground], Estimate], chance: float) -> Metric[Choices]:
+    return Metric(
+        kind="compositional",
+        function=lambda choices: None if choices.winoground is None else part(choices.winoground),
+        chance=lambda _: chance,
+        interval="wilson",
+        counts="pairs of images",
+    )
+
+
+def _jaccard(least: int, most: int) -> Metric[Choices]:
+    """WinoGAViL's index over cues with this many candidates."""
+
+    def function(choices: Choices) -> Estimate | None:
+        chosen = choices.cues_of(least, most)
+        return mean_estimate(choices.jaccard[chosen]) if chosen.any() else None
+
+    return Metric(
+        kind="compositional",
+        function=function,
+        chance=lambda choices: float(choices.jaccard_of_chance[choices.cues_of(least, most)].mean()),
+        counts="cues",
+    )
+
+
+METRICS: Mapping[str, Metric[Never]] = {
+    "acc1": _top_k(1),
+    "acc5": _top_k(5),
+    "mean_per_class_recall": Metric[Answers](
+        kind="one-label",
+        function=_per_class,
+        chance=lambda answers: 1 / answers.classes,
+        by_default=True,
+        value=lambda ranks, labels: mean_per_class_recall(ranks < 1, labels),
+        items=lambda right, labels: right["acc1"] * _class_weights(labels),
+        items_from=("acc1",),
+    ),
+    "mean_top1_top5": Metric[Answers](
+        kind="one-label",
+        function=lambda answers: mean_of_top1_and_top5(answers.ranks),
+        chance=lambda answers: (1 / answers.classes + min(1.0, 5 / answers.classes)) / 2,
+        least=6,
+        value=lambda ranks, _: float(((ranks < 1).double() + (ranks < 5).double()).mean() / 2),
+        items=lambda right, _: (right["acc1"].double() + right["acc5"].double()) / 2,
+        items_from=("acc1", "acc5"),
+    ),
+    "f1_macro": Metric[Answers](
+        kind="one-label",
+        function=lambda answers: f1_macro(answers.top.classes[:, 0], answers.labels),
+        value=lambda predicted, labels: statistic_value(f1_macro_statistic(predicted, labels), len(labels)),
+        value_from="predictions",
+    ),
+    "roc_auc": Metric[Answers](
+        kind="one-label",
+        function=_roc_auc,
+        chance=lambda _: 0.5,
+        least=2,
+        most=2,
+        value=lambda scores, labels: statistic_value(
+            roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels)
+        ),
+        value_from="scores",
+        item_statistic=roc_auc_statistic,
+    ),
+    "ece": Metric[Answers](
+        kind="one-label",
+        function=lambda answers: expected_calibration_error(
+            answers.top.probabilities[:, 0], answers.ranks < 1
+        ),
+        larger_is_better=False,
+        needs_probabilities=True,
+    ),
+    "superclass_acc1": Metric[Answers](
+        kind="one-label",
+        function=_superclass,
+        title="superclass top-1",
+        interval="wilson",
+        needs_superclasses=True,
+    ),
+    "mean_average_precision": _precision(mean_average_precision),
+    "map_11_point": _precision(map_11_point),
+    "mean_average_precision_softmax": _precision(mean_average_precision, softmax=True),
+    "map_11_point_softmax": _precision(map_11_point, softmax=True),
+    **{
+        f"{direction}_{name}": metric
+        for direction in DIRECTIONS
+        for name, metric in {
+            **{f"R@{k}": _recall(direction, k) for k in (1, 5, 10)},
+            "mean_rank": _rank(direction, mean_rank),
+            "median_rank": _rank(direction, median_rank),
+        }.items()
+    },
+    "mean_R@1": Metric[Directions](
+        kind="retrieval",
+        function=_mean_recall,
+        chance=lambda found: sum(found.way(direction).chance(1) for direction in DIRECTIONS) / 2,
+        interval=None,
+    ),
+    "accuracy": replace(_accuracy(lambda choices: choices.correct), interval="wilson"),
+    "macro_accuracy": _accuracy(lambda choices: choices.counted_groups),
+    "mean_per_group_accuracy": _accuracy(lambda choices: choices.groups),
+    "text": _winoground(lambda found: found.text, 1 / 4),
+    "image": _winoground(lambda found: found.image, 1 / 4),
+    "group": _winoground(lambda found: found.group, 1 / 6),
+    "jaccard": _jaccard(0, 1 << 30),
+    "jaccard_10": _jaccard(10, 10),
+    "jaccard_12": _jaccard(12, 12),
+    "jaccard_10-12": _jaccard(10, 12),
+}
+
+
+def metric_of(name: str) -> Metric[Never] | None:
+    """The entry of a metric; None if there is none.
+
+    Besides ``METRICS`` there are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata, and
+    ``jaccard_N`` for cues with N candidates.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    if match := re.fullmatch(r"worst_(.*)_acc([15])", name, re.DOTALL):
+        column, k = match[1], int(match[2])
+        return Metric[Answers](
+            kind="one-label",
+            function=lambda answers: worst_group_accuracy(answers.ranks < k, answers.group(column)),
+            interval="wilson",
+            counts="images of the group",
+            least=1 if k == 1 else k + 1,
+        )
+    if match := re.fullmatch(r"jaccard_(\d{1,9})", name):
+        return _jaccard(int(match[1]), int(match[1]))
+    return None

@@ -30,6 +30,7 @@ __all__ = [
     "mean_statistic",
     "proportion",
     "resamples",
+    "statistic_value",
     "wilson_interval",
 ]
 
@@ -111,6 +112,11 @@ def resamples(counts: Ints, *, cost: int = 1, number: int | None = None) -> Iter
             yield np.bincount(drawn.ravel(), minlength=size * places).reshape(size, places)
         else:
             yield random.multinomial(n, counts / n, size=size)
+
+
+def statistic_value(statistic: Statistic, n: int) -> float:
+    """A statistic of ``n`` items, each drawn once."""
+    return float(statistic(np.ones((1, n), dtype=np.int64))[0])
 
 
 def bootstrap_interval(statistic: Statistic, counts: Ints, *, cost: int = 1) -> tuple[float, float]:

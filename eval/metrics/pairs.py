@@ -4,7 +4,7 @@ Letters in shape comments: Q queries.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from eval.metrics.intervals import (
 )
 
 __all__ = [
+    "DIRECTIONS",
+    "Choices",
+    "Direction",
+    "Directions",
     "Winoground",
     "chance_of_recall",
     "jaccard_index",
@@ -250,3 +254,78 @@ def jaccard_index(similarity: Tensor, right: Tensor, case: Tensor) -> Floats:
 def mean_jaccard(similarity: Tensor, right: Tensor, case: Tensor) -> Estimate:
     """The mean of ``jaccard_index`` over cases; ``avg_jaccard_score`` in DataComp, there with ties in any order."""
     return mean_estimate(torch.from_numpy(jaccard_index(similarity, right, case)))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What the metrics of the retrieval and compositional tasks are computed from.
+
+DIRECTIONS = ("image_to_text", "text_to_image")
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """The results of Q queries.
+
+    Attributes:
+        ranks: (Q,) int64, the number of wrong candidates before the first right one.
+        weight: (Q,) int64, how often each query counts.
+        right: (Q,) int64, how many candidates are right.
+        candidates: how many there are.
+        cluster: (Q,) int64, queries of one cluster (captions of one image) are not independent; None if all are.
+    """
+
+    ranks: Tensor
+    weight: Tensor
+    right: Tensor
+    candidates: int
+    cluster: Tensor | None = None
+
+    def recall(self, k: int) -> Estimate:
+        """R@k."""
+        return recall_at_k(self.ranks, k, self.weight, cluster=self.cluster)
+
+    def chance(self, k: int) -> float:
+        """R@k of candidates in random order."""
+        each = chance_of_recall(self.right, self.candidates, k) * self.weight
+        return float(each.sum() / self.weight.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Directions:
+    """The results of retrieval in both directions."""
+
+    image_to_text: Direction
+    text_to_image: Direction
+
+    def way(self, direction: str) -> Direction:
+        """One of ``DIRECTIONS``."""
+        return self.image_to_text if direction == "image_to_text" else self.text_to_image
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choices:
+    """The results of choosing between captions; only the fields of the dataset's protocol are given.
+
+    Attributes:
+        chance: the fraction of right random choices.
+        correct: (N,) bool, whether the right caption was chosen.
+        groups: (G,) float64, the fraction of right choices in each group of images (such as a relation).
+        counted_groups: those of the groups that ARO's authors count.
+        winoground: the three scores of Winoground.
+        jaccard: (I,) float64, WinoGAViL's index of each cue.
+        jaccard_of_chance: (I,) float64, its mean over random choices.
+        sizes: (I,) int64, the number of candidates of each cue.
+    """
+
+    chance: float | None = None
+    correct: Tensor | None = None
+    groups: Tensor | None = None
+    counted_groups: Tensor | None = None
+    winoground: Winoground | None = None
+    jaccard: Tensor = field(default_factory=lambda: torch.empty(0))
+    jaccard_of_chance: Tensor = field(default_factory=lambda: torch.empty(0))
+    sizes: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def cues_of(self, least: int, most: int) -> Tensor:
+        """(I,) bool, the cues with this many candidates."""
+        return (self.sizes >= least) & (self.sizes <= most)

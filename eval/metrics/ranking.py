@@ -85,6 +85,18 @@ def average_precisions(
     return np.array([of(each)[0] for of in _by_class(scores, labels, difficult, interpolated=interpolated)])
 
 
+def mean_of_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool) -> float:
+    """The mean of ``average_precisions`` over the classes that have a positive image.
+
+    Raises:
+        DataError: no class has one.
+    """
+    precisions = average_precisions(scores, labels, interpolated=interpolated)
+    if np.isnan(precisions).all():
+        raise DataError("average precision needs an image of at least one of the classes")
+    return float(np.nanmean(precisions))
+
+
 def mean_average_precision_statistic(
     scores: Tensor, labels: Tensor, difficult: Tensor | None = None, *, interpolated: bool = False
 ) -> Statistic:

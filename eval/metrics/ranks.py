@@ -13,14 +13,27 @@ Letters in shape comments: N pictures, C classes, D embedding dimension, Q queri
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from clipkit.errors import DataError
 from eval.features.store import release
 
-__all__ = ["TopClasses", "class_ranks", "class_scores", "full_float32", "match_ranks", "top_classes"]
+if TYPE_CHECKING:
+    from eval.datasets.dataset import EvalDataset
+
+__all__ = [
+    "Answers",
+    "TopClasses",
+    "class_ranks",
+    "class_scores",
+    "full_float32",
+    "match_ranks",
+    "top_classes",
+]
 
 _BLOCK = 1 << 22  # similarities held at a time: 16 MiB in float32, and a few arrays of that size beside it
 
@@ -217,3 +230,61 @@ def match_ranks(
             ranks[start:stop] = before.cpu()
             release(queries[start:stop])
     return ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """The answers of a linear classifier on a labelled dataset, each kind computed on first use.
+
+    Attributes:
+        dataset: with labels and C class names.
+        features: (N, D) float32.
+        classifier: (D, C) float32.
+        logit_scale: factor that turns similarities into logits.
+        device: where products are computed.
+    """
+
+    dataset: "EvalDataset"
+    features: Tensor
+    classifier: Tensor
+    logit_scale: float
+    device: torch.device
+
+    @property
+    def classes(self) -> int:
+        """C."""
+        return len(self.dataset.class_names)
+
+    @property
+    def labels(self) -> Tensor:
+        """(N,) int64, or (N, C) bool."""
+        assert self.dataset.labels is not None, "a labelled dataset"
+        return self.dataset.labels
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """(N,) int64, the number of classes before the right one."""
+        return class_ranks(self.features, self.classifier, self.labels, device=self.device)
+
+    @cached_property
+    def top(self) -> TopClasses:
+        """The likeliest class and its probability."""
+        return top_classes(self.features, self.classifier, logit_scale=self.logit_scale, device=self.device)
+
+    def scores(self, *, softmax: bool) -> Tensor:
+        """(N, C) float32, by which images are ranked for each class."""
+        scale = self.logit_scale if softmax else None
+        return class_scores(self.features, self.classifier, softmax_scale=scale, device=self.device)
+
+    def group(self, column: str) -> Tensor:
+        """A column of the metadata, (N,) int64.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        if column not in self.dataset.metadata:
+            known = ", ".join(self.dataset.metadata) or "none"
+            raise DataError(
+                f"dataset {self.dataset.name}: a metric needs the column {column!r} of metadata; there is {known}"
+            )
+        return self.dataset.metadata[column]

@@ -43,10 +43,11 @@ from data.shards.manifest import make_manifest
 from data.shards.samples import Sample, Shards
 from data.shards.shard import OpenShard, label_of, meta_of, text_of
 from data.shards.sources import find_shards
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TASKS, TEST, EvalDataset, NoSplit, Pictures, some
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, Pictures, some
 from eval.readers.files import beside, checked_set, folder_of_split, lines_of, read_text_file, written
 from eval.readers.folders import visible_folders
 from eval.results.records import parse_json
+from eval.tasks import TASKS
 
 __all__ = [
     "CACHE_GB",
@@ -775,7 +776,7 @@ def _type(name: str, root: Path | str) -> str:
 def _tasks(name: str, card: dict[str, Any], kind: str, *, pairs_only: bool) -> tuple[str, ...]:
     if "tasks" in card:
         tasks = card["tasks"]
-        if not isinstance(tasks, list) or not tasks or any(task not in TASKS for task in tasks):
+        if not isinstance(tasks, list) or not tasks or any(task not in [*TASKS] for task in tasks):
             shown = repr(tasks)[:_SHOWN]
             raise DataError(f"dataset {name}: card.json has tasks {shown}; known: {', '.join(TASKS)}")
         return tuple(task for task in TASKS if task in tasks)

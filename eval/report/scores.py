@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eval.datasets import Published as PublishedScores
 from eval.datasets.dataset import TEST
+from eval.metrics import METRICS
 from eval.report.draw import figure, number
 from eval.report.read import Result, Series
 from eval.report.result_set import Model, ResultSet, Row, by_data, read_result_set
@@ -45,13 +46,6 @@ PLAIN = "ridge"  # the estimator of few-shot whose setting names none
 
 _HEADLINES = 4
 _OF_BOTH = "mean_R@1"  # directions of retrieval
-_WORDS = {
-    "acc1": "top-1",
-    "acc5": "top-5",
-    "superclass_acc1": "superclass top-1",
-    "image_to_text_R@1": "image to text R@1",
-    "text_to_image_R@1": "text to image R@1",
-}
 _COLUMNS = ("Dataset", "Task", "Metric", "Value", "95% interval", "Chance", "Samples", "Step")
 _TEXT_COLUMNS = 3
 _STD = "_std"  # behind the name of a metric, its deviation over seeds
@@ -62,7 +56,8 @@ def metric_name(metric: str) -> str:
     """A metric as a person says it; a deviation goes by the name of what it is of."""
     if metric.endswith(_STD):
         return f"{metric_name(metric.removesuffix(_STD))} std"
-    return _WORDS.get(metric, metric.replace("_", " "))
+    known = METRICS.get(metric)
+    return (known and known.title) or metric.replace("_", " ")
 
 
 def setting_name(task: str, setting: str) -> str:
@@ -79,12 +74,12 @@ def tells(metric: str, n: int | None) -> bool:
 
 def is_rank(metric: str) -> bool:
     """Whether a metric counts from 1."""
-    return metric.endswith("_rank")
+    return metric in METRICS and METRICS[metric].highest is None
 
 
 def lower_is_better(metric: str) -> bool:
     """Whether the best model is the one of the least value."""
-    return is_rank(metric) or metric == "ece"
+    return metric in METRICS and not METRICS[metric].larger_is_better
 
 
 def is_share(metric: str, *values: float | None) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import EvalDataset, superclass_numbers
+from eval.datasets.dataset import EvalDataset
 from eval.metrics import (
     calibration_bins,
     class_ranks,
@@ -175,7 +175,7 @@ def prediction_details(
     matrix = torch.from_numpy(taken.matrix(classes)) if classes <= _WHOLE_MATRIX else None  # (C, C)
     groups = tuple(dict.fromkeys(dataset.superclasses))
     by_group = (
-        superclass_confusion(taken, superclass_numbers(dataset)).matrix(len(groups)) if groups else None
+        superclass_confusion(taken, dataset.superclass_numbers()).matrix(len(groups)) if groups else None
     )
     return replace(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),

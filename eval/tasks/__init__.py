@@ -1,46 +1,54 @@
-"""What a model is asked to do with a dataset, by name."""
+"""Tasks: what a model can be scored on with a dataset.
 
-import logging
+``TASKS`` holds every task by name. A task's module is imported when the task runs, so this one stays light.
+
+classify.py       zero-shot classification, and the classification metrics of any classifier
+retrieval.py      captions by images and images by captions
+probe.py          linear probe, few-shot classification, k nearest neighbours
+logistic.py       logistic regression
+compositional.py  the right caption among wrong ones
+fine_tune.py      fine-tuning by train.py
+subject.py        one model on one dataset
+"""
+
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.model.tokenizer import ClassTokenizer
-from eval.datasets.dataset import TASKS, EvalDataset, Lacks, by_class_names
-from eval.features.image_models import TIMM, no_text_tower
-from eval.results.details import prediction_details, retrieval_details, zero_shot_details
-from eval.results.records import Details
-from eval.results.scores import Score
-from eval.tasks.classify import labels_of, report_captions, report_choices, report_classes, zero_shot
-from eval.tasks.compositional import choices_of, compositional
-from eval.tasks.fine_tune import RATES, fine_tune
-from eval.tasks.probe import ESTIMATORS, KS, SHOTS, few_shot, knn, linear_probes
-from eval.tasks.retrieval import captions_of, retrieval
-from eval.tasks.subject import Subject
+from clipkit.errors import MOST_BATCH, MOST_SEED, ConfigError, nearest, number, whole
 
-__all__ = ["KNOWN_TASKS", "Options", "Outcome", "Task", "check_image_tasks", "check_tasks"]
+if TYPE_CHECKING:
+    from eval.datasets.dataset import EvalDataset
+    from eval.tasks.subject import Outcome, Subject
 
-_log = logging.getLogger("eval")
+__all__ = ["ESTIMATORS", "KS", "RATES", "SHOTS", "TASKS", "Options", "Task", "options_of", "task_of"]
+
+SHOTS = (1, 2, 4, 8, 16)
+ESTIMATORS = ("ridge", "logistic")
+KS = (10, 20)
+RATES = (1e-5, 3e-5, 1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may choose of the tasks.
+    """Task options that a user may choose.
 
     Attributes:
-        seed: of whatever is drawn: examples shown, validation pictures carved from the training ones.
-        layers: blocks of the image tower whose class token is probed too, from 1; True for all.
-        shots: pictures a class that few-shot learning gets.
-        seeds: of its draws.
-        estimators: that it learns with.
-        tuned: whether C of its logistic regression is chosen on all validation pictures, as the CLIP paper did.
-        neighbours: how many vote.
+        seed: for drawing example images, and validation images from the training split.
+        layers: blocks of the image tower whose class token is probed too, counted from 1; True for all.
+        shots: images per class for few-shot learning.
+        seeds: for its draws.
+        estimators: that it trains.
+        tuned: whether C of its logistic regression is chosen on all validation images, as in the CLIP paper.
+        neighbours: numbers of neighbours that vote.
         epochs: of fine-tuning.
         rates: learning rates that fine-tuning chooses from.
-        fine_tune_batch: pictures of its steps.
-        runs: where its trainings lie; None for the cache folder.
-        details: whether what a page shows beside the scores is made too.
+        fine_tune_batch: its batch size.
+        runs: folder of its training runs; None for the cache folder.
+        details: whether to collect what a page shows besides the scores.
     """
 
     seed: int = 0
@@ -57,250 +65,232 @@ class Options:
     details: bool = True
 
     def text_of(self, task: str) -> str:
-        """The options that the scores of a task depend on, for its lines."""
-        return " ".join(f"{name}={getattr(self, name)}" for name in _OPTIONS_OF.get(task, ()))
+        """The options that the scores of a task depend on, for its result lines."""
+        return " ".join(f"{name}={getattr(self, name)}" for name in TASKS[task].depends_on)
 
 
-_OPTIONS_OF: Mapping[str, tuple[str, ...]] = {
-    "linear-probe": ("seed", "layers"),
-    "few-shot": ("shots", "seeds", "estimators", "tuned"),
-    "knn": ("neighbours",),
-    "fine-tune": ("seed", "epochs", "rates", "fine_tune_batch"),
-}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Outcome:
-    """What a task gives: its scores, and what a page shows beside them."""
-
-    scores: list[Score]
-    details: Sequence[Details] = ()
+def options_of(parsed: argparse.Namespace) -> Options:
+    """The task options of a parsed command line; lists are sorted, so their order makes no difference."""
+    given = {one.name: getattr(parsed, one.name) for one in fields(Options) if hasattr(parsed, one.name)}
+    if "layers" in given:
+        layers = given["layers"]
+        given["layers"] = False if layers is None else tuple(sorted(layers)) or True
+    if "estimators" in given:
+        given["estimators"] = tuple(one for one in ESTIMATORS if one in given["estimators"])
+    for name in {"shots", "seeds", "neighbours"} & {*given}:
+        given[name] = tuple(sorted(given[name]))
+    if "rates" in given:
+        given["rates"] = tuple(sorted(set(given["rates"])))
+    return Options(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Something a model can be scored on.
+    """What clipkit knows about a task.
 
     Attributes:
-        what: it is, in a few words.
-        run: scores a model on a dataset.
-        check: raises DataError where a dataset lacks what it needs.
-        texts: those of a dataset that it will have encoded, by class or by picture.
-        needs_text: whether it needs a text tower.
-        by_prompts: whether classes are told by their prompts, or captions may have one.
+        summary: one line for ``--help``.
+        function: "module:name" of the function that scores a subject with options.
+        fits: what a dataset must have.
+        texts: the method of the dataset that returns the texts to encode; "" if the task encodes none.
+        metric: the primary metric of a dataset without a card.
+        by_prompts: whether ``--prompts`` has an effect.
         learns: whether it needs the training split.
+        gives_probabilities: whether its answers can be logits, as calibration needs; votes are not.
+        add_options: declares its command-line options; their names are fields of ``Options``.
+        depends_on: the options that its scores depend on.
     """
 
-    what: str
-    run: Callable[[Subject, Options], Outcome]
-    check: Callable[[EvalDataset], object]
-    texts: Callable[[EvalDataset], Iterable[Sequence[str]]] = lambda _: ()
-    needs_text: bool = False
+    summary: str
+    function: str
+    fits: Literal["labels", "captions", "choices"]
+    texts: Literal["prompts", "caption_prompts", "all_captions", ""] = ""
+    metric: str
     by_prompts: bool = False
     learns: bool = False
+    gives_probabilities: bool = True
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    depends_on: tuple[str, ...] = ()
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the model must have a text tower."""
+        return bool(self.texts)
+
+    def run(self, subject: "Subject", options: Options) -> "Outcome":
+        """Score a model on a dataset.
+
+        Raises:
+            DataError: the dataset is broken or does not have what the task needs.
+            ConfigError: the options do not fit the model.
+        """
+        module, _, name = self.function.partition(":")
+        function: Callable[[Subject, Options], Outcome] = getattr(import_module(module), name)
+        return function(subject, options)
+
+    def check(self, dataset: "EvalDataset") -> None:
+        """Make sure that a dataset has what the task needs.
+
+        Raises:
+            DataError: it has not.
+        """
+        from eval.datasets import dataset as kinds
+
+        {"labels": kinds.labels_of, "captions": kinds.captions_of, "choices": kinds.choices_of}[self.fits](
+            dataset
+        )
+
+    def texts_of(self, dataset: "EvalDataset") -> Iterable[Sequence[str]]:
+        """The texts of a dataset that the task encodes, by class or by image."""
+        texts: Iterable[Sequence[str]] = getattr(dataset, self.texts)() if self.texts else ()
+        return texts
 
 
-def _zero_shot(subject: Subject, options: Options) -> Outcome:
-    report_classes(subject)
-    if not options.details:
-        return Outcome(scores=zero_shot(subject))
-    details = zero_shot_details(
-        subject.dataset,
-        subject.images().projected,
-        subject.class_weights(),
-        subject.logit_scale,
-        seed=options.seed,
-        device=subject.device,
-    )
-    return Outcome(scores=zero_shot(subject, calibration=True), details=[details])
+_positive = whole(1, MOST_BATCH)
 
 
-def _retrieval(subject: Subject, options: Options) -> Outcome:
-    report_captions(subject)
-    found = retrieval(subject)
-    if not options.details:
-        return Outcome(scores=found.scores)
-    details = retrieval_details(
-        subject.dataset,
-        subject.images().projected,
-        found.captions,
-        found.texts,
-        found.pairs,
-        right=found.right,
-        values={name: ranks.float() for name, ranks in found.ranks.items()},
-        seed=options.seed,
-    )
-    return Outcome(scores=found.scores, details=[details])
-
-
-def _compositional(subject: Subject, options: Options) -> Outcome:
-    report_choices(subject)
-    return Outcome(scores=compositional(subject))
-
-
-def _linear_probe(subject: Subject, options: Options) -> Outcome:
-    scores: list[Score] = []
-    details: list[Details] = []
-    for probe in linear_probes(subject, layers=options.layers, seed=options.seed):
-        scores += probe.scores
-        if options.details and probe.answers.labels.dim() == 1:
-            top = probe.answers.top
-            own = prediction_details(
-                subject.dataset,
-                top.classes[:, 0],
-                task="linear-probe",
-                setting=probe.setting,
-                confidence=top.probabilities[:, 0],
-                chosen_c=probe.chosen_c,
-            )
-            details.append(replace(own, tuned_on=probe.tuned_on))
-    return Outcome(scores=scores, details=details)
-
-
-def _few_shot(subject: Subject, options: Options) -> Outcome:
-    scores = few_shot(
-        subject,
-        shots=options.shots,
-        seeds=options.seeds,
-        estimators=options.estimators,
-        tuned=options.tuned,
-    )
-    return Outcome(scores=scores)
-
-
-def _fine_tune(subject: Subject, options: Options) -> Outcome:
-    found = fine_tune(
-        subject,
-        epochs=options.epochs,
-        rates=options.rates,
-        batch_size=options.fine_tune_batch,
-        seed=options.seed,
-        runs=options.runs,
-    )
-    _log.warning("dataset %s: the fine-tuned model is %s", subject.dataset.name, found.run)
-    top = found.answers.top
-    own = prediction_details(
-        subject.dataset,
-        top.classes[:, 0],
-        task="fine-tune",
-        setting=found.setting,
-        confidence=top.probabilities[:, 0],
-    )
-    return Outcome(
-        scores=list(found.scores),
-        details=[replace(own, tuned_on=found.tuned_on, chosen_rate=found.rate)] if options.details else [],
+def _linear_probe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layers",
+        nargs="*",
+        type=_positive,
+        metavar="K",
+        help="linear-probe: also probe the image tower after these blocks (no value: after every block)",
     )
 
 
-def _prompts(dataset: EvalDataset) -> Iterable[Sequence[str]]:
-    return dataset.prompts()
+def _few_shot_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shots",
+        nargs="+",
+        type=_positive,
+        default=SHOTS,
+        metavar="N",
+        help=f"few-shot: images per class (default: {' '.join(map(str, SHOTS))})",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=whole(0, MOST_SEED),
+        default=(0, 1, 2),
+        metavar="S",
+        help="few-shot: seeds of the draws (default: 0 1 2)",
+    )
+    parser.add_argument(
+        "--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default: both"
+    )
+    parser.add_argument(
+        "--tuned",
+        action="store_true",
+        help="few-shot: choose C on the validation split, as in the CLIP paper",
+    )
 
 
-def _captions(dataset: EvalDataset) -> Iterable[Sequence[str]]:
-    return dataset.caption_prompts()
+def _knn_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default: 10 20"
+    )
 
 
-def _choices(dataset: EvalDataset) -> Iterable[Sequence[str]]:
-    yield from dataset.choices or ()
-    yield from dataset.captions or ()
+def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
+    positive = number(0, 1e6, above=True)
+    parser.add_argument("--epochs", type=positive, default=10.0, metavar="E", help="fine-tune: default: 10")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=positive,
+        default=RATES,
+        metavar="LR",
+        help="fine-tune: learning rates, of which the best on the validation split is used "
+        f"(default: {' '.join(f'{rate:g}' for rate in RATES)})",
+    )
+    parser.add_argument(
+        "--fine-tune-batch",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="fine-tune: batch size (default: 128)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        metavar="FOLDER",
+        help="fine-tune: folder of training runs and their models (default: fine-tune in the cache)",
+    )
 
 
-KNOWN_TASKS: Mapping[str, Task] = {
+TASKS: Mapping[str, Task] = {
     "zero-shot": Task(
-        what="classify pictures by the prompts of their class names",
-        run=_zero_shot,
-        check=labels_of,
-        texts=_prompts,
-        needs_text=True,
-        by_prompts=True,
-    ),
-    "retrieval": Task(
-        what="find captions by pictures and pictures by captions",
-        run=_retrieval,
-        check=captions_of,
-        texts=_captions,
-        needs_text=True,
+        summary="classify images by the prompts of their class names",
+        function="eval.tasks.classify:run_zero_shot",
+        fits="labels",
+        texts="prompts",
+        metric="acc1",
         by_prompts=True,
     ),
     "linear-probe": Task(
-        what="logistic regression on the image tower's features, as in the CLIP paper",
-        run=_linear_probe,
-        check=labels_of,
+        summary="logistic regression on the image tower's features, as in the CLIP paper",
+        function="eval.tasks.probe:run_linear_probe",
+        fits="labels",
+        metric="acc1",
         learns=True,
+        add_options=_linear_probe_options,
+        depends_on=("seed", "layers"),
     ),
     "few-shot": Task(
-        what="learn classes from 1, 2, 4, 8 and 16 pictures each", run=_few_shot, check=labels_of, learns=True
+        summary="learn classes from 1, 2, 4, 8 and 16 images each",
+        function="eval.tasks.probe:run_few_shot",
+        fits="labels",
+        metric="acc1",
+        learns=True,
+        add_options=_few_shot_options,
+        depends_on=("shots", "seeds", "estimators", "tuned"),
     ),
     "knn": Task(
-        what="classify pictures by their nearest neighbours in the training split",
-        run=lambda subject, options: Outcome(scores=knn(subject, ks=options.neighbours)),
-        check=labels_of,
+        summary="classify images by their nearest neighbours in the training split",
+        function="eval.tasks.probe:run_knn",
+        fits="labels",
+        metric="acc1",
         learns=True,
+        gives_probabilities=False,
+        add_options=_knn_options,
+        depends_on=("neighbours",),
+    ),
+    "retrieval": Task(
+        summary="find captions by images and images by captions",
+        function="eval.tasks.retrieval:run_retrieval",
+        fits="captions",
+        texts="caption_prompts",
+        metric="mean_R@1",
+        by_prompts=True,
     ),
     "compositional": Task(
-        what="tell a right caption from wrong ones (Winoground, SugarCrepe, ARO, WinoGAViL)",
-        run=_compositional,
-        check=choices_of,
-        texts=_choices,
-        needs_text=True,
+        summary="choose the right caption among wrong ones (Winoground, SugarCrepe, ARO, WinoGAViL)",
+        function="eval.tasks.compositional:run_compositional",
+        fits="choices",
+        texts="all_captions",
+        metric="accuracy",
     ),
     "fine-tune": Task(
-        what="train the whole image tower and a head of classes on the training split, by train.py",
-        run=_fine_tune,
-        check=labels_of,
-        texts=_prompts,
-        needs_text=True,
+        summary="train the whole image tower and a classification head on the training split, by train.py",
+        function="eval.tasks.fine_tune:run_fine_tune",
+        fits="labels",
+        texts="prompts",
+        metric="acc1",
         by_prompts=True,
         learns=True,
+        add_options=_fine_tune_options,
+        depends_on=("seed", "epochs", "rates", "fine_tune_batch"),
     ),
 }
-assert set(KNOWN_TASKS) == set(TASKS)
 
 
-def check_tasks(
-    dataset: EvalDataset, tasks: Sequence[str] | None = None, *, classes: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """The tasks, or those that the dataset names, after making sure that it has what they need.
-
-    Args:
-        dataset: what is to be scored on.
-        tasks: None for those that the dataset names.
-        classes: all that the model can read, where it has a head of classes; none for any text.
+def task_of(name: str) -> Task:
+    """The task of a name.
 
     Raises:
-        DataError: the dataset lacks labels, class names or captions for one of them, or its texts cannot be read.
-        ConfigError: a task is unknown.
+        ConfigError: there is none.
     """
-    chosen = dataset.tasks if tasks is None else tuple(tasks)
-    for task in chosen:
-        if task not in KNOWN_TASKS:
-            raise ConfigError(f"unknown task {task!r}: {nearest(task, KNOWN_TASKS)}")
-        KNOWN_TASKS[task].check(dataset)
-        for texts in KNOWN_TASKS[task].texts(by_class_names(dataset)) if classes else ():
-            try:
-                ClassTokenizer(names=tuple(classes))(texts)
-            except DataError as error:
-                advice = (
-                    "fine-tune the model that this one began from"
-                    if task == "fine-tune"
-                    else "linear-probe, few-shot and knn need no names"
-                )
-                raise Lacks(
-                    f"dataset {dataset.name} cannot be scored by {task}: {error}; {advice}"
-                ) from error
-    return chosen
-
-
-def check_image_tasks(models: Sequence[str], tasks: Sequence[str]) -> None:
-    """Make sure that models can do all tasks, as far as it can be told by name before any of them is loaded.
-
-    Args:
-        models: as the user names them.
-        tasks: none for those that datasets name.
-
-    Raises:
-        ConfigError: a model has no text tower, and a task needs one.
-    """
-    for model in models:
-        if model.startswith(TIMM) and (not tasks or any(KNOWN_TASKS[task].needs_text for task in tasks)):
-            raise no_text_tower(model)
+    if name not in TASKS:
+        raise ConfigError(f"unknown task {name!r}: {nearest(name, TASKS)}")
+    return TASKS[name]

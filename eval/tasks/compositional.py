@@ -19,75 +19,66 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import EvalDataset, Lacks
-from eval.metrics import Estimate, jaccard_index, mean_estimate, pairwise_correct, proportion, winoground
+from eval.datasets.dataset import choices_of
+from eval.metrics import METRICS, Choices, Winoground, jaccard_index, pairwise_correct, winoground
 from eval.results.scores import Score
-from eval.tasks.subject import Subject
+from eval.tasks import Options
+from eval.tasks.classify import report_choices
+from eval.tasks.subject import Outcome, Subject, metric_score
 
-__all__ = ["choices_of", "compositional"]
+__all__ = ["compositional", "run_compositional"]
 
-_ASSOCIATION = "association"
 _GROUPS = ("relation", "attribute")
 _ENOUGH = 25  # pictures, for a pair of attributes to count
 _BLOCK = 16_384  # pictures whose similarities are computed at a time
-
-
-def choices_of(dataset: EvalDataset) -> EvalDataset:
-    """The dataset, if it has choices between captions, or cues with candidates.
-
-    Raises:
-        Lacks: it has neither.
-    """
-    if dataset.choices is None and (_ASSOCIATION not in dataset.metadata or dataset.items is None):
-        raise Lacks(
-            f"dataset {dataset.name} has no captions to choose between, which the compositional task needs"
-        )
-    return dataset
 
 
 def compositional(subject: Subject) -> list[Score]:
     """The scores named above, of the dataset's kind.
 
     Raises:
-        DataError: the dataset has no choices, or its items are not pairs of pictures.
+        DataError: the dataset has no choices, or its items are not pairs of images.
     """
     dataset = choices_of(subject.dataset)
     if dataset.choices is None:
-        return _associations(subject)
-    if dataset.items is not None:
-        return _winoground(subject, dataset.choices)
-    return _pairwise(subject, dataset.choices)
+        found = _associations(subject)
+    elif dataset.items is not None:
+        found = Choices(winoground=_winoground(subject, dataset.choices))
+    else:
+        found = _pairwise(subject, dataset.choices)
+    names = [name for name, metric in METRICS.items() if metric.kind == "compositional"]
+    names[names.index("jaccard") + 1 : -1] = [f"jaccard_{size}" for size in found.sizes.unique().tolist()]
+    scores = (metric_score(dataset, name, found, task="compositional") for name in names)
+    return [score for score in scores if score is not None]
 
 
-def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Score]:
-    """Each picture with its own captions, of which the first is right."""
-    longest = max(map(len, choices))
-    similarity = _similarities(subject, choices)  # (N, longest), -inf where a picture has fewer
+def run_compositional(subject: Subject, options: Options) -> Outcome:
+    """The task ``compositional``."""
+    report_choices(subject)
+    return Outcome(scores=compositional(subject))
+
+
+def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
+    """Each image with its own captions, of which the first is right; by group as ARO's authors count them."""
+    metadata = subject.dataset.metadata
+    similarity = _similarities(subject, choices)  # (N, longest), -inf where an image has fewer
     correct = pairwise_correct(similarity[:, 0], similarity[:, 1:])  # (N,)
     chance = float(torch.tensor([1 / len(own) for own in choices], dtype=torch.float64).mean())
-    scores = [_score(subject.dataset, "accuracy", proportion(int(correct.sum()), len(correct)), chance)]
-    for name in _GROUPS:
-        if longest == 2 and name in subject.dataset.metadata:
-            scores += _means_of_groups(subject.dataset, name, correct, chance)
-    return scores
-
-
-def _means_of_groups(dataset: EvalDataset, name: str, correct: Tensor, chance: float) -> list[Score]:
-    """The mean over groups of the share of right (N,) answers: of those that ARO's authors count, and of all."""
-    _, group = dataset.metadata[name].unique(return_inverse=True)
+    name = next((name for name in _GROUPS if name in metadata and similarity.shape[1] == 2), None)
+    if name is None:
+        return Choices(chance=chance, correct=correct)
+    _, group = metadata[name].unique(return_inverse=True)
     count = torch.bincount(group)
-    share = torch.bincount(group, correct.double()) / count
+    right = torch.bincount(group, correct.double()) / count
     if name == "attribute":
         counted = count >= _ENOUGH
     else:
-        symmetric = dataset.metadata.get("symmetric", torch.zeros_like(group))
-        counted = torch.bincount(group, symmetric) == 0
-    means = {"macro_accuracy": share[counted], "mean_per_group_accuracy": share}
-    return [_score(dataset, metric, mean_estimate(of), chance) for metric, of in means.items() if len(of)]
+        counted = torch.bincount(group, metadata.get("symmetric", torch.zeros_like(group))) == 0
+    return Choices(chance=chance, correct=correct, groups=right, counted_groups=right[counted])
 
 
-def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Score]:
-    """Items of two pictures, each with its own caption first and then the other's."""
+def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> Winoground:
+    """Items of two images, each with its own caption first and then the other's."""
     dataset = subject.dataset
     assert dataset.items is not None
     order = dataset.items.argsort(stable=True)  # (N,)
@@ -97,36 +88,23 @@ def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> list[Scor
         tuple(choices[a]) != tuple(reversed(choices[b])) or len(choices[a]) != 2
         for a, b in zip(first, second, strict=True)
     ):
-        raise DataError(f"dataset {dataset.name}: its items are not two pictures with each other's captions")
-    own_first = _similarities(subject, choices)[order].reshape(
-        len(items), 2, 2
-    )  # (I, 2, 2) picture, own or other
-    similarity = torch.stack([own_first[:, 0], own_first[:, 1].flip(1)], dim=1)  # (I, 2, 2) picture, caption
-    found = winoground(similarity)
-    return [
-        _score(dataset, "text", found.text, 1 / 4),
-        _score(dataset, "image", found.image, 1 / 4),
-        _score(dataset, "group", found.group, 1 / 6),
-    ]
+        raise DataError(f"dataset {dataset.name}: its items are not two images with each other's captions")
+    similarity = _similarities(subject, choices)[order].reshape(len(items), 2, 2)  # (I, image, own or other)
+    return winoground(torch.stack([similarity[:, 0], similarity[:, 1].flip(1)], dim=1))  # (I, image, caption)
 
 
-def _associations(subject: Subject) -> list[Score]:
+def _associations(subject: Subject) -> Choices:
     """Candidates of all cues; a model picks as many as belong to each cue."""
     dataset = subject.dataset
     assert dataset.items is not None and dataset.captions is not None
     similarity = _similarities(subject, dataset.captions)[:, 0]  # (N,)
-    right = dataset.metadata[_ASSOCIATION].bool()
-    index = torch.from_numpy(jaccard_index(similarity, right, dataset.items))  # (I,)
+    right = dataset.metadata["association"].bool()
     _, case, sizes = dataset.items.unique(return_inverse=True, return_counts=True)
-    picks = torch.bincount(case, right.double())
-    chance = _jaccard_of_chance(sizes, picks)
-    scores = [_score(dataset, "jaccard", mean_estimate(index), float(chance.mean()))]
-    parts = {f"jaccard_{size}": sizes == size for size in sizes.unique().tolist()}
-    parts["jaccard_10-12"] = (sizes >= 10) & (sizes <= 12)
-    for name, of in parts.items():
-        if bool(of.any()):
-            scores.append(_score(dataset, name, mean_estimate(index[of]), float(chance[of].mean())))
-    return scores
+    return Choices(
+        jaccard=torch.from_numpy(jaccard_index(similarity, right, dataset.items)),
+        jaccard_of_chance=_jaccard_of_chance(sizes, torch.bincount(case, right.double())),
+        sizes=sizes,
+    )
 
 
 def _jaccard_of_chance(sizes: Tensor, picks: Tensor) -> Tensor:
@@ -168,17 +146,3 @@ def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
             cosine = (own_images * features[part[:, k].clamp(min=0)]).sum(dim=1)  # (B,)
             found[start : start + _BLOCK, k] = cosine.masked_fill(part[:, k] < 0, -torch.inf).cpu()
     return found
-
-
-def _score(dataset: EvalDataset, metric: str, estimate: Estimate, chance: float) -> Score:
-    return Score(
-        dataset=dataset.name,
-        split=dataset.split,
-        task="compositional",
-        metric=metric,
-        value=estimate.value,
-        n=estimate.n,
-        low=estimate.low,
-        high=estimate.high,
-        chance=chance,
-    )

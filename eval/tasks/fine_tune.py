@@ -45,15 +45,18 @@ from clipkit.model.clip import CLIP
 from clipkit.model.names import architecture
 from data.remote.cache_folder import cache_folder
 from data.shards.writer import DatasetWriter, Record
-from eval.datasets.dataset import TEST, EvalDataset, distinct_names
+from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of
 from eval.features.encoder import Encoder, dtype_name
+from eval.metrics import Answers
+from eval.results.details import prediction_details
 from eval.results.scores import Score, latest_results
-from eval.tasks.classify import Answers, classification_scores, fitting_metrics, labels_of
+from eval.tasks import RATES, Options
+from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.logistic import carve
 from eval.tasks.probe import check_carved, check_classes, learned, tuning_metric
-from eval.tasks.subject import Subject
+from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["RATES", "ClassTraining", "Diverged", "FineTuned", "Picture", "fine_tune", "only_one"]
+__all__ = ["ClassTraining", "Diverged", "FineTuned", "Picture", "fine_tune", "only_one", "run_fine_tune"]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -303,7 +306,6 @@ def _stopped_like_ctrl_c() -> Iterator[None]:
 
 # --------------------------------------------------------------------------------------------------------------
 
-RATES = (1e-5, 3e-5, 1e-4)
 _RATES = "rates.json"
 _log = logging.getLogger("eval")
 _DIGITS = 16
@@ -503,3 +505,28 @@ def _answers(subject: Subject, model: CLIP, names: Sequence[str]) -> Answers:
         float(model.logit_scale.exp()),
         subject.device,
     )
+
+
+def run_fine_tune(subject: Subject, options: Options) -> Outcome:
+    """The task ``fine-tune``."""
+    found = fine_tune(
+        subject,
+        epochs=options.epochs,
+        rates=options.rates,
+        batch_size=options.fine_tune_batch,
+        seed=options.seed,
+        runs=options.runs,
+    )
+    _log.warning("dataset %s: the fine-tuned model is %s", subject.dataset.name, found.run)
+    if not options.details:
+        return Outcome(scores=list(found.scores))
+    top = found.answers.top
+    details = prediction_details(
+        subject.dataset,
+        top.classes[:, 0],
+        task="fine-tune",
+        setting=found.setting,
+        confidence=top.probabilities[:, 0],
+    )
+    details = replace(details, tuned_on=found.tuned_on, chosen_rate=found.rate)
+    return Outcome(scores=list(found.scores), details=[details])

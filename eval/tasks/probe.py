@@ -24,27 +24,20 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.probes import layer_count
-from eval.datasets.dataset import EvalDataset, NoSplit, some
-from eval.metrics import (
-    Statistic,
-    average_precisions,
-    class_ranks,
-    class_scores,
-    f1_macro_statistic,
-    mean_per_class_recall,
-    roc_auc_statistic,
-    top_classes,
-)
+from eval.datasets.dataset import EvalDataset, NoSplit, labels_of, some
+from eval.metrics import METRICS, Answers, class_ranks, class_scores, top_classes
 from eval.metrics.ranks import full_float32
+from eval.results.details import prediction_details
+from eval.results.records import Details
 from eval.results.scores import Score
-from eval.tasks.classify import Answers, classification_scores, fitting_metrics, labels_of
+from eval.tasks import ESTIMATORS, KS, SHOTS, Options
+from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.logistic import (
     LogisticFit,
     LogisticProblem,
@@ -54,12 +47,9 @@ from eval.tasks.logistic import (
     ridge_classifier,
     shuffled_classes,
 )
-from eval.tasks.subject import Subject
+from eval.tasks.subject import Outcome, Subject
 
 __all__ = [
-    "ESTIMATORS",
-    "KS",
-    "SHOTS",
     "LinearProbe",
     "LinearSweep",
     "Neighbours",
@@ -74,6 +64,9 @@ __all__ = [
     "linear_probes",
     "nearest_neighbours",
     "penalty_of",
+    "run_few_shot",
+    "run_knn",
+    "run_linear_probe",
     "sweep",
     "tuning_metric",
     "votes",
@@ -180,41 +173,28 @@ def with_ones(features: Tensor) -> Tensor:
     return F.pad(features.float(), (0, 1), value=1.0)
 
 
-_OF_RANKS: Mapping[str, Callable[[Tensor, Tensor], float]] = {
-    "acc1": lambda ranks, labels: float((ranks < 1).double().mean()),
-    "acc5": lambda ranks, labels: float((ranks < 5).double().mean()),
-    "mean_top1_top5": lambda ranks, labels: float(((ranks < 1).double() + (ranks < 5).double()).mean() / 2),
-    "mean_per_class_recall": lambda ranks, labels: mean_per_class_recall(ranks < 1, labels),
-}
-
-
 def tuning_metric(metrics: Sequence[str], labels: Tensor) -> str:
-    """By what to tune, given the metrics of a dataset's card: the first, where it can be had of any pictures."""
-    if labels.ndim == 2:
-        return "mean_average_precision" if metrics[:1] == ("mean_average_precision",) else "map_11_point"
-    return metrics[0] if metrics and metrics[0] in (*_OF_RANKS, "f1_macro", "roc_auc") else "acc1"
+    """The metric that chooses C: the first of a dataset's card, if it is defined for any split and fast."""
+    first = METRICS.get(metrics[0]) if metrics else None
+    if first is not None and first.value is not None:
+        return metrics[0]
+    return "acc1" if labels.ndim == 1 else "map_11_point"
 
 
-def _value(metric: str, rows: Rows, labels: Tensor, classifier: Tensor, device: torch.device) -> float:
-    """A metric of a (W + 1, C) classifier without an interval, which takes longer than the value."""
-    blocks = ((places, with_ones(block)) for places, block in rows.blocks(_BLOCK))
-    if metric in _OF_RANKS:
-        ranks = [class_ranks(block, classifier, labels[places], device=device) for places, block in blocks]
-        return _OF_RANKS[metric](torch.cat(ranks), labels)
-    if metric == "f1_macro":
-        tops = [top_classes(block, classifier, device=device).classes[:, 0] for _, block in blocks]
-        return _at_all(f1_macro_statistic(torch.cat(tops), labels), len(labels))
-    scores = torch.cat([class_scores(block, classifier, device=device) for _, block in blocks])
-    if metric == "roc_auc":
-        return _at_all(roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels))
-    precisions = average_precisions(scores, labels, interpolated=metric == "map_11_point")
-    if np.isnan(precisions).all():
-        raise DataError("average precision needs a picture to tune on that shows one of the classes")
-    return float(np.nanmean(precisions))
-
-
-def _at_all(statistic: Statistic, n: int) -> float:
-    return float(statistic(np.ones((1, n), dtype=np.int64))[0])
+def _value(name: str, rows: Rows, labels: Tensor, classifier: Tensor, device: torch.device) -> float:
+    """The value of a metric for a (W + 1, C) classifier, without the interval, which takes longer."""
+    metric = METRICS[name]
+    assert metric.value is not None
+    found = []
+    for places, block in rows.blocks(_BLOCK):
+        features = with_ones(block)
+        if metric.value_from == "ranks":
+            found.append(class_ranks(features, classifier, labels[places], device=device))
+        elif metric.value_from == "predictions":
+            found.append(top_classes(features, classifier, device=device).classes[:, 0])
+        else:
+            found.append(class_scores(features, classifier, device=device))
+    return metric.value(torch.cat(found), labels)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,6 +249,26 @@ def linear_probes(
         raise ConfigError(f"layer {wrong[0]} does not fit: the image tower has {known} that can be probed")
     for layer in (None, *dict.fromkeys(layers)):
         yield _probe(subject, layer, seed)
+
+
+def run_linear_probe(subject: Subject, options: Options) -> Outcome:
+    """The task ``linear-probe``."""
+    scores: list[Score] = []
+    details: list[Details] = []
+    for probe in linear_probes(subject, layers=options.layers, seed=options.seed):
+        scores += probe.scores
+        if options.details and probe.answers.labels.dim() == 1:
+            top = probe.answers.top
+            own = prediction_details(
+                subject.dataset,
+                top.classes[:, 0],
+                task="linear-probe",
+                setting=probe.setting,
+                confidence=top.probabilities[:, 0],
+                chosen_c=probe.chosen_c,
+            )
+            details.append(replace(own, tuned_on=probe.tuned_on))
+    return Outcome(scores=scores, details=details)
 
 
 def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
@@ -396,8 +396,6 @@ def check_carved(train: EvalDataset, labels: Tensor, tune: Tensor) -> None:
 #
 # Letters in shape comments: N pictures, W width of a feature, C classes, S seeds.
 
-SHOTS = (1, 2, 4, 8, 16)
-ESTIMATORS = ("ridge", "logistic")
 _C = 1.0
 
 
@@ -440,9 +438,9 @@ def few_shot(
     draws = [shuffled_classes(labels, classes, revision=train.revision, seed=seed) for seed in seeds]
     scores = []
     for estimator in estimators:
-        metrics = list(fitting_metrics(dataset, subject.metrics))
-        if estimator == "ridge":  # its scores are no logits, which a calibration error is of
-            metrics = [one for one in metrics if one != "ece"]
+        metrics = fitting_metrics(dataset, subject.metrics)
+        if estimator == "ridge":
+            metrics = _without_probabilities(metrics)
         for k in possible:
             setting = f"{k}-shot" + ("" if estimator == "ridge" else f" {estimator}")
             if estimator == "logistic" and tuned:
@@ -456,6 +454,23 @@ def few_shot(
                 of_seeds.append(found)
             scores += [line for same in zip(*of_seeds, strict=True) for line in _over_seeds(same)]
     return scores
+
+
+def run_few_shot(subject: Subject, options: Options) -> Outcome:
+    """The task ``few-shot``."""
+    scores = few_shot(
+        subject,
+        shots=options.shots,
+        seeds=options.seeds,
+        estimators=options.estimators,
+        tuned=options.tuned,
+    )
+    return Outcome(scores=scores)
+
+
+def _without_probabilities(metrics: Sequence[str]) -> tuple[str, ...]:
+    """The metrics that do not need logits, which the scores of ridge regression and votes are not."""
+    return tuple(one for one in metrics if one not in METRICS or not METRICS[one].needs_probabilities)
 
 
 def _check(shots: Sequence[int], seeds: Sequence[int], estimators: Sequence[str]) -> None:
@@ -569,7 +584,6 @@ def _student(freedom: int) -> float:
 #
 # Letters in shape comments: N training pictures, Q pictures to classify, D embedding dimension, C classes.
 
-KS = (10, 20)
 TEMPERATURE = 0.07
 _ROWS, _COLUMNS = 512, 1 << 14  # similarities at a time: 32 MiB, and a few arrays of that size beside it
 
@@ -683,9 +697,7 @@ def knn(subject: Subject, *, ks: Sequence[int] = KS, temperature: float = TEMPER
     if not temperature > 0:
         raise ConfigError(f"temperature = {temperature} does not fit: it is above 0")
     dataset = subject.dataset
-    metrics = [
-        one for one in fitting_metrics(dataset, subject.metrics) if one != "ece"
-    ]  # votes are no logits
+    metrics = _without_probabilities(fitting_metrics(dataset, subject.metrics))
     train = learned(subject, "train", "a vote of neighbours")
     labels, classes = labels_of(train), len(dataset.class_names)
     if labels.ndim != 1:
@@ -713,3 +725,8 @@ def knn(subject: Subject, *, ks: Sequence[int] = KS, temperature: float = TEMPER
             answers = Answers(dataset, share, itself, 1.0, subject.device)
             scores += classification_scores(answers, task="knn", metrics=metrics, setting=setting)
     return scores
+
+
+def run_knn(subject: Subject, options: Options) -> Outcome:
+    """The task ``knn``."""
+    return Outcome(scores=knn(subject, ks=options.neighbours))

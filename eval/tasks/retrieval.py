@@ -9,37 +9,24 @@ et al. 2021) says that "a photo of" stands before each.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
-from eval.datasets.dataset import EvalDataset, Lacks
-from eval.metrics import Estimate, chance_of_recall, match_ranks, mean_rank, median_rank, recall_at_k
+from eval.datasets.dataset import captions_of
+from eval.metrics import METRICS, Direction, Directions, match_ranks
+from eval.metrics.pairs import DIRECTIONS
+from eval.results.details import retrieval_details
 from eval.results.scores import Score
-from eval.tasks.subject import Subject
+from eval.tasks import Options
+from eval.tasks.classify import report_captions
+from eval.tasks.subject import Outcome, Subject, metric_score
 
-__all__ = ["Retrieved", "captions_of", "retrieval"]
+__all__ = ["Retrieved", "retrieval", "run_retrieval"]
 
 _TOP = (1, 5, 10)
-
-
-def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
-    """The captions of each picture.
-
-    Raises:
-        Lacks: the dataset has none.
-        DataError: they are all the same.
-    """
-    if dataset.captions is None:
-        raise Lacks(f"dataset {dataset.name} has no captions, which retrieval needs")
-    if len({caption for own in dataset.captions for caption in own}) < 2:
-        raise DataError(
-            f"dataset {dataset.name} has one caption for all pictures: there is nothing to retrieve"
-        )
-    return dataset.captions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,20 +74,31 @@ def retrieval(subject: Subject) -> Retrieved:
     total = int(text_counts.sum())
     right = torch.zeros_like(once).index_add(0, pairs[:, 0], text_counts[pairs[:, 1]])
     first = by_text[torch.searchsorted(by_text[:, 0].contiguous(), torch.arange(len(copies)))][:, 1]
-    directions = {
-        "image_to_text": _Found(match_ranks(images, texts, pairs, text_counts), once, right, total),
-        "text_to_image": _Found(
+    directions = Directions(
+        image_to_text=Direction(match_ranks(images, texts, pairs, text_counts), once, right, total),
+        text_to_image=Direction(
             match_ranks(texts, images, by_text),
             text_counts,
             torch.bincount(by_text[:, 0]),
             len(dataset),
             cluster=first if total > len(dataset) else None,
         ),
+    )
+    names = [
+        name
+        for name, metric in METRICS.items()
+        if metric.kind == "retrieval"
+        and all(metric.least <= directions.way(way).candidates for way in DIRECTIONS if name.startswith(way))
+    ]
+    scores = [
+        metric_score(dataset, name, directions, task="retrieval", prompt_set=dataset.caption_prompt_set)
+        for name in names
+    ]
+    each = {
+        way: directions.way(way).ranks.repeat_interleave(directions.way(way).weight) for way in DIRECTIONS
     }
-    scores = [score for way, found in directions.items() for score in _scores(dataset, way, found)]
-    each = {way: found.place.repeat_interleave(found.weight) for way, found in directions.items()}
     return Retrieved(
-        scores=[*scores, _mean(scores)],
+        scores=[score for score in scores if score is not None],
         right={f"{way}_R@{k}": ranks < k for way, ranks in each.items() for k in _TOP},
         ranks={f"{way}_mean_rank": ranks + 1 for way, ranks in each.items()},
         captions=tuple(copies),
@@ -109,53 +107,20 @@ def retrieval(subject: Subject) -> Retrieved:
     )
 
 
-def _mean(scores: Sequence[Score]) -> Score:
-    """``mean_R@1``, of both directions, by which DataComp ranks models; the two go together, so no interval."""
-    first = [score for score in scores if score.metric.endswith("_R@1")]
-    chance = sum(score.chance or 0 for score in first) / len(first)
-    value = sum(score.value for score in first) / len(first)
-    return replace(first[0], metric="mean_R@1", value=value, low=None, high=None, chance=chance)
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """One direction: each query's rank, how often it counts, how many candidates are right for it, and of how many.
-
-    Queries of one ``cluster``, captions of one picture, are not independent.
-    """
-
-    place: Tensor
-    weight: Tensor
-    right: Tensor
-    candidates: int
-    cluster: Tensor | None = None
-
-    def chance(self, k: int) -> float:
-        """R@k of candidates in random order."""
-        each = chance_of_recall(self.right, self.candidates, k) * self.weight
-        return float(each.sum() / self.weight.sum())
-
-
-def _scores(dataset: EvalDataset, direction: str, found: _Found) -> list[Score]:
-    def score(metric: str, estimate: Estimate, chance: float | None) -> Score:
-        return Score(
-            dataset=dataset.name,
-            split=dataset.split,
-            task="retrieval",
-            prompt_set=dataset.caption_prompt_set,
-            metric=f"{direction}_{metric}",
-            value=estimate.value,
-            n=estimate.n,
-            low=estimate.low,
-            high=estimate.high,
-            chance=chance,
-        )
-
-    scores = [
-        score(f"R@{k}", recall_at_k(found.place, k, found.weight, cluster=found.cluster), found.chance(k))
-        for k in _TOP
-        if k < found.candidates or k == 1
-    ]
-    scores.append(score("mean_rank", mean_rank(found.place, found.weight), None))
-    scores.append(score("median_rank", median_rank(found.place, found.weight), None))
-    return scores
+def run_retrieval(subject: Subject, options: Options) -> Outcome:
+    """The task ``retrieval``."""
+    report_captions(subject)
+    found = retrieval(subject)
+    if not options.details:
+        return Outcome(scores=found.scores)
+    details = retrieval_details(
+        subject.dataset,
+        subject.images().projected,
+        found.captions,
+        found.texts,
+        found.pairs,
+        right=found.right,
+        values={name: ranks.float() for name, ranks in found.ranks.items()},
+        seed=options.seed,
+    )
+    return Outcome(scores=found.scores, details=[details])

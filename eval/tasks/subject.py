@@ -5,7 +5,9 @@ Letters in shape comments: N pictures or texts, D embedding dimension, W width b
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,10 +15,54 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 from eval.datasets.dataset import EvalDataset, NoSplit, by_class_names
 from eval.features.encoder import Encoder, ImageFeatures
+from eval.metrics import Metric, metric_of
+from eval.results.records import Details
+from eval.results.scores import Score
 
-__all__ = ["Subject"]
+__all__ = ["Outcome", "Subject", "metric_score"]
 
 _log = logging.getLogger("eval")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """The scores of a task, and the details that a page shows beside them."""
+
+    scores: list[Score]
+    details: Sequence[Details] = ()
+
+
+def metric_score(
+    dataset: EvalDataset, name: str, inputs: object, *, task: str, prompt_set: str = "", setting: str = ""
+) -> Score | None:
+    """Score one metric; None where it is not defined for these inputs.
+
+    Args:
+        dataset: that was scored.
+        name: of the metric.
+        inputs: what metrics of its kind are computed from.
+        task: for the score, as are the others.
+        prompt_set: "" if there is none.
+        setting: "" if there is none.
+    """
+    metric = cast(Metric[object] | None, metric_of(name))
+    assert metric is not None, name
+    found = metric.function(inputs)
+    if found is None:
+        return None
+    return Score(
+        dataset=dataset.name,
+        split=dataset.split,
+        task=task,
+        prompt_set=prompt_set,
+        setting=setting,
+        metric=name,
+        value=found.value,
+        n=found.n,
+        low=None if metric.interval is None else found.low,
+        high=None if metric.interval is None else found.high,
+        chance=metric.chance(inputs),
+    )
 
 
 class Subject:

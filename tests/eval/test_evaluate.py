@@ -260,7 +260,7 @@ def test_what_a_task_needs_is_checked_before_anything_is_encoded(
     assert "no captions" in refused(labelled, "retrieval")
     assert "no labels" in refused(pairs, "zero-shot")
     assert "no classnames.txt" in refused(unnamed, "zero-shot")
-    assert "one caption for all" in refused(same, "retrieval")
+    assert "the same caption for all" in refused(same, "retrieval")
     with pytest.raises(ConfigError, match="did you mean 'zero-shot'"):
         evaluation.evaluate(model, labelled, tasks=["zeroshot"])
 

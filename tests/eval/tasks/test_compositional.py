@@ -14,11 +14,11 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset
+from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, choices_of
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.readers import open_dataset
 from eval.results.scores import Score
-from eval.tasks.compositional import choices_of, compositional
+from eval.tasks.compositional import compositional
 from eval.tasks.subject import Subject
 from tests.eval.conftest import png
 
@@ -222,10 +222,10 @@ def test_what_it_needs() -> None:
     with pytest.raises(DataError, match="dataset made has no captions to choose between"):
         choices_of(dataset_of(1))
     odd = dataset_of(3, choices=(("0", "1"),) * 3, items=torch.tensor([0, 0, 1]))
-    with pytest.raises(DataError, match="its items are not two pictures with each other's captions"):
+    with pytest.raises(DataError, match="its items are not two images with each other's captions"):
         scored(odd, unit(3, 2, seed=0), unit(2, 2, seed=1))
     own = dataset_of(2, choices=(("0", "1"), ("0", "1")), items=torch.tensor([0, 0]))
-    with pytest.raises(DataError, match="its items are not two pictures"):
+    with pytest.raises(DataError, match="its items are not two images"):
         scored(own, unit(2, 2, seed=0), unit(2, 2, seed=1))
 
 
