@@ -1,15 +1,27 @@
-"""``python -m eval``: score models on datasets, and build the pages of what came out."""
+"""``python -m eval``: score models on datasets, and build pages of the results.
+
+The modules that do the work, and with them torch, are imported after the command line has been parsed.
+"""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 
-from clipkit.errors import Parser, leaving_at_once, run_command
+from clipkit.errors import MOST_BATCH, MOST_SEED, Parser, leaving_at_once, run_command, whole
+from clipkit.files.traits import add_decoding_options
+from eval.tasks import TASKS, Task
 
-with leaving_at_once("nothing was scored"):
-    from clipkit import distributed
-    from eval.commands import add_page_commands, add_score_commands
-    from eval.datasets.new import add_new_command
+__all__ = ["COMMANDS", "main"]
 
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by option, torch's name
+TABLES = {
+    "csv": "scores.csv",
+    "latex": "scores.tex",
+    "markdown": "scores.md",
+}  # by option, an example of a file
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs
   python -m eval retrieval --model runs/icons --data icons --data my_folder
@@ -22,26 +34,265 @@ _EPILOG = """examples:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """A sub-command.
+
+    Attributes:
+        summary: one line for ``--help``.
+        arguments: declares its options.
+        function: "module:name" of the function that takes the parsed options and returns the exit status.
+    """
+
+    summary: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    function: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    Raises:
+        ClipkitError: the user made a mistake, or data are broken.
+    """
+    return _command(arguments)()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m eval",
-        description="Score models on datasets, and build the pages of what came out.",
+        description="Score models on datasets, and build pages of the results.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_score_commands(commands)
-    add_page_commands(commands)
-    add_new_command(commands)
+    for name, one in COMMANDS.items():
+        description = f"{one.summary[0].upper()}{one.summary[1:]}."
+        one.arguments(commands.add_parser(name, help=one.summary, description=description))
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command."""
-    options = _parser().parse_args(arguments)
-    status: int = options.run(options)
-    return status
+def _command(arguments: Sequence[str] | None) -> Callable[[], int]:
+    """Parse the arguments, then import what their command needs."""
+    parsed = _parser().parse_args(arguments)
+    module, _, name = COMMANDS[parsed.command].function.partition(":")
+    with leaving_at_once("nothing was scored"):
+        function: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
+    return partial(function, parsed)
 
+
+def _program() -> int:
+    """The command that the process was started with, among all ranks that torchrun has started."""
+    command = _command(None)
+    from clipkit import distributed
+
+    return distributed.together(command)()
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Options that several commands share.
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME|FOLDER",
+        help="a dataset's name, a dataset folder or URL, or a folder of images by class; may be repeated",
+    )
+    parser.add_argument(
+        "--suite",
+        action="append",
+        default=[],
+        metavar="SUITE",
+        help="the datasets of a suite; may be repeated",
+    )
+    parser.add_argument(
+        "--data-root",
+        metavar="FOLDER",
+        help="folder or store that holds datasets by name; hf://datasets/clip-benchmark for the published ones",
+    )
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts",
+        default="",
+        metavar="SET",
+        help="prompt set, for datasets that have it (openai, clip_benchmark …)",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
+    add = parser.add_argument
+    what = "a run folder, a checkpoint, anything else that clipkit.load takes, or timm:NAME"
+    again = "; may be repeated" if several else ""
+    add("--model", required=True, action="append", help=what + again)
+    add(
+        "--name",
+        default="",
+        metavar="ARCHITECTURE",
+        help="its architecture, if that is not stored with the weights; NAME-quickgelu with QuickGELU",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="results file to append to (default: results.jsonl in the run folder of the model, else here)",
+    )
+    if several:
+        add("--skip-existing", action="store_true", help="skip results already in FILE")
+    add(
+        "--features",
+        metavar="FOLDER",
+        help="where features of images and texts are cached (default: features in the cache); '' caches none",
+    )
+    add("--batch-size", type=whole(1, MOST_BATCH), default=256, metavar="N", help="default: 256")
+    add("--device", default="auto", help="auto (CUDA if there is a GPU), cpu, cuda, cuda:1 …")
+    add(
+        "--precision",
+        default="fp32",
+        choices=["fp32", "bf16", "fp16"],
+        help="number format of the towers (default: fp32)",
+    )
+    add("--seed", type=whole(0, MOST_SEED), default=0, help="seed of random draws (default: 0)")
+    add_decoding_options(parser, default="as in the model's training")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The commands.
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_data(parser)
+    _add_model(parser)
+    parser.add_argument(
+        "--task",
+        action="append",
+        default=[],
+        choices=[*TASKS],
+        metavar="TASK",
+        help=f"{', '.join(TASKS)}; may be repeated (default: each dataset's own)",
+    )
+    _add_prompts(parser)
+    for task in TASKS.values():
+        task.add_options(parser)
+
+
+def _task_arguments(name: str, task: Task, parser: argparse.ArgumentParser) -> None:
+    _add_data(parser)
+    _add_model(parser)
+    parser.set_defaults(prompts="", task=[name])
+    if task.by_prompts:
+        _add_prompts(parser)
+    task.add_options(parser)
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_data(parser)
+    _add_model(parser, several=False)
+    parser.add_argument(
+        "--as",
+        dest="known_as",
+        default="",
+        metavar="NAME",
+        help="the name under which cards list its scores (default: MODEL)",
+    )
+    parser.set_defaults(skip_existing=False)  # what is checked is measured
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=Path,
+        nargs="+",
+        metavar="RUN|RESULTS",
+        help="one run folder; or results.jsonl files, or several run folders",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: RUN/report.html for one run; else scores.html beside the first results",
+    )
+    for table in ("csv", "latex", "markdown"):
+        parser.add_argument(
+            f"--{table}", type=Path, metavar="FILE", help="also write the results table to FILE; - prints it"
+        )
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "first",
+        metavar="A",
+        help="a run folder or a results file of one model; or a model's name in --results",
+    )
+    parser.add_argument("second", metavar="B", help="another")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="results file with both models; may be repeated",
+    )
+
+
+def _list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        metavar="SUITE|DATASET",
+        help="list the datasets of one suite, or print the card of one dataset",
+    )
+
+
+def _new_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("title", metavar="NAME", help="title of the dataset")
+    parser.add_argument("--data", required=True, metavar="FOLDER", help="the dataset")
+
+
+COMMANDS = {
+    "run": _Command(
+        summary="score models on datasets and suites, by each dataset's main task or by the tasks given",
+        arguments=_run_arguments,
+        function="eval.commands:score",
+    ),
+    **{
+        name: _Command(
+            summary=task.summary,
+            arguments=partial(_task_arguments, name, task),
+            function="eval.commands:score",
+        )
+        for name, task in TASKS.items()
+    },
+    "verify": _Command(
+        summary="check that a model reaches the scores that cards expect of it",
+        arguments=_verify_arguments,
+        function="eval.commands:verify",
+    ),
+    "report": _Command(
+        summary="build a run's report.html, or a page or table over the results of many models",
+        arguments=_report_arguments,
+        function="eval.commands:report",
+    ),
+    "compare": _Command(
+        summary="test which differences between two models are statistically significant",
+        arguments=_compare_arguments,
+        function="eval.commands:compare_models",
+    ),
+    "list": _Command(
+        summary="list the suites and their datasets",
+        arguments=_list_arguments,
+        function="eval.commands:list_datasets",
+    ),
+    "new": _Command(
+        summary="make a card for a dataset of your own from its folder",
+        arguments=_new_arguments,
+        function="eval.datasets.new:run",
+    ),
+}
 
 if __name__ == "__main__":
-    run_command(distributed.together(main))
+    run_command(_program)

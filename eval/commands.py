@@ -1,10 +1,10 @@
-"""``python -m eval run``, ``verify`` and a command for each task: models are scored on datasets."""
+"""The commands of ``python -m eval`` that score models, and that build pages and tables of the results."""
 
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from rich.table import Table
 
 import clipkit
 from clipkit import CLIP, distributed
-from clipkit.errors import MOST_BATCH, MOST_SEED, ClipkitError, ConfigError, DataError, nearest, whole
+from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files.count import counted
-from clipkit.files.traits import add_decoding_options
 from clipkit.formats.checkpoint import resolve_checkpoint
 from clipkit.formats.open_clip import newest_epoch
 from data.remote.cache_folder import cache_folder
@@ -50,80 +49,18 @@ from eval.results.scores import check_appendable, read_results, weights_id
 from eval.run import Scored, check_tasks, run_model
 from eval.tasks import TASKS, options_of
 
-__all__ = [
-    "PRECISIONS",
-    "add_data",
-    "add_model",
-    "add_page_commands",
-    "add_prompts",
-    "add_score_commands",
-]
+__all__ = ["compare_models", "list_datasets", "report", "score", "verify"]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# ``python -m eval report``, ``compare`` and ``list``: what came out, and what there is, to be looked at.
-
-_FORMS = ("csv", "latex", "markdown")
+_TABLES = ("csv", "latex", "markdown")
 _EXAMPLES = {"out": "scores.html", "csv": "scores.csv", "latex": "scores.tex", "markdown": "scores.md"}
-_OF_RUN = ("results.jsonl", "metrics.jsonl", "config.toml")  # what the page of a run is made of
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_RUN_FILES = ("results.jsonl", "metrics.jsonl", "config.toml")  # what the page of a run is made of
 _SHOWN = 200  # characters of a path in a message
 
 
-def add_page_commands(commands: Any) -> None:
-    """Add them to the command line; each sets ``run``."""
-    what = "build a run's report.html, or a page or table over the results of many models"
-    report = commands.add_parser("report", help=what, description=what[0].upper() + what[1:] + ".")
-    report.add_argument(
-        "source",
-        type=Path,
-        nargs="+",
-        metavar="RUN|RESULTS",
-        help="one run folder; or results.jsonl files, or several run folders",
-    )
-    report.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="default: RUN/report.html of one run; else scores.html beside the first results",
-    )
-    for form in _FORMS:
-        report.add_argument(
-            f"--{form}",
-            type=Path,
-            metavar="FILE",
-            help="write the table of results there as well; - prints it",
-        )
-    report.set_defaults(run=_report)
-    what = "tell which differences between two models are beyond chance"
-    compare = commands.add_parser("compare", help=what, description=what[0].upper() + what[1:] + ".")
-    compare.add_argument(
-        "first",
-        metavar="A",
-        help="a run folder or a results file of one model; or a model's name in --results",
-    )
-    compare.add_argument("second", metavar="B", help="another")
-    compare.add_argument(
-        "--results",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="where both are; may be repeated",
-    )
-    compare.set_defaults(run=_compare)
-    what = "list the suites and their datasets"
-    listing = commands.add_parser("list", help=what, description=what[0].upper() + what[1:] + ".")
-    listing.add_argument(
-        "suite",
-        nargs="?",
-        metavar="SUITE|DATASET",
-        help="the datasets of one suite, or what is known of one dataset",
-    )
-    listing.set_defaults(run=_list)
-
-
-def _report(options: argparse.Namespace) -> int:
-    tables = {form: getattr(options, form) for form in _FORMS if getattr(options, form) is not None}
+def report(options: argparse.Namespace) -> int:
+    tables = {form: getattr(options, form) for form in _TABLES if getattr(options, form) is not None}
     _check_places(options.source, {"out": options.out, **tables})
     if len(options.source) == 1 and options.source[0].is_dir() and not tables:
         from eval.report import build_report
@@ -171,10 +108,10 @@ def _check_places(sources: Sequence[Path], places: Mapping[str, Path | None]) ->
     Raises:
         ConfigError: it would.
     """
-    kept = [one for source in sources for one in (source, *(source / name for name in _OF_RUN))]
+    kept = [one for source in sources for one in (source, *(source / name for name in _RUN_FILES))]
     taken: dict[Path, str] = {}
     for option, path in places.items():
-        if path is None or (str(path) == "-" and option in _FORMS):
+        if path is None or (str(path) == "-" and option in _TABLES):
             continue
         named = f"--{option} {str(path)[:_SHOWN]}"
         if str(path) in ("-", "."):  # the latter is what an empty name is
@@ -217,7 +154,7 @@ def _facts(files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _compare(options: argparse.Namespace) -> int:
+def compare_models(options: argparse.Namespace) -> int:
     from eval.compare import compare
     from eval.report.terminal import comparison_table, printable
 
@@ -234,7 +171,7 @@ def _compare(options: argparse.Namespace) -> int:
     return 0 if found.differences else 1
 
 
-def _list(options: argparse.Namespace) -> int:
+def list_datasets(options: argparse.Namespace) -> int:
     console = Console(highlight=False)
     if options.suite in card_names():
         for line in card_lines(options.suite):
@@ -273,146 +210,24 @@ def _cards_table(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
     return table
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What the scoring commands take on the command line.
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_positive = whole(1, MOST_BATCH)
-
-
-def add_data(command: argparse.ArgumentParser) -> None:
-    """What to score on."""
-    add = command.add_argument
-    add(
-        "--data",
-        action="append",
-        default=[],
-        metavar="NAME|FOLDER",
-        help="a dataset's name, a dataset folder or URL, or a folder of pictures by class; may be repeated",
-    )
-    add(
-        "--suite",
-        action="append",
-        default=[],
-        metavar="SUITE",
-        help="datasets by their suite's name; may be repeated",
-    )
-    add(
-        "--data-root",
-        metavar="FOLDER",
-        help="where datasets are looked for by name; hf://datasets/clip-benchmark for the published ones",
-    )
+def score(options: argparse.Namespace) -> int:
+    """Score every model on every dataset; whatever ends it, the scores so far are printed."""
+    with _all_ranks(options.device) as device:
+        return _score(options, device)
 
 
-def add_prompts(command: argparse.ArgumentParser) -> None:
-    """By which prompts."""
-    command.add_argument(
-        "--prompts",
-        default="",
-        metavar="SET",
-        help="prompt set, where a dataset has it (openai, clip_benchmark …)",
-    )
+@contextmanager
+def _all_ranks(name: str) -> Iterator[str]:
+    """Join the ranks that torchrun has started; gives the device of this rank."""
+    started = distributed.start()
+    try:
+        yield _device(name, started)
+    finally:
+        distributed.stop()
 
 
-def add_model(command: argparse.ArgumentParser, *, several: bool = True) -> None:
-    """What to score, and how; one model or several, of which some may have scores already."""
-    add = command.add_argument
-    what = "a run folder, a checkpoint, what clipkit.load takes, or timm:NAME"
-    again = "; may be repeated" if several else ""
-    add("--model", required=True, action="append", help=what + again)
-    add(
-        "--name",
-        default="",
-        metavar="ARCHITECTURE",
-        help="its architecture, where that is not stored with the weights; NAME-quickgelu with QuickGELU",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="where to append lines (default: results.jsonl in the run folder of the model, else here)",
-    )
-    if several:
-        add("--skip-existing", action="store_true", help="leave alone what FILE has scores of")
-    add(
-        "--features",
-        metavar="FOLDER",
-        help="where encoded pictures and texts are kept (default: features in the cache); '' keeps none",
-    )
-    add("--batch-size", type=_positive, default=256, metavar="N", help="default: 256")
-    add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1 …")
-    add("--precision", default="fp32", choices=[*PRECISIONS], help="what the towers run in (default: fp32)")
-    add("--seed", type=whole(0, MOST_SEED), default=0, help="of whatever is drawn (default: 0)")
-    add_decoding_options(command, default="as in the model's training")
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-
-def add_score_commands(commands: Any) -> None:
-    """Add them to the command line; each sets ``run``."""
-    what = "score models on datasets and suites, each on its main task or on those named"
-    run = commands.add_parser("run", help=what, description=_sentence(what))
-    add_data(run)
-    add_model(run)
-    run.add_argument(
-        "--task",
-        action="append",
-        default=[],
-        choices=[*TASKS],
-        metavar="TASK",
-        help=f"{', '.join(TASKS)}; may be repeated (default: each dataset's own)",
-    )
-    add_prompts(run)
-    for task in TASKS.values():
-        task.add_options(run)
-    run.set_defaults(run=_started(_score))
-    for name, task in TASKS.items():
-        command = commands.add_parser(name, help=task.summary, description=_sentence(task.summary))
-        add_data(command)
-        add_model(command)
-        if task.by_prompts:
-            add_prompts(command)
-        command.set_defaults(prompts="")
-        task.add_options(command)
-        command.set_defaults(run=_started(_score))
-    what = "check that a model reaches the scores that are known for it"
-    verify = commands.add_parser("verify", help=what, description=_sentence(what))
-    add_data(verify)
-    add_model(verify, several=False)
-    verify.add_argument(
-        "--as",
-        dest="known_as",
-        default="",
-        metavar="NAME",
-        help="the name that its scores are known under (default: MODEL)",
-    )
-    verify.set_defaults(run=_started(_verify))
-
-
-def _started(
-    command: Callable[[argparse.Namespace, torch.device], int],
-) -> Callable[[argparse.Namespace], int]:
-    """A command among all ranks that torchrun has started."""
-
-    def run(options: argparse.Namespace) -> int:
-        device = distributed.start()
-        try:
-            return command(options, device)
-        finally:
-            distributed.stop()
-
-    return run
-
-
-def _sentence(what: str) -> str:
-    return what[0].upper() + what[1:] + "."
-
-
-def _score(options: argparse.Namespace, device: torch.device) -> int:
-    """Score every model on every dataset; whatever ends it, the scores that there are stand on the terminal."""
-    place = _device(options.device, device)
-    tasks = tuple(options.task) if options.command == "run" else (options.command,)
+def _score(options: argparse.Namespace, place: str) -> int:
+    tasks = tuple(options.task)
     if not options.data and not options.suite:
         raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
     check_image_tasks(options.model, tasks)
@@ -504,9 +319,13 @@ def _together(named: Sequence[Target], others: Sequence[Target], prompts: str) -
     return list(targets.values())
 
 
-def _verify(options: argparse.Namespace, device: torch.device) -> int:
-    """Measure what cards expect of a model, prompt set by prompt set, and hold it beside that."""
-    place, options.skip_existing = _device(options.device, device), False  # what is checked is measured
+def verify(options: argparse.Namespace) -> int:
+    """Measure the scores that cards expect of a model, and compare."""
+    with _all_ranks(options.device) as device:
+        return _verify(options, device)
+
+
+def _verify(options: argparse.Namespace, place: str) -> int:
     if len(options.model) > 1:
         raise ConfigError("verify checks one --model at a time")
     model = _Model.of(options.model[0], options.out)
@@ -620,7 +439,7 @@ def _store(features: str | None) -> Path | None:
 
 
 def _autocast(device: str, precision: str) -> AbstractContextManager[Any]:
-    dtype = PRECISIONS[precision]
+    dtype = _PRECISIONS[precision]
     return nullcontext() if dtype is None else torch.autocast(torch.device(device).type, dtype)
 
 

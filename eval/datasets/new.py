@@ -5,7 +5,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.count import counted
@@ -18,13 +17,13 @@ from eval.readers.files import how_to_pack, is_table
 from eval.tasks import TASKS
 
 __all__ = [
-    "add_new_command",
     "card_lines",
     "cards_in_no_suite",
     "is_of_card",
     "new_card",
     "primary_metrics",
     "published_scores",
+    "run",
     "suites_of",
 ]
 
@@ -33,16 +32,8 @@ _SPLITS = ("train", "val", TEST)
 _MOST_NUMBERED = 100_000  # classes without names
 
 
-def add_new_command(commands: Any) -> None:
-    """Add it to the command line; it sets ``run``."""
-    what = "make a card for a dataset of your own from its folder"
-    new = commands.add_parser("new", help=what, description=what[0].upper() + what[1:] + ".")
-    new.add_argument("title", metavar="NAME", help="what the dataset is called, as a person says it")
-    new.add_argument("--data", required=True, metavar="FOLDER", help="the dataset")
-    new.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Write the card of a dataset folder."""
     folder = _folder(options.data)
     path = folder / OWN_CARD
     if path.exists():
