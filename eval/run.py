@@ -26,7 +26,7 @@ from eval.results.records import write_details
 from eval.results.scores import Score, append_results, provenance, read_results, time_now, weights_id
 from eval.results.snapshot import take_snapshot, write_snapshot
 from eval.tasks import TASKS, Options, task_of
-from eval.tasks.subject import Outcome, Subject
+from eval.tasks.subject import Subject
 
 __all__ = ["Scored", "Scorer", "check_tasks", "evaluate", "run_model"]
 
@@ -118,19 +118,20 @@ def evaluate(
         dataset = data if isinstance(data, EvalDataset) else open_dataset(data)
         others = None if isinstance(data, EvalDataset) else lambda split: open_dataset(data, split=split)
         model = Subject(encoder, dataset, open_split=others)
-    subject, options = model, Options(details=False)
-    scores: list[Score] = []
-    for task in check_tasks(subject.dataset, tasks):
-        start = time.monotonic()
-        found = TASKS[task].run(subject, options).scores
-        scores += found
-        if out is not None and subject.encoder.ranks.rank == 0:
-            whose = {} if weights else {"model": "in memory", "model_hash": model_hash(subject.encoder.model)}
-            facts = provenance(subject.encoder.model, subject.dataset, weights=weights)
-            facts |= {**whose, **(origin or {})}
-            append_results(
-                Path(out), found, step=step, provenance=facts, seconds=round(time.monotonic() - start, 3)
-            )
+    subject, facts = model, dict[str, Any]()
+    tasks = check_tasks(subject.dataset, tasks)
+    if out is not None and subject.encoder.ranks.rank == 0:
+        named = {} if weights else {"model": "in memory", "model_hash": model_hash(subject.encoder.model)}
+        facts = {
+            **provenance(subject.encoder.model, subject.dataset, weights=weights),
+            **named,
+            **(origin or {}),
+        }
+    works = [_Work(subject=subject, task=task, facts=facts) for task in tasks]
+    scored = Scored()
+    _run_tasks(
+        works, Options(details=False), out=None if out is None else Path(out), step=step, scored=scored
+    )
     for (name, split), counts in () if reported else subject.encoder.counts.items():
         for line in counts.lines(
             subject.encoder.model.preprocess.decoding,
@@ -138,7 +139,7 @@ def evaluate(
             upright="upright=True in clipkit.load",
         ).values():
             warnings.warn(f"dataset {name}, split {split}: {line}", stacklevel=2)
-    return scores
+    return scored.scores
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -223,22 +224,62 @@ def run_model(
     works = _planned(encoder, targets, tasks, options, origin, scored)
     if skip_existing:
         works = _not_done(works, out, ranks, scored)
-    _encode_prompts(encoder, works)
+    texts: dict[str, None] = {}  # of all tasks, each once, to be encoded in one pass sorted by length
+    for work in works:
+        for own in TASKS[work.task].texts_of(work.subject.dataset):
+            texts.update(dict.fromkeys(own))
+    encoder.texts(list(texts), whose="the prompts")
+    _run_tasks(works, options, out=out, step=step, scored=scored, started=started, go_on=True)
+
+
+def _run_tasks(
+    works: list[_Work],
+    options: Options,
+    *,
+    out: Path | None,
+    step: int | None,
+    scored: Scored,
+    started: Callable[[EvalDataset], Callable[[int], None]] | None = None,
+    go_on: bool = False,
+) -> None:
+    """The evaluation loop: run each task, and append its lines on rank 0 as soon as they are there.
+
+    Args:
+        works: consumed, so that the features of a dataset are released after the last of its tasks.
+        options: of the tasks.
+        out: a results file; None writes nothing.
+        step: of the training, for the lines.
+        scored: receives scores, errors and counts.
+        started: called with each dataset; returns its progress callback.
+        go_on: whether an error costs only its own task.
+    """
     before: Subject | None = None
-    while works:  # a dataset's features go with the last of its tasks
+    while works:
         work = works.pop(0)
+        encoder = work.subject.encoder
         if started is not None and work.subject is not before:
             encoder.progress, before = started(work.subject.dataset), work.subject
         begun = time.monotonic()
         try:
             outcome = TASKS[work.task].run(work.subject, options)
         except (ConfigError, DataError) as error:
+            if not go_on:
+                raise
             scored.trouble.append(error)
             continue
         scored.scores += outcome.scores
         scored.counts.update(encoder.counts)
-        if ranks.rank == 0:
-            _write(out, work, outcome, step=step, seconds=time.monotonic() - begun)
+        if out is None or encoder.ranks.rank > 0:
+            continue
+        facts = {**work.facts, "time": time_now()}
+        if "inputs" in work.facts:  # by which --skip-existing finds complete results
+            facts["lines"] = len(outcome.scores)
+            if TASKS[work.task].learns:  # scored images that are also in the split it learned from
+                facts["train_overlap"] = work.subject.overlap["train"]
+        seconds = round(time.monotonic() - begun, 3)
+        append_results(out, outcome.scores, step=step, provenance=facts, seconds=seconds)
+        for details in outcome.details:
+            write_details(out, details, weights=str(work.facts["weights"]))
 
 
 def _planned(
@@ -254,7 +295,8 @@ def _planned(
     classes = model.architecture.text.classes
     for target in targets:
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
-        for task in dict.fromkeys(tasks or _main_task(target)):
+        main = target.dataset.tasks if target.card is None else target.card.tasks[:1]
+        for task in dict.fromkeys(tasks or main):
             try:
                 check_tasks(subject.dataset, [task], classes=classes)
                 facts = {**provenance(model, subject.dataset, weights=""), **origin}
@@ -290,28 +332,6 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
     for texts in TASKS[task].texts_of(subject.dataset):
         digest.update(json.dumps(texts).encode())
     return digest.hexdigest()[:_DIGITS]
-
-
-def _main_task(target: Target) -> tuple[str, ...]:
-    return target.card.tasks[:1] if target.card is not None else target.dataset.tasks
-
-
-def _write(out: Path, work: _Work, outcome: Outcome, *, step: int | None, seconds: float) -> None:
-    facts = {**work.facts, "lines": len(outcome.scores), "time": time_now()}
-    if TASKS[work.task].learns:  # scored images that are also in the split that it learned from
-        facts |= {"train_overlap": work.subject.overlap["train"]}
-    append_results(out, outcome.scores, step=step, provenance=facts, seconds=round(seconds, 3))
-    for details in outcome.details:
-        write_details(out, details, weights=str(work.facts["weights"]))
-
-
-def _encode_prompts(encoder: Encoder, works: Sequence[_Work]) -> None:
-    """The texts of all tasks in one pass, sorted by length, each once."""
-    texts: dict[str, None] = {}
-    for work in works:
-        for own in TASKS[work.task].texts_of(work.subject.dataset):
-            texts.update(dict.fromkeys(own))
-    encoder.texts(list(texts), whose="the prompts")
 
 
 def _not_done(works: Sequence[_Work], out: Path, ranks: Ranks, scored: Scored) -> list[_Work]:
