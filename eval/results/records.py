@@ -10,15 +10,15 @@ import base64
 import binascii
 import hashlib
 import json
-import math
 import re
 import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,6 +48,12 @@ __all__ = [
     "write_details",
     "write_snapshot",
 ]
+
+
+_MAX_WHOLE = 2**53  # the largest whole number up to which a float tells all apart
+_MAX_ITEMS = 1 << 26
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_WHOLE)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -122,7 +128,7 @@ class Example:
     picture: str
     guesses: tuple[Guess, ...]
     truth: str | None
-    rank: int | None
+    rank: Count | None
     probability: float | None
 
 
@@ -133,6 +139,11 @@ class Matrix:
     pictures: tuple[str, ...]
     captions: tuple[str, ...]
     cosines: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        size = len(self.pictures)
+        if len(self.captions) != size or [len(row) for row in self.cosines] != [size] * size:
+            raise ValueError("the similarity matrix is not square")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +167,10 @@ class Query:
 class Snapshot:
     """One moment in training on one dataset. Pictures are named by their number in the dataset."""
 
-    step: int
+    step: Count
     dataset: str
-    samples: int
-    classes: int
+    samples: Count
+    classes: Count
     examples: tuple[Example, ...]
     matrix: Matrix | None
     queries: tuple[Query, ...]
@@ -209,78 +220,37 @@ def read_snapshot(path: Path) -> Snapshot:
     Raises:
         DataError: the file cannot be read, is too large, cut short, or not a snapshot.
     """
+    return _read(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
+
+
+_Value = TypeVar("_Value", "Snapshot", "Details")
+
+
+def _read(path: Path, kind: type[_Value], what: str, largest: int) -> _Value:
+    """Read a JSON file as the dataclass that it was written from; its types and bounds are checked.
+
+    Raises:
+        DataError: the file cannot be read, is too large, or its content does not fit.
+    """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{path} is not a regular file")
-        if found.st_size > _MAX_SNAPSHOT_BYTES:
-            raise DataError(f"{path} is larger than a snapshot may be")
+        if found.st_size > largest:
+            raise DataError(f"{path} is too large to be {what}: expected at most {largest:,} bytes")
         text = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     try:
-        return _snapshot(parse_json(text))
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise DataError(f"{path} is not a snapshot ({type(error).__name__}: {error})") from error
-
-
-def _snapshot(value: dict[str, Any]) -> Snapshot:
-    matrix = value["matrix"]
-    if matrix is not None:
-        matrix = Matrix(
-            pictures=tuple(str(name) for name in matrix["pictures"]),
-            captions=tuple(str(caption) for caption in matrix["captions"]),
-            cosines=tuple(tuple(float(cosine) for cosine in row) for row in matrix["cosines"]),
-        )
-        size = len(matrix.pictures)
-        if len(matrix.captions) != size or [len(row) for row in matrix.cosines] != [size] * size:
-            raise ValueError("the similarity matrix is not square")
-    queries = [
-        Query(text=str(one["text"]), hits=tuple(_hit(hit) for hit in one["hits"])) for one in value["queries"]
-    ]
-    return Snapshot(
-        step=int(value["step"]),
-        dataset=str(value["dataset"]),
-        samples=int(value["samples"]),
-        classes=int(value["classes"]),
-        examples=tuple(_snapshot_example(one) for one in value["examples"]),
-        matrix=matrix,
-        queries=tuple(queries),
-        pictures={
-            str(name): Picture(png=str(picture["png"]), alt=str(picture["alt"]))
-            for name, picture in value["pictures"].items()
-        },
-    )
-
-
-def _snapshot_example(value: dict[str, Any]) -> Example:
-    return Example(
-        picture=str(value["picture"]),
-        guesses=tuple(
-            Guess(label=str(one["label"]), probability=float(one["probability"]), right=bool(one["right"]))
-            for one in value["guesses"]
-        ),
-        truth=None if value["truth"] is None else str(value["truth"]),
-        rank=None if value["rank"] is None else int(value["rank"]),
-        probability=None if value["probability"] is None else float(value["probability"]),
-    )
-
-
-def _hit(value: dict[str, Any]) -> Hit:
-    right = value["right"]
-    return Hit(
-        picture=str(value["picture"]),
-        cosine=float(value["cosine"]),
-        right=None if right is None else bool(right),
-    )
+        return msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"), type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not {what} ({error})") from error
 
 
 # --------------------------------------------------------------------------------------------------------------
 
 _MAX_FILE_BYTES = 32 << 20
 _MAX_FILES = 50_000
-_MAX_ITEMS = 1 << 26
-_MAX_WHOLE = 2**53  # of those that a float tells apart
 _NAMED = 3  # broken files that a note names
 
 Kind = Literal["bits", "uint32", "float32"]
@@ -298,7 +268,7 @@ class Packed:
     """
 
     kind: Kind
-    n: int
+    n: Annotated[int, msgspec.Meta(ge=0, le=_MAX_ITEMS)]
     data: str
 
     def tensor(self) -> Tensor:
@@ -339,11 +309,11 @@ def pack(values: Tensor) -> Packed:
 class Bin:
     """A bar of the reliability diagram: ``count`` pictures, their mean confidence and the share that is right."""
 
-    low: float
-    high: float
-    count: int
-    confidence: float
-    accuracy: float
+    low: Fraction
+    high: Fraction
+    count: Count
+    confidence: Fraction
+    accuracy: Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,20 +352,20 @@ class Details:
 
     dataset: str
     task: str
-    n: int
+    n: Count
     weights: str = ""
     split: str = TEST
     prompt_set: str = ""
     setting: str = ""
     data_revision: str = ""
     class_names: tuple[str, ...] = ()
-    class_counts: tuple[int, ...] = ()
-    class_right: tuple[int, ...] = ()
-    mistakes: tuple[tuple[int, int, int], ...] = ()
+    class_counts: tuple[Count, ...] = ()
+    class_right: tuple[Count, ...] = ()
+    mistakes: tuple[tuple[Count, Count, Count], ...] = ()
     matrix: Packed | None = None
     bins: tuple[Bin, ...] = ()
     examples: tuple[Example, ...] = ()
-    candidates: int = 0
+    candidates: Count = 0
     pictures: Mapping[str, Picture] = field(default_factory=dict)
     right: Mapping[str, Packed] = field(default_factory=dict)
     values: Mapping[str, Packed] = field(default_factory=dict)
@@ -405,6 +375,15 @@ class Details:
     tuned_on: str = ""
     superclass_names: tuple[str, ...] = ()
     superclass_matrix: Packed | None = None
+
+    def __post_init__(self) -> None:
+        classes = len(self.class_names)
+        if len(self.class_counts) not in (0, classes) or len(self.class_right) != len(self.class_counts):
+            raise ValueError(f"expected counts of {classes} classes")
+        if self.matrix is not None and self.matrix.n != classes**2:
+            raise ValueError(f"expected a confusion matrix of {classes} classes")
+        if any(max(label, predicted) >= classes for label, predicted, _ in self.mistakes):
+            raise ValueError(f"a mistake is of a class beyond the {classes} classes")
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -475,7 +454,7 @@ def read_details(results: Path) -> tuple[list[Details], list[str]]:
     read, broken = [], []
     for path in paths[:_MAX_FILES]:
         try:
-            read.append(_read(path))
+            read.append(_read(path, Details, "a details file", _MAX_FILE_BYTES))
         except DataError:
             broken.append(path.name)
     notes = []
@@ -485,118 +464,3 @@ def read_details(results: Path) -> tuple[list[Details], list[str]]:
     if len(paths) > _MAX_FILES:
         notes.append(f"{folder.name}: only the first {_MAX_FILES:,} of {len(paths):,} files are read.")
     return read, notes
-
-
-def _read(path: Path) -> Details:
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_FILE_BYTES:
-            raise DataError(f"{path} is not a regular file, or larger than details may be")
-        text = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        return _details(parse_json(text))
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise DataError(f"{path} holds no details ({type(error).__name__}: {error})") from error
-
-
-def _details(value: dict[str, Any]) -> Details:
-    names = tuple(str(name) for name in value.get("class_names", ()))
-    counts, right = (_wholes(value.get(key, ())) for key in ("class_counts", "class_right"))
-    if len(counts) not in (0, len(names)) or len(right) != len(counts):
-        raise ValueError("there are not as many counts as classes")
-    matrix = value.get("matrix")
-    if matrix is not None and _packed(matrix).n != len(names) ** 2:
-        raise ValueError("the confusion matrix has not as many rows or columns as classes")
-    mistakes = tuple(_mistake(one, len(names)) for one in value.get("mistakes", ()))
-    labels, chosen, rate = (value.get(name) for name in ("labels", "chosen_c", "chosen_rate"))
-    above = value.get("superclass_matrix")
-    return Details(
-        dataset=str(value["dataset"]),
-        task=str(value["task"]),
-        n=_whole(value["n"]),
-        **{
-            key: str(value.get(key, default))
-            for key, default in (
-                ("weights", ""),
-                ("split", TEST),
-                ("prompt_set", ""),
-                ("setting", ""),
-                ("data_revision", ""),
-            )
-        },
-        class_names=names,
-        class_counts=counts,
-        class_right=right,
-        mistakes=mistakes,
-        matrix=None if matrix is None else _packed(matrix),
-        bins=tuple(_bin(one) for one in value.get("bins", ())),
-        examples=tuple(_example(one) for one in value.get("examples", ())),
-        candidates=_whole(value.get("candidates", 0)),
-        pictures={
-            str(name): Picture(png=str(picture["png"]), alt=str(picture["alt"]))
-            for name, picture in value.get("pictures", {}).items()
-        },
-        right={str(metric): _packed(one) for metric, one in value.get("right", {}).items()},
-        values={str(metric): _packed(one) for metric, one in value.get("values", {}).items()},
-        labels=None if labels is None else _packed(labels),
-        chosen_c=None if chosen is None else _finite(chosen),
-        chosen_rate=None if rate is None else _finite(rate),
-        tuned_on=str(value.get("tuned_on", "")),
-        superclass_names=tuple(str(name) for name in value.get("superclass_names", ())),
-        superclass_matrix=None if above is None else _packed(above),
-    )
-
-
-def _mistake(value: Any, classes: int) -> tuple[int, int, int]:
-    label, taken_for, count = _wholes(value)
-    if label >= classes or taken_for >= classes:
-        raise ValueError("a mistake is of a class that does not exist")
-    return label, taken_for, count
-
-
-def _bin(value: dict[str, Any]) -> Bin:
-    shares = {key: float(value[key]) for key in ("low", "high", "confidence", "accuracy")}
-    if not all(0 <= share <= 1 for share in shares.values()):
-        raise ValueError("a bin is not within 0 and 1")
-    return Bin(count=_whole(value["count"]), **shares)
-
-
-def _example(value: dict[str, Any]) -> Example:
-    guesses = tuple(
-        Guess(label=str(one["label"]), probability=_finite(one["probability"]), right=bool(one["right"]))
-        for one in value["guesses"]
-    )
-    truth, rank, probability = value["truth"], value["rank"], value["probability"]
-    return Example(
-        picture=str(value["picture"]),
-        guesses=guesses,
-        truth=None if truth is None else str(truth),
-        rank=None if rank is None else _whole(rank),
-        probability=None if probability is None else _finite(probability),
-    )
-
-
-def _packed(value: dict[str, Any]) -> Packed:
-    kind, n = value["kind"], _whole(value["n"])
-    if kind not in ("bits", "uint32", "float32") or n > _MAX_ITEMS:
-        raise ValueError("packed values are of no known kind, or too many")
-    return Packed(kind=kind, n=n, data=str(value["data"]))
-
-
-def _wholes(values: Any) -> tuple[int, ...]:
-    return tuple(_whole(value) for value in values)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_WHOLE:
-        raise ValueError("what should be a whole number from 0 is none, or is too large")
-    return value
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError("what should be a number is none")
-    return number
