@@ -56,7 +56,7 @@ def check_tasks(
                 advice = (
                     "fine-tune the model that this one was initialized from"
                     if name == "fine-tune"
-                    else "linear-probe, few-shot and knn need no class names"
+                    else "linear-probe, few-shot and knn need no names"
                 )
                 raise Lacks(
                     f"dataset {dataset.name} cannot be scored by {name}: {error}; {advice}"

@@ -310,10 +310,15 @@ class MetricKind:
     columns: tuple[str, ...] = ()
     superclasses: bool = False
 
-    def fitting(self, tasks: Sequence[str]) -> tuple[str, ...]:
-        """The metrics that apply to some of these tasks."""
+    def fitting(self, tasks: Sequence[str], *, primary: bool = False) -> tuple[str, ...]:
+        """The metrics that apply to some of these tasks; of a primary metric larger values are better."""
         names = [*METRICS, *(f"worst_{column}_acc{k}" for column in self.columns for k in (1, 5))]
-        return tuple(name for name in names if any(self._fits(name, TASKS[task]) for task in tasks))
+        return tuple(
+            name
+            for name in names
+            if any(self._fits(name, TASKS[task]) for task in tasks)
+            and not (primary and name in METRICS and not METRICS[name].larger_is_better)
+        )
 
     def _fits(self, name: str, task: Task) -> bool:
         metric = metric_of(name)
@@ -332,9 +337,9 @@ class MetricKind:
             task.gives_probabilities or not metric.needs_probabilities
         )
 
-    def fault(self, metrics: Sequence[str], tasks: Sequence[str]) -> str:
+    def fault(self, metrics: Sequence[str], tasks: Sequence[str], *, primary: bool = False) -> str:
         """Return what is expected instead, if one of the metrics applies to none of the tasks; else ""."""
-        known = self.fitting(tasks)
+        known = self.fitting(tasks, primary=primary)
         for metric in metrics:
             if metric not in known:
                 other = _meant_for(metric)
@@ -351,7 +356,7 @@ def metric_and_further(fields: Fields, kind: MetricKind, tasks: Sequence[str]) -
     """
     metric = fields.raw("metric")
     further = () if fields.raw("further") == [] else fields.texts("further", ())
-    if must := kind.fault([metric], tasks[:1]):
+    if must := kind.fault([metric], tasks[:1], primary=True):
         raise fields.wrong("metric", must)
     if must := kind.fault(further, tasks):
         raise fields.wrong("further", f"a list of which each is {must}")
@@ -383,6 +388,8 @@ def _meant_for(name: str) -> str:
         return metric.kind
     if metric.needs_superclasses:
         return "datasets with [superclasses]"
+    if not metric.larger_is_better:
+        return "further, as smaller values are better"
     if metric.most is not None:
         return "two classes"
     return (

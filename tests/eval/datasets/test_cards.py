@@ -139,6 +139,7 @@ def test_cards_accept_every_metric_that_the_tasks_compute() -> None:
     assert of_classes == {
         name for name, metric in METRICS.items() if metric.kind in ("one-label", "multi-label")
     }
+    assert "ece" not in MetricKind().fitting(["zero-shot"], primary=True)
     assert "ece" not in MetricKind().fitting(["knn"])  # votes are no probabilities
     assert "superclass_acc1" not in MetricKind().fitting(["zero-shot"])
 
@@ -385,7 +386,7 @@ names = { cat = ["cat", "kitten"] }
         ("[splits]", "[splits", "is no TOML"),
         ("metric", "metrik", "metric is missing: it must be a metric of zero-shot: acc1, "),
         ('"acc1"', '"acc_1"', "metric = 'acc_1': it must be a metric of zero-shot: acc1, mean_per_class"),
-        ('"acc1"', '"accuracy"', r"zero-shot: acc1, .*, ece \(accuracy is for compositional\)$"),
+        ('"acc1"', '"accuracy"', r"zero-shot: acc1, .*, roc_auc \(accuracy is for compositional\)$"),
         ('"acc1"', '["acc1"]', r"metric = \['acc1'\]: it must be a metric of zero-shot"),
         ('"acc1"', '"worst_region_acc1"', "metric = 'worst_region_acc1': it must be a metric of zero-shot"),
         (
