@@ -64,7 +64,7 @@ def report(options: argparse.Namespace) -> int:
     _check_places(options.source, {"out": options.out, **tables})
     if len(options.source) == 1 and options.source[0].is_dir() and not tables:
         from eval.report import build_report
-        from eval.report.read import json_lines
+        from eval.results.records import json_lines
 
         print(f"wrote {build_report(options.source[0], options.out)}")
         unread: list[str] = []
@@ -140,7 +140,7 @@ def _tell(notes: Sequence[str]) -> None:
 
 def _facts(files: Sequence[Path]) -> dict[str, Any]:
     """What cards say of the datasets in the results."""
-    from eval.report.read import whole
+    from eval.results.records import whole
 
     counts: dict[str, set[object]] = {}
     for file in files:

@@ -33,7 +33,6 @@ from eval.report.draw import (
     scatter,
     write_page,
 )
-from eval.report.read import json_lines
 from eval.report.result_set import Model, ResultSet, Row, same_data
 from eval.report.scores import (
     AS_TRAINED,
@@ -52,6 +51,7 @@ from eval.report.scores import (
 )
 from eval.report.tables import all_scores, model_facts, score_table_html
 from eval.results.details import Details, Packed, read_details
+from eval.results.records import json_lines
 
 __all__ = [
     "Block",

@@ -2,65 +2,16 @@
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
-from eval.results.records import Snapshot, find_snapshots, parse_json, read_snapshot
+from eval.results.records import Snapshot, find_snapshots, json_lines, read_snapshot, whole
+from eval.results.scores import Record, Series, read_records
 
-__all__ = ["BadSamples", "Result", "RunFolder", "Series", "finite", "json_lines", "read_run_folder", "whole"]
-
-_MAX_LINE = 1 << 20
-_MAX_WHOLE = 2**53  # of those that a float tells apart
-
-
-def json_lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that do not parse are counted and noted.
-
-    A missing file is noted with its ``consequence``, if it has one.
-    """
-    if not path.is_file():
-        if consequence:
-            notes.append(f"{path.name} is missing, so {consequence}.")
-        return
-    broken = 0
-    with path.open("rb") as file:
-        while line := file.readline(_MAX_LINE):
-            try:
-                value = parse_json(line)
-            except ValueError:
-                broken += bool(line.strip())
-                continue
-            if isinstance(value, dict):
-                yield value
-            else:
-                broken += 1
-    if broken:
-        notes.append(f"{path.name}: {_count_lines(broken)} cut short or broken, and left out.")
-
-
-def _count_lines(count: int) -> str:
-    return "one line" if count == 1 else f"{count} lines"
-
-
-def finite(value: object) -> float | None:
-    """A number that is one, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def whole(value: object) -> int | None:
-    """A number cut to a whole one of at most 2⁵³, else None."""
-    number = finite(value)
-    return None if number is None or abs(number) > _MAX_WHOLE else int(number)
-
+__all__ = ["BadSamples", "Result", "RunFolder", "Series", "read_run_folder"]
 
 # --------------------------------------------------------------------------------------------------------------
 # Reads what a training left in its run folder, however far it came.
@@ -88,38 +39,13 @@ METRICS = (
 SNAPSHOTS = 5  # moments shown of each dataset
 _MAX_CONFIG_BYTES = 1 << 20
 _SHOWN_BAD = 5
-_OTHERS = "model_hash"  # what lines of the training itself do not have
-_RESULT_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
-
-Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """One score: a line of ``results.jsonl``. ``low`` and ``high`` bound its 95% interval.
-
-    ``own`` tells a score that the training itself took from one that was taken of a checkpoint.
-    """
+class Result(Record):
+    """A score at a step of a training."""
 
     step: int
-    dataset: str
-    task: str
-    metric: str
-    value: float
-    n: int | None
-    low: float | None
-    high: float | None
-    chance: float | None
-    split: str
-    prompt_set: str
-    setting: str
-    own: bool
-    provenance: Mapping[str, Any]
-
-    @property
-    def series(self) -> Series:
-        """What its scores at other steps have in common with it, so that they can be compared."""
-        return self.dataset, self.split, self.task, self.prompt_set, self.setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,27 +187,10 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, list[tuple[int, flo
 
 def _read_results(path: Path, notes: list[str], *, due: bool) -> list[Result]:
     found: dict[tuple[int, Series, str], Result] = {}
-    for line in json_lines(path, notes, "there are no scores to show" if due else ""):
-        step, value = whole(line.get("step")), finite(line.get("value"))
-        dataset, metric = line.get("dataset"), line.get("metric")
-        if step is None or value is None or dataset is None or metric is None:
+    for record in read_records(path, notes, "there are no scores to show" if due else ""):
+        if record.step is None:
             continue
-        result = Result(
-            step=step,
-            dataset=str(dataset),
-            task=str(line.get("task", "")),
-            metric=str(metric),
-            value=value,
-            n=whole(line.get("n")),
-            low=finite(line.get("low")),
-            high=finite(line.get("high")),
-            chance=finite(line.get("chance")),
-            split=str(line.get("split") or "test"),
-            prompt_set=str(line.get("prompt_set") or ""),
-            setting=str(line.get("setting") or ""),
-            own=_OTHERS not in line,
-            provenance={key: one for key, one in line.items() if key not in _RESULT_FIELDS},
-        )
+        result = Result(**vars(record))
         key = (result.step, result.series, result.metric)
         if key not in found or result.own or not found[key].own:
             found[key] = result

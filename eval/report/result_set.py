@@ -15,7 +15,8 @@ from clipkit.errors import DataError
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.model.flops import image_flops
 from eval.datasets.dataset import some
-from eval.report.read import finite, json_lines, whole
+from eval.results.records import finite, whole
+from eval.results.scores import Record, read_records, text_of
 
 __all__ = [
     "DataGroup",
@@ -282,12 +283,7 @@ def _short_names(heads: Mapping[str, Origin]) -> dict[str, str]:
 
 # --------------------------------------------------------------------------------------------------------------
 
-_MAX_TEXT = 300
 _REVISION = 16  # characters of one that are shown
-_SCORE = (
-    "step", "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high", "chance",
-    "seconds",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,27 +318,10 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One score of one model (by its number); ``low`` and ``high`` bound its 95% interval.
-
-    ``prompts`` is a fingerprint of what classes are told by; of retrieval, of the captions as the model read them.
-    """
+class Row(Record):
+    """A score of a model, by its number."""
 
     model: int
-    dataset: str
-    split: str
-    task: str
-    prompt_set: str
-    setting: str
-    metric: str
-    value: float
-    n: int | None
-    low: float | None
-    high: float | None
-    chance: float | None
-    seconds: float | None
-    data_revision: str
-    prompts: str
 
     @property
     def what(self) -> tuple[str, str, str, str, str, str]:
@@ -374,7 +353,6 @@ class _Line:
     file: Path
     origin: Origin
     row: Row
-    provenance: Mapping[str, Any]
 
 
 def read_result_set(results: Sequence[Path]) -> ResultSet:
@@ -414,9 +392,9 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
     rows = tuple(replace(row, model=number) for (number, _), row in last.items())
     notes += _different_data(rows)
     overlaps = {
-        line.row.dataset: whole(line.provenance["train_overlap"])
+        line.row.dataset: whole(line.row.line["train_overlap"])
         for line in lines
-        if "train_overlap" in line.provenance  # of tasks that learn
+        if "train_overlap" in line.row.line  # of tasks that learn
     }
     notes += [
         f"{name}: {_count(count, 'scored image')} also in train (identical files): tasks that learn score too high."
@@ -432,50 +410,18 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterable[_Line]:
-    odd, folder = 0, str(path.resolve().parent)
-    for line in json_lines(path, notes, ""):
-        value = finite(line.get("value"))
-        named = [line.get(key) for key in ("dataset", "task", "metric")]
-        if value is None or not all(isinstance(name, str) and name for name in named):
-            odd += 1
-            continue
+    folder = str(path.resolve().parent)
+    for record in read_records(path, notes):
         origin = Origin(
             file=str(path),
             folder=folder,
-            typed=_text(line, "model"),
-            weights=_text(line, "weights"),
-            model_hash=_text(line, "model_hash"),
-            architecture=_text(line, "architecture"),
-            step=whole(line.get("step")),
+            typed=text_of(record.line, "model"),
+            weights=text_of(record.line, "weights"),
+            model_hash=text_of(record.line, "model_hash"),
+            architecture=text_of(record.line, "architecture"),
+            step=record.step,
         )
-        row = Row(
-            model=0,
-            dataset=_text(line, "dataset"),
-            split=_text(line, "split") or "test",
-            task=_text(line, "task"),
-            prompt_set=_text(line, "prompt_set"),
-            setting=_text(line, "setting"),
-            metric=_text(line, "metric"),
-            value=value,
-            n=whole(line.get("n")),
-            low=finite(line.get("low")),
-            high=finite(line.get("high")),
-            chance=finite(line.get("chance")),
-            seconds=finite(line.get("seconds")),
-            data_revision=_text(line, "data_revision"),
-            prompts=_text(line, "captions" if line["task"] == "retrieval" else "prompts"),
-        )
-        rest = {key: one for key, one in line.items() if key not in _SCORE}
-        yield _Line(file=path, origin=origin, row=row, provenance=rest)
-    if odd:
-        notes.append(
-            f"{path.name}: {_count(odd, 'line')} without a dataset, task, metric or finite value left out."
-        )
-
-
-def _text(line: Mapping[str, Any], key: str) -> str:
-    value = line.get(key)
-    return value[:_MAX_TEXT] if isinstance(value, str) else ""
+        yield _Line(file=path, origin=origin, row=Row(**vars(record), model=0))
 
 
 def _last_steps(
@@ -568,9 +514,9 @@ def _models(
             step=one.step,
             earlier_steps=earlier.get(number, ()),
             files=tuple(dict.fromkeys(line.file for line in own)),
-            architecture=_text(own[-1].provenance, "architecture"),
+            architecture=text_of(own[-1].row.line, "architecture"),
             gflops=_gflops(own),
-            provenance=own[-1].provenance,
+            provenance=own[-1].row.provenance,
         )
         for one, (number, own) in zip(named, lines.items(), strict=True)
     )
@@ -578,9 +524,9 @@ def _models(
 
 def _gflops(lines: Sequence[_Line]) -> float | None:
     """As the last line that knows says it, else by formula for the architectures that clipkit itself builds."""
-    told = (finite(line.provenance.get("gflops")) for line in reversed(lines))
+    told = (finite(line.row.line.get("gflops")) for line in reversed(lines))
     known = next((one for one in told if one is not None), None)
-    name = _text(lines[-1].provenance, "architecture").removesuffix(QUICKGELU)
+    name = text_of(lines[-1].row.line, "architecture").removesuffix(QUICKGELU)
     if known is None and name in ARCHITECTURES:
         return image_flops(ARCHITECTURES[name]).forward / 1e9
     return known

@@ -393,12 +393,15 @@ def _about(run: RunFolder) -> str:
     return "".join(parts)
 
 
+_SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
+
+
 def _provenance(results: Sequence[Result]) -> str:
     """Where the scores at the top come from; what differs between datasets is told for each."""
     values: dict[str, dict[str, str]] = {}
     for result in results:
-        for key, value in result.provenance.items():
-            if value is not None:
+        for key, value in result.line.items():
+            if value is not None and key not in _SCORE_FIELDS:
                 values.setdefault(key, {})[result.dataset] = _told(value)
     datasets = {result.dataset for result in results}
     rows = []

@@ -10,10 +10,11 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -40,11 +41,14 @@ __all__ = [
     "Snapshot",
     "details_folder",
     "find_snapshots",
+    "finite",
+    "json_lines",
     "pack",
     "parse_json",
     "read_details",
     "read_snapshot",
     "read_snapshots",
+    "whole",
     "write_details",
     "write_snapshot",
 ]
@@ -88,6 +92,53 @@ def _integer(digits: str) -> int | float:
 
 
 _decoder = json.JSONDecoder(parse_int=_integer)  # to make one takes longer than a line of results
+
+
+_MAX_LINE = 1 << 20
+
+
+def json_lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file; lines that do not parse are counted and noted.
+
+    A missing file is noted with its ``consequence``, if it has one.
+    """
+    if not path.is_file():
+        if consequence:
+            notes.append(f"{path.name} is missing, so {consequence}.")
+        return
+    broken = 0
+    with path.open("rb") as file:
+        while line := file.readline(_MAX_LINE):
+            try:
+                value = parse_json(line.decode("utf-8", "replace").removeprefix("\ufeff"))
+            except ValueError:
+                broken += bool(line.strip())
+                continue
+            if isinstance(value, dict):
+                yield value
+            else:
+                broken += 1
+    if broken:
+        notes.append(
+            f"{path.name}: {'one line' if broken == 1 else f'{broken} lines'} cut short or broken, and left out."
+        )
+
+
+def finite(value: object) -> float | None:
+    """A number that is one, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def whole(value: object) -> int | None:
+    """A number cut to a whole one of at most 2⁵³, else None."""
+    number = finite(value)
+    return None if number is None or abs(number) > _MAX_WHOLE else int(number)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -5,34 +5,40 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from eval.datasets.dataset import EvalDataset
+from clipkit.files.count import counted
+from eval.datasets.dataset import TEST, EvalDataset
 from eval.features.encoder import dtype_name
-from eval.results.records import parse_json
+from eval.results.records import finite, json_lines, whole
 
 __all__ = [
+    "Record",
     "Score",
+    "Series",
     "append_results",
     "check_appendable",
     "latest_results",
     "provenance",
+    "read_records",
     "read_results",
+    "text_of",
     "time_now",
     "weights_id",
 ]
 
 _HASH_DIGITS = 16
+_MAX_TEXT = 300
 _KEY = {
     "model": "",
     "step": None,
@@ -75,6 +81,112 @@ class Score:
     split: str = "test"
     prompt_set: str = ""
     setting: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A line of a results file: a score, when it was measured and of which model.
+
+    A field that is missing or of another type is None, or "" for text, except the first four.
+
+    Attributes:
+        dataset: as in ``Score``, as are the next ones.
+        step: of the training.
+        seconds: that the task took.
+        line: all fields as they were written.
+    """
+
+    dataset: str
+    task: str
+    metric: str
+    value: float
+    n: int | None
+    low: float | None
+    high: float | None
+    chance: float | None
+    split: str
+    prompt_set: str
+    setting: str
+    step: int | None
+    seconds: float | None
+    line: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Self | None:
+        """The record of a line; None if it has no dataset, task, metric or finite value."""
+        value = finite(line.get("value"))
+        if value is None or not all(text_of(line, key) for key in ("dataset", "task", "metric")):
+            return None
+        return cls(
+            dataset=text_of(line, "dataset"),
+            task=text_of(line, "task"),
+            metric=text_of(line, "metric"),
+            value=value,
+            n=whole(line.get("n")),
+            low=finite(line.get("low")),
+            high=finite(line.get("high")),
+            chance=finite(line.get("chance")),
+            split=text_of(line, "split") or TEST,
+            prompt_set=text_of(line, "prompt_set"),
+            setting=text_of(line, "setting"),
+            step=whole(line.get("step")),
+            seconds=finite(line.get("seconds")),
+            line=line,
+        )
+
+    @property
+    def own(self) -> bool:
+        """Whether the training itself took the score, not an evaluation of a checkpoint."""
+        return "model_hash" not in self.line
+
+    @property
+    def series(self) -> "Series":
+        """What scores of one metric at several steps have in common."""
+        return self.dataset, self.split, self.task, self.prompt_set, self.setting
+
+    @property
+    def data_revision(self) -> str:
+        """The fingerprint of the images, or ""."""
+        return text_of(self.line, "data_revision")
+
+    @property
+    def prompts(self) -> str:
+        """The fingerprint of the prompts, of retrieval that of the captions as the model read them, or ""."""
+        return text_of(self.line, "captions" if self.task == "retrieval" else "prompts")
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """The fields of the line besides the score."""
+        return {key: one for key, one in self.line.items() if key not in self.__dataclass_fields__}
+
+
+Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
+
+
+def text_of(line: Mapping[str, Any], key: str) -> str:
+    """A text field of a line, at most 300 characters; "" if it is missing or of another type."""
+    value = line.get(key)
+    return value[:_MAX_TEXT] if isinstance(value, str) else ""
+
+
+def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterator[Record]:
+    """Read the records of a results file in order.
+
+    Args:
+        path: the file.
+        notes: receives a line about lines that are broken or no scores, or about a missing file.
+        consequence: of a missing file, for its note; "" for none.
+    """
+    odd = 0
+    for line in json_lines(path, notes, consequence):
+        record = Record.of(line)
+        odd += record is None
+        if record is not None:
+            yield record
+    if odd:
+        notes.append(
+            f"{path.name}: {counted(odd, 'line')} without a dataset, task, metric or finite value left out."
+        )
 
 
 def append_results(
@@ -143,20 +255,9 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         DataError: the file cannot be read.
     """
     try:
-        if not path.is_file():
-            return []
-        text = path.read_text(encoding="utf-8", errors="replace")
+        return [line for line in json_lines(path, [], "") if _is_score(line)]
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    lines = []
-    for one in text.split("\n"):  # a name may hold what splitlines takes for the end of a line
-        try:
-            line = parse_json(one)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and _is_score(line):
-            lines.append(line)
-    return lines
 
 
 def _is_score(line: Mapping[str, Any]) -> bool:
