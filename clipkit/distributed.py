@@ -3,17 +3,14 @@
 Everything works without a process group too, as the single process of a world of one.
 """
 
-import json
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -23,15 +20,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from clipkit.errors import ClipkitError, ConfigError
+from clipkit.errors import ClipkitError, ConfigError, tell_torchrun
 
 __all__ = [
     "Failures",
     "KeyValueStore",
     "background_group",
     "barrier",
-    "buffers_of_chief",
-    "bytes_of_chief",
+    "broadcast_buffers",
+    "broadcast_bytes",
     "check_launch",
     "counts_of_rows",
     "failing_together",
@@ -46,6 +43,7 @@ __all__ = [
     "stop",
     "sum_over_ranks",
     "together",
+    "totals",
     "world_size",
 ]
 
@@ -159,7 +157,7 @@ class Failures:
         while not self._gone and not self._over.wait(_WATCH_SECONDS):
             if self._look():
                 if not self._over.wait(_END_SECONDS if self._rank else _END_CHIEF_SECONDS):
-                    _tell_torchrun(self._note, late=True)
+                    tell_torchrun(self._note, late=True)
                     os._exit(1)
                 return
 
@@ -209,13 +207,13 @@ class _FailingTogether:
         # what is no user's mistake is ours, and each rank shows its traceback
         mistake = isinstance(told, ClipkitError | OSError)
         message = " ".join((str(told) if mistake else f"{type(told).__name__}: {told}").split())
-        _tell_torchrun(f"error: {message}")
+        tell_torchrun(f"error: {message}")
         if failures is not None:
             failures.leave(message)
             tells = not mistake or failures.tells(message)
             failures.wait_for_readers()
             if not tells:
-                _tell_torchrun(f"error: {message}", late=True)
+                tell_torchrun(f"error: {message}", late=True)
                 raise SystemExit(1)
         if told is not error:
             raise told from None
@@ -223,16 +221,8 @@ class _FailingTogether:
 
 def _end_if_another_failed(failures: Failures | None, seconds: float) -> None:
     if failures is not None and (note := failures.note(seconds)):
-        _tell_torchrun(note, late=True)
+        tell_torchrun(note, late=True)
         raise SystemExit(1)
-
-
-def _tell_torchrun(line: str, *, late: bool = False) -> None:
-    """Have torchrun's report of a failed job, which is long, end with what went wrong: what was first, not late."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        when = {"py_callstack": line, "timestamp": str(int(time.time()) + late)}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": when}}))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -350,7 +340,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def buffers_of_chief(buffers: Iterable[Tensor]) -> None:
+def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
     """Have every rank hold the chief's values."""
     if world_size() > 1:
         for buffer in buffers:
@@ -384,6 +374,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total
 
 
+def totals(**counts: int) -> dict[str, int]:
+    """The sum of every rank's counts by name, on each rank; a bool counts as 0 or 1."""
+    values = torch.tensor([int(count) for count in counts.values()], dtype=torch.int64)
+    return dict(zip(counts, sum_over_ranks(values).tolist(), strict=True))
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's value of plain kinds (numbers, strings, lists), in the order of ranks."""
     if world_size() == 1:
@@ -393,7 +389,7 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def bytes_of_chief(content: bytes) -> bytes:
+def broadcast_bytes(content: bytes) -> bytes:
     """Rank 0's bytes, on each rank; what the others give is ignored.
 
     The others wait for them as long as it takes, so that the chief may count shards for hours.

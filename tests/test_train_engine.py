@@ -307,7 +307,7 @@ def test_the_file_may_stand_anywhere_among_settings_and_there_is_one(
     ended = trainings.start(tmp_path / "run", str(one), "--dry-run").result()
     assert ended.returncode == 0 and "seed = 77" in ended.stdout.splitlines(), ended.stderr
     ended = trainings.start(tmp_path / "run", str(one), str(other), "--dry-run").result()
-    assert error_of(ended.stderr).startswith(f"error: {one} and {other} are given: one file is complete")
+    assert error_of(ended.stderr).startswith(f"error: {one} and {other} are given: pass one config file")
 
 
 def test_what_cannot_be_is_one_line(trainings: Trainings, tmp_path: Path) -> None:

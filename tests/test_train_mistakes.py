@@ -266,7 +266,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(place: Place) -> None:
         early.send_signal(signal.SIGINT)
         _, stderr = early.communicate(timeout=60)
     assert early.returncode == 130
-    assert stderr.splitlines()[-1] == "stopped; no step was made; the same command begins again"
+    assert stderr.splitlines()[-1] == "stopped; no step was made; the same command starts again"
     # where the signal meets a finalizer, Python itself tells of the KeyboardInterrupt that it ignores
     ignored = r"Exception ignored in: .*\nTraceback .*\n(?: .*\n)*KeyboardInterrupt.*\n"
     assert "Traceback" not in re.sub(ignored, "", stderr)

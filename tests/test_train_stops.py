@@ -167,7 +167,7 @@ def test_where_no_batch_can_be_made_the_run_goes_on_once_the_data_are_repaired(
     said = trainings.run_ranks(world, out, *settings, status=1)
     errors = [line for line in "".join(said).splitlines() if line.startswith("error")]
     assert len(errors) == 1 and errors[0].startswith("error: 32 samples in a row are bad, the last is ")
-    assert errors[0].endswith("; step 4 is saved, and the same command resumes once that is corrected")
+    assert errors[0].endswith("; step 4 is saved; the same command resumes once this is fixed")
     assert latest_step(out) == 4
     for rank in range(world):
         name = "bad_samples.jsonl" if rank == 0 else f"bad_samples-{rank}.jsonl"

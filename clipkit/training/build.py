@@ -22,6 +22,7 @@ from clipkit.training.parallel import gathered
 
 __all__ = [
     "Unfreezing",
+    "check_split",
     "first_model",
     "flops_of_steps",
     "free_depths",
@@ -31,6 +32,14 @@ __all__ = [
     "shape_of",
     "still_statistics",
 ]
+
+
+def check_split(batch_size: int, *, world: int, parts: int) -> None:
+    """Raise ConfigError if a batch has too few pairs for ``world`` ranks that compute it in ``parts``."""
+    if batch_size < world * parts:
+        raise ConfigError(
+            f"batch_size = {batch_size} cannot be split over {world} processes × accumulate = {parts}"
+        )
 
 
 def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Architecture:
@@ -218,7 +227,7 @@ def flops_of_steps(
 @contextmanager
 def scored_weights(model: CLIP, averaged: AveragedWeights | None, *, reshard: bool = True) -> Iterator[None]:
     """The model as it is scored: averaged where it is averaged, and whole and the same on every rank."""
-    RunningStatistics(model).take_chiefs()
+    RunningStatistics(model).broadcast()
     with nullcontext() if averaged is None else averaged.applied(), gathered(model, reshard=reshard):
         yield
 

@@ -32,10 +32,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from clipkit.config import Config, changes, load_config, shown, to_toml
-from clipkit.distributed import background_group, barrier, rank, sum_over_ranks
+from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files.atomic import sync, write_atomic
 from clipkit.files.lock import FileLock
+from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import (
     COMPLETE,
     FORMAT,
@@ -68,11 +69,13 @@ __all__ = [
     "as_replayed",
     "bad_share",
     "check_bad_samples",
+    "damaged_notes",
     "drop_bad_samples_after",
     "list_truncated",
     "load_training",
     "loop_state",
     "manifest_file",
+    "newest_checkpoint",
     "only_trainer_of",
     "optimizer_tensors",
     "planned_steps",
@@ -103,7 +106,7 @@ _LOCK_PID = re.compile(r"process ([0-9]+)(?!.*process)")  # the last one: a laun
 
 
 @contextmanager
-def only_trainer_of(run: Path, config: Config, *, chief: bool, launcher: int | None = None) -> Iterator[None]:
+def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | None = None) -> Iterator[None]:
     """Make or reopen the run folder, and hold it while training; another training there is refused.
 
     A folder made here that a mistake or Ctrl-C has left without a step, score or checkpoint is removed:
@@ -112,7 +115,7 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool, launcher: int | N
     Args:
         run: the folder.
         config: which it is to be of.
-        chief: whether this process is the one that writes; the others do nothing here.
+        rank0: whether this process is rank 0, which writes; the others do nothing here.
         launcher: process ID of the torchrun that started this process, if one did.
 
     Raises:
@@ -120,7 +123,7 @@ def only_trainer_of(run: Path, config: Config, *, chief: bool, launcher: int | N
             made more steps.
         CheckpointError: its checkpoints are gone or damaged.
     """
-    if not chief:
+    if not rank0:
         yield
         return
     doing = "made"
@@ -333,6 +336,10 @@ class LoopState:
     skipped: int = 0  # updates left out, as their gradient was far above the usual
     usual_norm: float = 0.0  # of gradients, see clipkit/training/guards.py
 
+    def trait_counts(self, images: int) -> TraitCounts:
+        """How many of the images drawn so far are transparent or rotated by EXIF."""
+        return TraitCounts(images=images, transparent=self.transparent, rotated=self.rotated)
+
 
 def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
     """The state that state.json holds.
@@ -360,6 +367,28 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
         if not fits or (isinstance(value, int | float) and not 0 <= value < _MOST):  # nor is it NaN
             raise CheckpointError(f"{origin}: state.json does not fit: {name} = {value!r} is not {what}")
     return state
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """Return the newest checkpoint that rank 0 sees, on every rank; None if there is none.
+
+    Raises:
+        CheckpointError: another rank does not see it.
+    """
+    newest = latest_checkpoint(run) if rank() == 0 else None
+    name = broadcast_bytes(newest.name.encode() if newest else b"").decode()
+    if not name:
+        return None
+    checkpoint = run / "checkpoints" / name
+    if not (checkpoint / "state.json").is_file():
+        raise CheckpointError(f"{checkpoint} is not visible on this host: put {run} on a shared filesystem")
+    return checkpoint
+
+
+def damaged_notes(newest: Path) -> list[str]:
+    """Return a line on newer checkpoints that cannot be used, if there are any."""
+    bad = passed_over(newest)
+    return [f"note: {', '.join(bad)} is damaged or missing; {newest.name} was taken instead"] if bad else []
 
 
 def planned_steps(folder: Path, *, otherwise: int) -> int:

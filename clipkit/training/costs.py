@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.api import load
-from clipkit.config import Config
+from clipkit.config import Config, to_toml
+from clipkit.distributed import ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
+from clipkit.files.urls import without_secrets
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.flops import (
@@ -32,8 +34,15 @@ from clipkit.model.flops import (
     trained_blocks,
 )
 from clipkit.model.names import architecture
-from clipkit.training.build import lock, patch_counts
-from clipkit.training.machines import Machine
+from clipkit.training.build import check_split, lock, patch_counts, shape_of
+from clipkit.training.machines import (
+    PUBLISHED_BF16,
+    Machine,
+    computes_in_bf16,
+    measured_peak,
+    published_memory,
+    published_peak,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +58,7 @@ __all__ = [
     "Estimate",
     "Memory",
     "cost_table",
+    "dry_run",
     "duration",
     "estimate",
     "run_costs",
@@ -311,6 +321,7 @@ CPU_MFU = 0.4  # of the rate measured a moment before
 COUNTED_ON = (
     0.9  # share of a GPU's memory that may be counted on: CUDA, NCCL and the allocator's gaps take some
 )
+_GPUS_PER_HOST = 8
 _OPEN_CLIP = "open_clip:"
 
 
@@ -396,6 +407,49 @@ def run_costs(
         for tried in _alternatives(config, world)
     )
     return replace(costs, instead=tuple(one for one in fitting if one))
+
+
+def dry_run(
+    config: Config,
+    device: torch.device,
+    *,
+    gpu: str | None = None,
+    gpus: int = 0,
+    gpus_per_host: int = 0,
+    mfu: float | None = None,
+) -> list[str]:
+    """Return the lines of ``train.py --dry-run``: the settings that are not defaults, and the estimated costs.
+
+    Args:
+        config: of the run.
+        device: of this process, which is measured where ``gpu`` is not given.
+        gpu: name of a GPU whose data sheet is used instead.
+        gpus: total number of GPUs; 0: one for each process of this job.
+        gpus_per_host: with sharding=hybrid; 0: ``gpus``, at most 8, or as many as this host has processes.
+        mfu: as for ``run_costs``.
+
+    Raises:
+        ConfigError: the GPU is unknown, or the batch cannot be split over so many.
+    """
+    shape = shape_of(config.model, config.loss, config.small)
+    world = gpus or world_size()
+    check_split(config.batch_size, world=world, parts=config.accumulate)
+    bf16 = computes_in_bf16(config.precision, device)
+    if gpu:
+        peak, bf16 = published_peak(gpu), config.precision != "fp32"
+        if peak is None:
+            raise ConfigError(f"--gpu {gpu} is unknown: {nearest(gpu, PUBLISHED_BF16)}")
+        machine = Machine(gpu=gpu, memory=published_memory(gpu), peak=peak if bf16 else None, measured=False)
+    else:
+        peak = measured_peak(device, torch.bfloat16 if bf16 else torch.float32)
+        machine = Machine(gpu="", memory=None, peak=peak, measured=True)
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
+    shard_ranks = gpus_per_host or min(gpus, _GPUS_PER_HOST) or ranks_of_host()
+    costs = run_costs(config, shape, machine, world=world, shard_ranks=shard_ranks, bf16=bf16, mfu=mfu)
+    settings = without_secrets(to_toml(config, differing_from=Config()))
+    return ["# settings that differ from the defaults, which --settings lists", settings, *cost_table(costs)]
 
 
 def _alternatives(config: Config, world: int) -> Iterator[Iterator[tuple[str, Config]]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from clipkit.distributed import buffers_of_chief
+from clipkit.distributed import broadcast_buffers
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model.clip import CLIP
 from clipkit.training.parallel import local_part
@@ -140,6 +140,6 @@ class RunningStatistics:
         for kept, buffer in zip(self._kept, self._buffers, strict=True):
             buffer.copy_(kept)
 
-    def take_chiefs(self) -> None:
+    def broadcast(self) -> None:
         """Each rank has its own, of its part of the batches: have those of the first, which are saved."""
-        buffers_of_chief(self._buffers)
+        broadcast_buffers(self._buffers)

@@ -5,28 +5,39 @@ RUN/not_finite.jsonl          the samples of that batch, a line each; of rank 3:
 
 import json
 import math
+import os
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clipkit.distributed import gather_objects, world_size
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import ClipkitError, ConfigError, DataError, Stopped
 from clipkit.model.clip import CLIP
 from clipkit.training.parallel import local_part
 from clipkit.training.step import Features, PairBatch, TrainingStep
 
 __all__ = [
     "Finding",
+    "StopRequest",
+    "end_with_launcher",
+    "failed_step",
     "find",
     "is_spike",
+    "launcher_of",
     "line",
     "line_of_weights",
+    "loss_after",
     "next_usual",
     "replayed",
     "spoilt_weight",
@@ -61,6 +72,18 @@ def line(run: Path, step: int, loss: float, norm: float) -> str:
         f"{what}; step {step} is saved, and {run}/not_finite*.jsonl lists the samples: the same command with "
         f"--replay, in one process, computes the step again and tells where it begins; {_ADVICE}"
     )
+
+
+def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, norm: float) -> ClipkitError:
+    """Return the error of a step without a batch (the ranks' ``causes``, empty without one), or not finite."""
+    if cause := next(filter(None, causes), ""):
+        kept = (
+            f"step {step} is saved; the same command resumes once this is fixed"
+            if step
+            else "no step was made"
+        )
+        return DataError(f"{cause}; {kept}")
+    return ClipkitError(line(run, step, loss, norm))
 
 
 def line_of_weights(run: Path, step: int, name: str, *, saved: int | None) -> str:
@@ -216,3 +239,108 @@ def next_usual(usual: float, norm: float, *, factor: float, updates: int) -> flo
         norm = factor * usual
     memory = min(_MEMORY, updates / (updates + 1))
     return memory * usual + (1 - memory) * norm
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Stopping: signals ask to save and exit, and a rank ends with its launcher.
+
+_PARENT_SECONDS = 0.2  # between two checks that the launcher is alive
+
+
+def loss_after(saved: int) -> str:
+    """Return what exiting at once costs where the last checkpoint is of step ``saved``."""
+    return f"training after step {saved} is lost; the same command resumes from there"
+
+
+class StopRequest:
+    """Save and exit after the current step on Ctrl-C, SIGTERM, SIGHUP (end of an ssh session) or SIGUSR1.
+
+    SIGUSR1 is the signal that cluster schedulers are usually configured to send before the job's time is up. A
+    second Ctrl-C exits at once, and so does the first signal where there is nothing to save.
+
+    Attributes:
+        number: of the signal received, or 0. The program's exit status is 128 + this number.
+        otherwise: what exiting at once costs, for the message.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.saves = 0, False
+        self.otherwise = "no step was made; the same command starts again"
+        self._owner = os.getpid()  # loader processes leave signals to the trainer
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup
+                signal.signal(number, self._ask)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal was received."""
+        return self.number > 0
+
+    def save_first(self, saves: bool, otherwise: str) -> None:
+        """Set whether there is something to save before exiting from now on."""
+        self.saves, self.otherwise = saves, otherwise
+        if self.asked and not saves:
+            raise Stopped(self.number, otherwise)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            return
+        if not self.saves or (self.asked and number == signal.SIGINT):
+            raise Stopped(number, self.otherwise)
+        self.number = number
+
+
+def launcher_of(parent: int) -> int | None:
+    """Return the process ID of torchrun (torch.distributed.elastic), or None if it did not start this process.
+
+    Args:
+        parent: ID of the parent process, read when this process started.
+    """
+    return parent if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
+    """End this process, as ``kill -9`` would, as soon as its launcher has died.
+
+    Without its launcher a rank is neither stopped nor restarted, and it keeps its run folder locked. A process
+    without a launcher is left alone: under ``nohup`` or ``setsid`` it outlives its parent on purpose. Nothing is
+    saved: the next start ignores incomplete checkpoints, and resume is exact.
+
+    Args:
+        parent: ID of the parent process, read when this process started.
+        leaving: whether this process is about to save and exit by itself, which it may finish.
+    """
+    launcher = launcher_of(parent)
+    if launcher is None:
+        return
+
+    def end() -> None:
+        if os.environ.get("LOCAL_RANK") == "0":
+            with suppress(OSError):
+                kept = "the last checkpoint is kept, and the same command resumes"
+                os.write(2, f"error: torchrun has died, so its ranks end; {kept}\n".encode())
+        os._exit(1)
+
+    def watch() -> None:
+        while os.getppid() == launcher or leaving():
+            time.sleep(_PARENT_SECONDS)
+        end()
+
+    if _store_is_refused():
+        end()
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _store_is_refused() -> bool:
+    """Whether torchrun died before ``parent`` was read: its store is then closed if it was on this host."""
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_RANK") != "0":
+        return False
+    try:
+        address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        socket.create_connection(address, timeout=10).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, KeyError, ValueError):  # reported when the ranks meet
+        return False
+    return False

@@ -12,7 +12,10 @@ import torch
 
 from clipkit.distributed import barrier
 
-__all__ = ["PUBLISHED_BF16", "PUBLISHED_GB", "Machine", "measured_peak", "published_memory", "published_peak"]
+__all__ = [
+    "PUBLISHED_BF16", "PUBLISHED_GB", "Machine", "computes_in_bf16", "measured_peak", "published_memory",
+    "published_peak",
+]  # fmt: skip
 
 # Dense bfloat16 FLOP/s with float32 sums, by what torch calls the device; the first name that occurs counts.
 # Makers' sheets often state twice as much, for matrices half of which are zeros.
@@ -36,6 +39,13 @@ PUBLISHED_BF16: dict[str, float] = {
 _SECONDS = 0.25  # that a measurement may take
 _SHARE = 20  # of them, what one product may take at most
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
+
+
+def computes_in_bf16(precision: str, device: torch.device) -> bool:
+    """Whether the towers run in bfloat16 at a setting of ``precision``."""
+    if precision == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return precision == "bf16"
 
 
 def published_peak(device_name: str) -> float | None:

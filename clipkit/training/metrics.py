@@ -23,6 +23,7 @@ from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
 from clipkit.files.traits import Decoding, TraitCounts
 from clipkit.files.urls import without_secrets
+from clipkit.model.clip import CLIP
 from clipkit.training.optim import learning_rate
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "TraitLines",
     "beginning",
     "drop_lines_after",
+    "model_line",
     "notes",
 ]
 
@@ -431,6 +433,13 @@ def _own(operation: Any, cuda: bool) -> float:
 # What a training says before its first step: whether it starts or resumes, and which settings may not be meant.
 
 _OFTEN = 50  # times over each pair, from where a word is said
+
+
+def model_line(model: CLIP, *, world: int, device: torch.device, bf16: bool) -> str:
+    """Return the model's name and size, the precision and the devices, as a line."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    precision = "bf16" if bf16 else "fp32"
+    return f"{model.name}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}"
 
 
 def beginning(run: Path, step: int, config: Config, *, planned: int) -> list[str]:

@@ -56,7 +56,7 @@ def test_the_chiefs_bytes_reach_every_rank(tmp_path: Path, forked: Forked) -> No
     contents = (b"x", bytes(range(256)) * 5000 + b"end", b"", b"\0" * 7)
     expected = [hashlib.sha256(content).hexdigest() for content in contents]
     assert [(tmp_path / str(rank)).read_text().split() for rank in range(2)] == [expected] * 2
-    assert [distributed.bytes_of_chief(content) for content in (*contents, b"")] == [*contents, b""]
+    assert [distributed.broadcast_bytes(content) for content in (*contents, b"")] == [*contents, b""]
 
 
 @pytest.mark.parametrize(

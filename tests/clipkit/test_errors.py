@@ -67,7 +67,7 @@ def test_a_reader_that_leaves_early_is_no_error(letters: int) -> None:
         ("import os; os.link('/nothing', '/else')", "/nothing: /else: No such file or directory"),
         ("raise OSError(28, 'No space left on device')", "No space left on device"),
         ("raise OSError('unreachable')", "unreachable"),
-        ("b'\\xff'.decode()", "text that cannot be read or written: 'utf-8' codec can't decode byte 0xff"),
+        ("b'\\xff'.decode()", "text cannot be read or written: 'utf-8' codec can't decode byte 0xff"),
         ("print('x', file=open('/dev/full', 'w'), flush=True)", "No space left on device"),
     ],
 )

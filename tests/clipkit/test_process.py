@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from clipkit.errors import Stopped, StopRequest
+from clipkit.errors import Stopped
+from clipkit.training.guards import StopRequest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -54,7 +55,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
 RANK = """
 import os, sys, time
 parent = os.getppid()
-from clipkit.errors import end_with_launcher
+from clipkit.training.guards import end_with_launcher
 end_with_launcher(parent, leaving=lambda: sys.argv[1] == "leaving")
 print(os.getpid(), flush=True)
 time.sleep(60)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
@@ -86,8 +87,12 @@ if __name__ == "__main__":
     import eval.__main__
     import train
     from clipkit import distributed
+    from clipkit.training.arguments import parse_arguments
 
     IMAGE_TOWERS["toy"] = ToyVision
     TEXT_TOWERS["toy_text"] = ToyText
     program = sys.argv.pop(1)
-    run_command(train.main if program == "train" else distributed.together(eval.__main__.main))
+    main: Callable[[], int] = eval.__main__.main
+    if program == "train":
+        main = partial(train.main, parse_arguments())  # after the towers are registered
+    run_command(distributed.together(main))

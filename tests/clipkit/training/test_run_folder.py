@@ -37,10 +37,10 @@ def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) 
     run.mkdir()
     for left in (".lock", ".config.toml.partial", ".metrics.jsonl.partial"):
         (run / left).write_text("half")
-    with only_trainer_of(run, CONFIG, chief=True):
+    with only_trainer_of(run, CONFIG, rank0=True):
         assert (run / "config.toml").is_file()
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="is no run folder"), only_trainer_of(tmp_path, CONFIG, chief=True):
+    with pytest.raises(ConfigError, match="is no run folder"), only_trainer_of(tmp_path, CONFIG, rank0=True):
         pass
 
 
@@ -50,7 +50,7 @@ def test_a_folder_that_is_there_and_cannot_be_written_is_said_to(tmp_path: Path)
     for run, why in ((tmp_path, "written: Is a directory"), (long, "made: File name too long")):
         with (
             pytest.raises(ConfigError, match=f"cannot be {why}") as caught,
-            only_trainer_of(run, CONFIG, chief=True),
+            only_trainer_of(run, CONFIG, rank0=True),
         ):
             pass
         assert len(str(caught.value)) < 300
@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
         "from clipkit.errors import run_command\nfrom clipkit.training.checkpoint import only_trainer_of\n"
         "def main():\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"  # as on a full disk
-        "    with only_trainer_of(Path(sys.argv[1]), Config(), chief=True): pass\n"
+        "    with only_trainer_of(Path(sys.argv[1]), Config(), rank0=True): pass\n"
         "run_command(main)\n"
     )
     run = tmp_path / "run"
@@ -70,12 +70,12 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> N
     assert done.returncode == 1
     assert done.stderr == f"error: the run folder {run} cannot be written: File too large\n"
     assert not run.exists()
-    with only_trainer_of(run, CONFIG, chief=True):  # there is space again
+    with only_trainer_of(run, CONFIG, rank0=True):  # there is space again
         assert (run / "config.toml").is_file()
 
 
 def start_that_fails(run: Path, *files: str, lines: str = "") -> None:
-    with pytest.raises(DataError), only_trainer_of(run, CONFIG, chief=True):
+    with pytest.raises(DataError), only_trainer_of(run, CONFIG, rank0=True):
         (run / "tensorboard").mkdir()
         (run / "metrics.jsonl").write_text(lines)
         for name in files:
@@ -101,26 +101,26 @@ def test_a_start_that_fails_leaves_nothing_that_looks_like_a_run(tmp_path: Path)
 
 def test_a_folder_is_for_one_configuration(tmp_path: Path) -> None:
     other = replace(CONFIG, seed=1)
-    with only_trainer_of(tmp_path, other, chief=True):
+    with only_trainer_of(tmp_path, other, rank0=True):
         (tmp_path / "metrics.jsonl").touch()
-    with only_trainer_of(tmp_path, CONFIG, chief=True):  # nothing was saved yet, so nothing is lost
+    with only_trainer_of(tmp_path, CONFIG, rank0=True):  # nothing was saved yet, so nothing is lost
         (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match="seed: 0 → 1"), only_trainer_of(tmp_path, other, chief=True):
+    with pytest.raises(ConfigError, match="seed: 0 → 1"), only_trainer_of(tmp_path, other, rank0=True):
         pass
-    with only_trainer_of(tmp_path, CONFIG, chief=True):
+    with only_trainer_of(tmp_path, CONFIG, rank0=True):
         pass
 
 
 def test_a_run_may_be_extended_but_not_to_fewer_steps_than_it_has_made(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=20)
-    with only_trainer_of(tmp_path, config, chief=True):
+    with only_trainer_of(tmp_path, config, rank0=True):
         make_checkpoint(tmp_path, 10)
     for steps in (30, 10):
-        with only_trainer_of(tmp_path, replace(CONFIG, steps=steps), chief=True):
+        with only_trainer_of(tmp_path, replace(CONFIG, steps=steps), rank0=True):
             assert load_config(tmp_path / "config.toml").steps == steps
     fewer = replace(CONFIG, steps=9)
     with pytest.raises(ConfigError, match="has made 10: set steps=10 or more, or out=…"):  # noqa: SIM117
-        with only_trainer_of(tmp_path, fewer, chief=True):
+        with only_trainer_of(tmp_path, fewer, rank0=True):
             pass
     assert load_config(tmp_path / "config.toml").steps == 10
 
