@@ -33,7 +33,7 @@ import torch
 from clipkit import distributed
 from clipkit.config import Config, load_config, to_toml
 from clipkit.files.urls import shown, without_secrets
-from clipkit.model.clip import MAX_LOGIT_SCALE
+from clipkit.objectives import OBJECTIVES
 from clipkit.training import build, checkpoint, costs, ema, guards, machines, metrics, optim, parallel
 from clipkit.training.step import Teacher, TrainingStep, check_rows
 from data import augment, loader, order
@@ -229,7 +229,7 @@ def main(arguments: Arguments) -> int:
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
         starvation = loader.Starvation(config.data.workers, ", ".join(sources))
         profiled = metrics.Profile(run, arguments.profile if rank0 else 0, device=device, say=progress.say)
-        max_logit_scale = math.log(MAX_LOGIT_SCALE) if config.loss.name != "siglip" else math.inf
+        max_logit_scale = math.log(OBJECTIVES[config.loss.name].max_scale)
         step, stopped = state.step, False
         began, saved_at = time.monotonic() - state.seconds, time.monotonic()
         try:

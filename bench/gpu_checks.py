@@ -15,7 +15,8 @@ from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.clip import CLIP, create
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.model.towers import kept_patches
-from clipkit.objectives.clip import clip_loss, siglip_loss
+from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.siglip import siglip_loss
 from clipkit.training.parallel import compile_blocks
 
 __all__ = ["TINY", "check"]

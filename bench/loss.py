@@ -39,7 +39,8 @@ Row = dict[str, float]
 def loss_of(side: str, name: str) -> Callable[..., Tensor]:
     """Return a loss of image features, text features, scale and, for siglip, bias."""
     if side == "clipkit":
-        from clipkit.objectives.clip import clip_loss, siglip_loss
+        from clipkit.objectives.clip import clip_loss
+        from clipkit.objectives.siglip import siglip_loss
 
         return clip_loss if name == "clip" else siglip_loss
     from open_clip.loss import ClipLoss, SigLipLoss

@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -41,6 +42,8 @@ __all__ = [
     "check",
     "default_of",
     "fits",
+    "imported",
+    "late",
     "literal",
     "load_config",
     "nearest_key",
@@ -64,7 +67,7 @@ __all__ = [
 
 MOST = 2**40  # more than any count here can mean, and yet a number that an index can be computed with
 _SHOWN = 200  # characters of a value in a message
-_TEXT, _WITHIN = "text", "within"
+_TEXT, _WITHIN, _REGISTRY = "text", "within", "registry"
 
 T = TypeVar("T")
 
@@ -104,24 +107,51 @@ def one_of(*names: str) -> Within:
     return Within(words=words, holds=lambda value: value in names)
 
 
-def setting(default: T, text: str, within: Within | None = None) -> T:
-    """A field of a configuration.
+def imported(path: str) -> Any:
+    """Import what "module:name" names.
+
+    Registries are above this module in the import order, and entries may be added to them at run time, so they are
+    looked up whenever a setting is checked.
+    """
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def late(path: str) -> Callable[..., Any]:
+    """Return a function that imports "module:name" when it is first called: registries import no torch."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return imported(path)(*arguments, **named)
+
+    return call
+
+
+def setting(default: T, text: str, within: Within | None = None, *, registry: str = "") -> T:
+    """Define a field of a configuration.
 
     Args:
-        default: its value where none is given.
-        text: what it does, for ``train.py --settings``; without the values that fit.
-        within: which values fit, if not all of its type do.
+        default: its default value.
+        text: what it does, for ``train.py --settings``; without its valid values.
+        within: which values are valid, if not all of its type are.
+        registry: "module:NAME" of a dict that has its valid values as keys; summaries of entries that have one are
+            added to the text.
     """
-    return field(default=default, metadata={_TEXT: text, _WITHIN: within})
+    return field(default=default, metadata={_TEXT: text, _WITHIN: within, _REGISTRY: registry})
 
 
 def text_of(one: Field[Any]) -> str:
-    """The explanation of a field; "" where it has none."""
-    return cast(str, one.metadata.get(_TEXT, ""))
+    """Return the explanation of a field; "" where it has none."""
+    text = cast(str, one.metadata.get(_TEXT, ""))
+    if path := one.metadata.get(_REGISTRY):
+        entries = [(name, getattr(entry, "summary", "")) for name, entry in imported(path).items()]
+        text = " ".join([text, *(f"{name}: {summary}." for name, summary in entries if summary)])
+    return text
 
 
 def fits(one: Field[Any]) -> Within | None:
-    """Which values fit a field; None where all of its type do."""
+    """Return which values are valid for a field; None where all of its type are."""
+    if path := one.metadata.get(_REGISTRY):
+        return one_of(*imported(path))
     return cast(Within | None, one.metadata.get(_WITHIN))
 
 
@@ -132,9 +162,11 @@ def check(config: Any, section: str = "") -> None:
         ConfigError: one does not; it is named with its value and what is wanted.
     """
     for one in fields(config):
-        within = fits(one)
-        if within is not None:
-            value = getattr(config, one.name)
+        value = getattr(config, one.name)
+        path = one.metadata.get(_REGISTRY)
+        if path and value not in (known := imported(path)):
+            raise ConfigError(f"{section}{one.name} = {shown(value)} is unknown: {nearest(value, known)}")
+        if (within := fits(one)) is not None:
             require(within.holds(value), f"{section}{one.name}", value, within.words)
 
 
@@ -335,10 +367,8 @@ class LossConfig:
 
     name: str = setting(
         "clip",
-        "clip: softmax over all pairs of the batch. siglip: each picture with each text by itself, with a bias; "
-        "its loss begins near 10, far above chance, as the bias begins at -10. classes: softmax over all classes "
-        "of model.text=classes:FILE, whose names are the captions.",
-        one_of("clip", "siglip", "classes"),
+        "What is minimized.",
+        registry="clipkit.objectives:OBJECTIVES",
     )
     same: str = setting(
         "negatives",
@@ -442,14 +472,14 @@ class SmallConfig:
 class OptimConfig:
     """The optimizer and its schedule: a linear warm-up, then down to optim.min_lr."""
 
-    name: str = setting("adamw", "The optimizer.", one_of("adamw", "stable_adamw", "lamb", "muon"))
+    name: str = setting("adamw", "The optimizer.", registry="clipkit.training:OPTIMIZERS")
     lr: float = setting(5e-4, "The highest learning rate, which the warm-up ends at.", above(0))
     min_lr: float = setting(
         0.0, "The learning rate that the schedule ends at; at most optim.lr.", at_least(0)
     )
     warmup: int = setting(2000, "Steps in which the rate rises to optim.lr.", at_least(0))
     schedule: str = setting(
-        "cosine", "How the rate falls after the warm-up.", one_of("cosine", "linear", "constant")
+        "cosine", "How the rate decays after the warm-up.", registry="clipkit.training:SCHEDULES"
     )
     cooldown: int = setting(
         0, "Steps at the end in which a rate of optim.schedule=constant falls.", at_least(0)
@@ -487,13 +517,13 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check(self, "optim.")
         require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "0 to optim.lr")
-        if self.min_lr and self.schedule == "constant":
+        decays = imported("clipkit.training:SCHEDULES")[self.schedule].decays
+        if self.min_lr and not decays:
             require_use(
-                "optim.min_lr", self.min_lr, "optim.cooldown or a schedule that falls", self.cooldown > 0
+                "optim.min_lr", self.min_lr, "optim.cooldown or a schedule that decays", self.cooldown > 0
             )
         if self.cooldown:
-            constant = self.schedule == "constant"
-            require_use("optim.cooldown", self.cooldown, "optim.schedule=constant", constant)
+            require_use("optim.cooldown", self.cooldown, "optim.schedule=constant", not decays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -611,21 +641,28 @@ class Config:
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
         if not self.reshard:
             require_use("reshard", False, "sharding=full or sharding=hybrid", self.sharding != "none")
-        self._check_classes()
-        # LAMB counts steps by group: a layer that joins later would begin without the correction of its averages
-        counts_late = self.optim.name == "lamb" and self.lock.unfreeze_every > 0
-        require(not counts_late, "lock.unfreeze_every", self.lock.unfreeze_every, "0 with optim.name=lamb")
+        self._check_objective()
+        optimizer = imported("clipkit.training:OPTIMIZERS")[self.optim.name]
+        joins_late = optimizer.parameters_join_late or not self.lock.unfreeze_every
+        never = f"0 with optim.name={self.optim.name}"
+        require(joins_late, "lock.unfreeze_every", self.lock.unfreeze_every, never)
 
-    def _check_classes(self) -> None:
-        """A head of classes and the loss over it go together, and with no other."""
-        classes = self.loss.name == "classes"
-        if self.model.text.startswith("classes:") != classes:
-            require(not classes, "loss.name", "classes", "not without model.text=classes:FILE")
-            require(False, "model.text", self.model.text, "with loss.name=classes alone")
-        if classes:
-            same, teacher = self.loss.same, self.distill.teacher or self.distill.features
-            require(same == "negatives", "loss.same", same, "negatives with loss.name=classes")
-            require(not teacher, "distill", teacher, "no teacher with loss.name=classes")
+    def _check_objective(self) -> None:
+        """A head of classes requires an objective over classes, and the other way round."""
+        objectives = imported("clipkit.objectives:OBJECTIVES")
+        name, objective = self.loss.name, objectives[self.loss.name]
+        if self.model.text.startswith("classes:") != objective.over_classes:
+            require(not objective.over_classes, "loss.name", name, "not without model.text=classes:FILE")
+            over_classes = " or ".join(
+                f"loss.name={one}" for one in objectives if objectives[one].over_classes
+            )
+            require(False, "model.text", self.model.text, f"with {over_classes} alone")
+        same, teacher = self.loss.same, self.distill.teacher or self.distill.features
+        negatives = objective.uses_same or same == "negatives"
+        require(negatives, "loss.same", same, f"negatives with loss.name={name}")
+        require(
+            objective.with_teacher or not teacher, "distill", teacher, f"no teacher with loss.name={name}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -1,92 +1,101 @@
-"""The loss that a configuration asks for, of one batch: contrastive, and a teacher's part where there is one."""
+"""Training objectives by name. Imports no torch, so that configurations can be checked against the names.
+
+To add an objective, write its loss in a file of its own and add an entry to ``OBJECTIVES``. Every loss takes what
+the model returns (image features, text features, exp(t), and the bias of a model that has one) and the batch's
+``Targets``, and returns the scalar of the whole global batch; so a weighted sum of several is a loss too.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from clipkit.config import late
 
-from clipkit.config import DistillConfig, LossConfig
-from clipkit.distributed import counts_of_rows, gather_rows
-from clipkit.objectives.clip import clip_loss, distillation_loss, siglip_loss
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = ["Teaching", "batch_loss", "chance_level"]
+__all__ = ["OBJECTIVES", "Objective", "Targets"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Teaching:
-    """A teacher's features of one batch; of any dimension of its own."""
+class Targets:
+    """What features of a batch are compared with.
 
-    images: Tensor  # (B, T)
-    texts: Tensor  # (B, T)
-    scale: Tensor  # exp(t)
-
-
-def chance_level(loss: LossConfig, distill: DistillConfig, identities: Tensor) -> float | None:
-    """The least loss of a model that gives all pictures and texts of this global batch the same logit.
-
-    With m texts left to a picture, softmax gives each a share of 1 / m: ln m, however many of them are right, and m
-    is N unless the same ones are ignored. The sigmoid's best guess is p, the share of the right ones among the
-    M questions that are left: M / N times the entropy of p, which a bias of logit(p) comes to. It begins at −10, so
-    that this loss begins above the level of chance. All ranks call this together.
-
-    Args:
-        loss: what is minimized.
-        distill: with a teacher there is no such level: None, as it depends on what the teacher says.
-        identities: (B, K) int64 of this rank's rows, see ``clip_loss``.
+    Attributes:
+        identities: (B, K) int64 numbers of the image and of the caption; equal where two pairs show the same.
+        tokens: (B, L) int64 captions; (B, 1) numbers of classes for an objective over classes.
+        same: the setting ``loss.same``.
     """
-    if distill.wanted:
-        return None
-    rows = counts_of_rows(len(identities))
-    alone = loss.same == "negatives"
-    same = identities.new_ones(sum(rows)) if alone else _same_as(gather_rows(identities, rows))  # (N,)
-    count = len(same)
-    left = (count - same + 1 if loss.same == "ignored" else torch.full_like(same, count)).double()  # (N,)
-    if loss.name == "clip":
-        return left.log().mean().item()
-    right = count if loss.same == "ignored" else same.sum().item()
-    questions = left.sum().item()
-    p = right / questions
-    return questions / count * sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)
+
+    identities: "Tensor"
+    tokens: "Tensor"
+    same: str
 
 
-def _same_as(identities: Tensor) -> Tensor:
-    """(N,) how many of the (N, K) rows agree with each in at least one number, without an N × N table."""
-    numbers = range(identities.shape[1])
-    found = identities.new_zeros(len(identities))
-    for size in range(1, len(numbers) + 1):  # those that agree in a number, less those that agree in two, …
-        for chosen in combinations(numbers, size):
-            _, group, counts = identities[:, chosen].unique(dim=0, return_inverse=True, return_counts=True)
-            found += counts[group] * (-1) ** (size + 1)
-    return found
+_RECALL = late("clipkit.objectives.clip:recall_figures")
 
 
-def batch_loss(
-    loss: LossConfig, distill: DistillConfig, identities: Tensor, teaching: Teaching | None
-) -> Callable[..., Tensor]:
-    """The loss of this batch as a function of image features, text features, exp(t), and a bias where there is one.
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What other code needs to know about an objective.
 
-    Args:
-        loss: which loss.
-        distill: how much of it is the teacher's.
-        identities: (B, K) int64, see ``clip_loss``.
-        teaching: what the teacher says of the batch.
+    Attributes:
+        summary: a sentence for ``train.py --settings``.
+        loss: ``(image_features, text_features, logit_scale, logit_bias=None, *, targets)`` → scalar, the same on
+            all ranks; the mean of its gradients over ranks is the gradient of the global batch.
+        figures: ``(image_features, text_features, targets)`` → further metrics by name; all ranks call it together.
+        chance: ``(targets, text_rows)`` → the least loss of a model that gives all logits the same value, all ranks
+            call it together; None where there is no such level.
+        over_classes: whether texts are the classes of ``model.text=classes:FILE``, not the batch's captions.
+        initial_scale: exp(t) of fresh weights; None: the model's own.
+        initial_bias: of an objective that adds a trained bias to the logits; None: it has none.
+        max_scale: upper bound of exp(t).
+        tiled: whether logits exist only a tile at a time, for the memory estimate.
+        uses_same: whether it supports ``loss.same`` other than negatives.
+        with_teacher: whether it can be combined with ``distill``.
+        note: what to print at the start of a training with fresh weights.
     """
-    same: dict[str, Any] = {} if loss.same == "negatives" else {"identities": identities, "same": loss.same}
-    either: Callable[..., Tensor] = siglip_loss if loss.name == "siglip" else clip_loss
-    contrastive = partial(either, **same)
-    if teaching is None:
-        return contrastive
 
-    def with_teacher(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
-        taught = distillation_loss(images, texts, scale, teaching.images, teaching.texts, teaching.scale)
-        if distill.weight == 1:
-            # the temperature's and the bias's parts stay in the graph: every parameter has a gradient
-            return taught + 0 * sum((one.sum() for one in bias), torch.zeros_like(taught))
-        return distill.weight * taught + (1 - distill.weight) * contrastive(images, texts, scale, *bias)
+    summary: str
+    loss: Callable[..., "Tensor"]
+    figures: Callable[["Tensor", "Tensor", Targets], dict[str, float]] = _RECALL
+    chance: Callable[[Targets, int], float] | None = None
+    over_classes: bool = False
+    initial_scale: float | None = None
+    initial_bias: float | None = None
+    max_scale: float = 100.0
+    tiled: bool = False
+    uses_same: bool = True
+    with_teacher: bool = True
+    note: str = ""
 
-    return with_teacher
+
+OBJECTIVES: dict[str, Objective] = {
+    "clip": Objective(
+        summary="softmax over all pairs of the batch",
+        loss=late("clipkit.objectives.clip:clip_objective"),
+        chance=late("clipkit.objectives.clip:clip_chance"),
+        tiled=True,
+    ),
+    "siglip": Objective(
+        summary="an independent binary classification of each image–text pair, with a bias; the loss starts near "
+        "10, far above chance, as the bias starts at -10",
+        loss=late("clipkit.objectives.siglip:siglip_objective"),
+        chance=late("clipkit.objectives.siglip:siglip_chance"),
+        initial_scale=10.0,
+        initial_bias=-10.0,
+        max_scale=math.inf,
+        tiled=True,
+        note="the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10",
+    ),
+    "classes": Objective(
+        summary="softmax over all classes of model.text=classes:FILE, whose names are the captions",
+        loss=late("clipkit.objectives.classes:class_objective"),
+        figures=late("clipkit.objectives.classes:class_figures"),
+        chance=late("clipkit.objectives.classes:class_chance"),
+        over_classes=True,
+        uses_same=False,
+        with_teacher=False,
+    ),
+}

@@ -3,14 +3,17 @@
 Letters: B rows of this rank, C classes, O embedding dimension.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.distributed import sum_over_ranks
+from clipkit.objectives import Targets
 from clipkit.objectives.tiles import GlobalBatch, at_least_float32
 
-__all__ = ["class_loss", "right_classes"]
+__all__ = ["class_chance", "class_figures", "class_loss", "class_objective", "right_classes"]
 
 
 def class_loss(
@@ -51,3 +54,28 @@ def right_classes(image_features: Tensor, class_features: Tensor, labels: Tensor
     right = torch.stack([(nearest == labels).sum(), labels.new_tensor(len(labels))])
     correct, count = sum_over_ranks(right).tolist()
     return float(correct / count)
+
+
+# The entry of ``clipkit.objectives.OBJECTIVES``.
+
+
+def class_objective(
+    image_features: Tensor,
+    class_features: Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor | None = None,
+    *,
+    targets: Targets,
+) -> Tensor:
+    """Return ``class_loss`` of the batch's labels."""
+    return class_loss(image_features, class_features, logit_scale, labels=targets.tokens[:, 0])
+
+
+def class_chance(targets: Targets, text_rows: int) -> float:
+    """Return ln C."""
+    return math.log(text_rows)
+
+
+def class_figures(image_features: Tensor, class_features: Tensor, targets: Targets) -> dict[str, float]:
+    """Return the metric ``acc1`` of a batch."""
+    return {"acc1": right_classes(image_features, class_features, targets.tokens[:, 0])}

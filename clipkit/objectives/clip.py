@@ -1,4 +1,4 @@
-"""The losses over the global batch: the contrastive one itself, and the way to the others.
+"""The contrastive loss over the global batch, and the fraction of pairs that are nearest to each other.
 
 ``clip_loss`` is the symmetric cross-entropy of Radford et al. 2021 (figure 3), also with several positives. How it
 is computed in little memory on any number of ranks is told in clipkit/objectives/tiles.py.
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipkit.distributed import greatest_over_ranks, sum_over_ranks
-from clipkit.objectives.distill import distillation_loss
-from clipkit.objectives.siglip import siglip_loss
+from clipkit.objectives import Targets
 from clipkit.objectives.tiles import (
     ColumnSums,
     FeatureGradients,
@@ -24,12 +23,13 @@ from clipkit.objectives.tiles import (
     at_least_float32,
     belonging,
     check_features,
+    counts_alike,
     row_sums,
     softmaxes,
     tiles,
 )
 
-__all__ = ["clip_loss", "distillation_loss", "in_batch_recall", "siglip_loss"]
+__all__ = ["clip_chance", "clip_loss", "clip_objective", "in_batch_recall", "recall_figures"]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -159,3 +159,33 @@ class _Contrastive(torch.autograd.Function):
             ctx.pairs.subtract_targets(slopes, tile)
             found.add(slopes, tile)
         return *found.over_ranks(gradients[0] * ctx.batch.weight / 2), None, None
+
+
+# The entry of ``clipkit.objectives.OBJECTIVES``.
+
+
+def clip_objective(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor | None = None,
+    *,
+    targets: Targets,
+) -> Tensor:
+    """Return ``clip_loss`` with identities as the setting ``loss.same`` says."""
+    if targets.same == "negatives":
+        return clip_loss(image_features, text_features, logit_scale)
+    same: Same = "positives" if targets.same == "positives" else "ignored"
+    return clip_loss(image_features, text_features, logit_scale, identities=targets.identities, same=same)
+
+
+def clip_chance(targets: Targets, text_rows: int) -> float:
+    """Return the mean of ln m over the pairs, each compared with m texts; m is N unless ``same`` is "ignored"."""
+    _, left = counts_alike(targets.identities, targets.same)
+    return left.log().mean().item()
+
+
+def recall_figures(image_features: Tensor, text_features: Tensor, targets: Targets) -> dict[str, float]:
+    """Return the metrics ``image_to_text_R@1`` and ``text_to_image_R@1`` of a batch."""
+    to_text, to_image = in_batch_recall(image_features, text_features).tolist()
+    return {"image_to_text_R@1": to_text, "text_to_image_R@1": to_image}

@@ -3,6 +3,8 @@
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, P that of the teacher, R rows of a tile.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,29 @@ from clipkit.objectives.tiles import (
     tiles,
 )
 
-__all__ = ["distillation_loss"]
+__all__ = ["Teaching", "distillation_loss", "with_teacher"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Teaching:
+    """A teacher's features of one batch, in its own embedding dimension."""
+
+    images: Tensor  # (B, T)
+    texts: Tensor  # (B, T)
+    scale: Tensor  # exp(t)
+
+
+def with_teacher(loss: Callable[..., Tensor], teaching: Teaching, *, weight: float) -> Callable[..., Tensor]:
+    """Return ``weight`` × the distillation loss + (1 − ``weight``) × ``loss``, of the same arguments."""
+
+    def both(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
+        taught = distillation_loss(images, texts, scale, teaching.images, teaching.texts, teaching.scale)
+        if weight == 1:
+            # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
+            return taught + 0 * sum((one.sum() for one in bias), torch.zeros_like(taught))
+        return weight * taught + (1 - weight) * loss(images, texts, scale, *bias)
+
+    return both
 
 
 def distillation_loss(

@@ -6,6 +6,7 @@ softmax gives 62.3% and 84.5% (bench/options.py, one seed).
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile, K identities of a pair.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from clipkit.objectives import Targets
 from clipkit.objectives.tiles import (
     FeatureGradients,
     GlobalBatch,
@@ -21,10 +23,11 @@ from clipkit.objectives.tiles import (
     at_least_float32,
     belonging,
     check_features,
+    counts_alike,
     tiles,
 )
 
-__all__ = ["siglip_loss"]
+__all__ = ["siglip_chance", "siglip_loss", "siglip_objective"]
 
 _NONE = -1e30  # a logit whose sigmoid is 0: neither loss nor gradient
 _LINEAR = 40.0  # from where log(1 + exp(x)) is x to the last bit, also of float64
@@ -109,3 +112,34 @@ class _Sigmoid(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_inputs = [None if one is None else one * gradients[0] for one in ctx.saved_tensors]
         return *of_inputs, None, None, None
+
+
+# The entry of ``clipkit.objectives.OBJECTIVES``.
+
+
+def siglip_objective(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor,
+    *,
+    targets: Targets,
+) -> Tensor:
+    """Return ``siglip_loss`` with identities as the setting ``loss.same`` says."""
+    features = (image_features, text_features, logit_scale, logit_bias)
+    if targets.same == "negatives":
+        return siglip_loss(*features)
+    same: Same = "positives" if targets.same == "positives" else "ignored"
+    return siglip_loss(*features, identities=targets.identities, same=same)
+
+
+def siglip_chance(targets: Targets, text_rows: int) -> float:
+    """Return M / N times the entropy of p, the fraction of positives among the M classifications of N images.
+
+    A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
+    """
+    alike, left = counts_alike(targets.identities, targets.same)
+    positives = len(alike) if targets.same == "ignored" else alike.sum().item()
+    classified = left.sum().item()
+    p = positives / classified
+    return classified / len(alike) * sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)

@@ -12,6 +12,7 @@ Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows
 """
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Literal
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "at_least_float32",
     "belonging",
     "check_features",
+    "counts_alike",
     "row_sums",
     "softmaxes",
     "tile_height",
@@ -325,6 +327,33 @@ class _Positives(_SamePairs):
         same = self._same(tile).to(slopes.dtype)
         slopes.addcmul_(same, self._parts[tile, None], value=-1)
         slopes.addcmul_(same, self._all_parts, value=-1)
+
+
+def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
+    """Count, for each pair of the global batch, the alike ones and the ones that it is compared with.
+
+    All ranks call it together; no N × N table is made.
+
+    Args:
+        identities: (B, K) int64, see ``clip_loss``.
+        same: "negatives", "positives" or "ignored".
+
+    Returns:
+        (N,) int64 pairs that agree with each in at least one identity, itself counted (1 with "negatives"), and
+        (N,) float64 pairs that are left to compare it with.
+    """
+    counts = counts_of_rows(len(identities))
+    alike = identities.new_ones(sum(counts))
+    if same != "negatives":
+        everywhere = gather_rows(identities, counts)  # (N, K)
+        alike.zero_()
+        for size in range(1, identities.shape[1] + 1):  # agreeing in one, minus those agreeing in two, plus …
+            for chosen in combinations(range(identities.shape[1]), size):
+                _, group, times = everywhere[:, chosen].unique(dim=0, return_inverse=True, return_counts=True)
+                alike += times[group] * (-1) ** (size + 1)
+    rows = len(alike)
+    left = rows - alike + 1 if same == "ignored" else torch.full_like(alike, rows)
+    return alike, left.double()
 
 
 _KINDS: dict[str, type[_SamePairs]] = {"positives": _Positives, "ignored": _Ignored}

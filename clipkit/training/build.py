@@ -1,10 +1,12 @@
 """The model that a training begins with, and what its steps count for."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from clipkit.api import load
@@ -16,6 +18,7 @@ from clipkit.model.architectures import Architecture, selected
 from clipkit.model.clip import CLIP, create
 from clipkit.model.flops import counted_flops, step_flops, trained_blocks
 from clipkit.model.names import architecture
+from clipkit.objectives import OBJECTIVES, Objective
 from clipkit.training.depth import TOWERS, Place, places, tower_of
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
@@ -43,7 +46,7 @@ def check_split(batch_size: int, *, world: int, parts: int) -> None:
 
 
 def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Architecture:
-    """The architecture that settings name; with the bias that the sigmoid loss needs.
+    """Return the architecture that settings name, with a bias if the objective needs one.
 
     Raises:
         ConfigError: a name is unknown, or this image tower cannot drop patches or see smaller pictures.
@@ -61,7 +64,8 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
         )
     if small.steps:
         _check_small(small, shape, model.label)
-    return replace(shape, logit_bias=True) if loss.name == "siglip" else shape
+    has_bias = OBJECTIVES[loss.name].initial_bias is not None
+    return replace(shape, logit_bias=True) if has_bias else shape
 
 
 def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
@@ -104,24 +108,36 @@ def first_model(
         ConfigError: the weights are of another architecture.
         CheckpointError: they cannot be loaded.
     """
+    objective = OBJECTIVES[loss.name]
     if model.weights and checkpoint is not None:
         first = _resumed(checkpoint, shape, model)
     elif model.weights:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
         if shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
+            _set_initial(first, objective)
         if not _fits(first, shape):
             raise ConfigError(f"model.weights = {model.weights!r} {_misfit(first, shape, model)}")
         first.name = first.name or model.label
     else:
         first = create(shape, name=model.label, seed=seed)
+        _set_initial(first, objective)
         if checkpoint is not None:
             first.preprocess = stored_preprocess(checkpoint)
         if small.steps and small.image_size:
             shape.vision.smooth_positions(first.visual, small.image_size)
     if first.logit_bias is not None:
-        first.logit_bias.requires_grad_(loss.name == "siglip")
+        first.logit_bias.requires_grad_(objective.initial_bias is not None)
     return first.train()
+
+
+@torch.no_grad()
+def _set_initial(model: CLIP, objective: Objective) -> None:
+    """Set temperature and bias to those that the objective starts with."""
+    if objective.initial_scale is not None:
+        model.logit_scale.fill_(math.log(objective.initial_scale))
+    if objective.initial_bias is not None and model.logit_bias is not None:
+        model.logit_bias.fill_(objective.initial_bias)
 
 
 def _fits(first: CLIP, shape: Architecture) -> bool:

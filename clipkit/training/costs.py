@@ -34,6 +34,8 @@ from clipkit.model.flops import (
     trained_blocks,
 )
 from clipkit.model.names import architecture
+from clipkit.objectives import OBJECTIVES
+from clipkit.training import OPTIMIZERS
 from clipkit.training.build import check_split, lock, patch_counts, shape_of
 from clipkit.training.machines import (
     PUBLISHED_BF16,
@@ -65,13 +67,6 @@ __all__ = [
 ]
 
 _SHARDINGS = ("none", "full", "hybrid")
-# bytes of state for a trained number: of the matrices in blocks, and of everything else
-_OPTIMIZER_BYTES: dict[str, tuple[int, int]] = {
-    "adamw": (8, 8),
-    "stable_adamw": (8, 8),
-    "lamb": (8, 8),
-    "muon": (4, 8),
-}
 _TILE = 1 << 22  # logits of the loss that exist at a time, three times: themselves, their slopes, a product
 _BYTE, _HALF, _FLOAT = 1, 2, 4
 
@@ -144,6 +139,7 @@ def estimate(
     bf16: bool = True,
     recompute: int = 0,
     optimizer: str = "adamw",
+    tiled: bool = True,
     average: bool = False,
     sharding: str = "none",
     shard_ranks: int = 0,
@@ -163,7 +159,8 @@ def estimate(
         patches: of a picture that patch dropout keeps; None is all.
         bf16: whether the towers compute in bfloat16.
         recompute: every so-manieth block keeps its input alone and is computed again in the backward pass; 0: none.
-        optimizer: "adamw", "stable_adamw", "lamb" or "muon".
+        optimizer: a name in ``OPTIMIZERS``.
+        tiled: whether the loss computes its logits tile by tile, see ``clipkit.objectives.Objective``.
         average: whether a moving average of the weights is kept.
         sharding: "none", "full" (weights, gradients and states spread over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one node).
@@ -175,8 +172,8 @@ def estimate(
     Raises:
         ConfigError: the optimizer or the sharding is unknown.
     """
-    if optimizer not in _OPTIMIZER_BYTES:
-        raise ConfigError(f"optimizer = {optimizer!r} is unknown: {nearest(optimizer, _OPTIMIZER_BYTES)}")
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer = {optimizer!r} is unknown: {nearest(optimizer, OPTIMIZERS)}")
     if sharding not in _SHARDINGS:
         raise ConfigError(f"sharding = {sharding!r} is unknown: {nearest(sharding, _SHARDINGS)}")
     shape = model.architecture
@@ -187,7 +184,7 @@ def estimate(
     memory = Memory(
         **_weights(model, optimizer=optimizer, average=average, ways=ways, bf16=bf16),
         activations=_activations(model, part, tokens, patches, bf16=bf16, recompute=recompute),
-        loss=_loss(rows, batch_size, shape.embed_dim),
+        loss=_loss(rows, len(shape.text.classes) or batch_size, shape.embed_dim, tiled=tiled),
         # of this step and the next as they are stored, and a part of them as the tower takes it
         pictures=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
     )
@@ -243,7 +240,7 @@ def _parameters(model: "CLIP") -> dict[str, int]:
 
 def _weights(model: "CLIP", *, optimizer: str, average: bool, ways: int, bf16: bool) -> dict[str, int]:
     """Bytes of what lasts from step to step, and of the gradients."""
-    of_matrices, of_others = _OPTIMIZER_BYTES[optimizer]
+    entry = OPTIMIZERS[optimizer]
     whole = gradients = state = multiplied = 0
     for name, one in model.named_parameters():
         is_matrix = one.ndim >= 2 and "embedding" not in name
@@ -251,7 +248,9 @@ def _weights(model: "CLIP", *, optimizer: str, average: bool, ways: int, bf16: b
         multiplied += one.numel() if is_matrix else 0
         if one.requires_grad:
             gradients += one.numel() * _FLOAT
-            state += one.numel() * (of_matrices if is_matrix and "resblocks" in name else of_others)
+            state += one.numel() * (
+                entry.matrix_bytes if is_matrix and "resblocks" in name else entry.other_bytes
+            )
     weights = math.ceil(whole / ways)
     if ways > 1:  # two blocks and what lies outside of blocks are whole at a time
         largest, outside = _largest_block(model)
@@ -297,10 +296,10 @@ def _activations(
     return total + rows * shape.embed_dim * _FLOAT * 4  # features and their unit vectors, of both
 
 
-def _loss(rows: int, all_rows: int, embed_dim: int) -> int:
-    """All texts and their gradients, this rank's features and theirs, and tiles of logits."""
-    tile = min(_TILE, rows * all_rows)
-    return _FLOAT * (2 * all_rows * embed_dim + 4 * rows * embed_dim + 3 * tile)
+def _loss(rows: int, text_rows: int, embed_dim: int, *, tiled: bool) -> int:
+    """All texts and their gradients, this rank's features and theirs, and logits: those of a tile, or all."""
+    logits = min(_TILE, rows * text_rows) if tiled else rows * text_rows
+    return _FLOAT * (2 * text_rows * embed_dim + 4 * rows * embed_dim + 3 * logits)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -510,6 +509,7 @@ class _Given:
             bf16=self.bf16,
             recompute=config.recompute,
             optimizer=config.optim.name,
+            tiled=OBJECTIVES[config.loss.name].tiled,
             average=bool(config.optim.average),
             sharding=config.sharding,
             shard_ranks=self.shard_ranks,

@@ -24,6 +24,7 @@ from clipkit.files.atomic import write_atomic
 from clipkit.files.traits import Decoding, TraitCounts
 from clipkit.files.urls import without_secrets
 from clipkit.model.clip import CLIP
+from clipkit.objectives import OBJECTIVES
 from clipkit.training.optim import learning_rate
 
 __all__ = [
@@ -496,8 +497,8 @@ def _notes(config: Config, *, step: int, samples: int, layers: int) -> Iterator[
     if seen > _OFTEN and not config.data.weights and not config.data.resample:
         ten = max(1, 10 * samples // config.batch_size)
         yield f"each of the {samples:,} pairs is seen {seen:,.0f} times; steps={ten} would be 10 times"
-    if config.loss.name == "siglip" and not step and not config.model.weights:
-        yield "the sigmoid loss begins near 10, above the level of chance, as its bias begins at -10"
+    if (note := OBJECTIVES[config.loss.name].note) and not step and not config.model.weights:
+        yield note
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -12,20 +12,22 @@ from torch import Tensor
 from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
+from clipkit.training import OPTIMIZERS, SCHEDULES
 from clipkit.training.depth import places, tower_of
 from clipkit.training.parallel import is_sharded, local_part, sums_over_parts
 
 __all__ = [
-    "OPTIMIZERS",
-    "SCHEDULES",
     "Lamb",
     "MuonWithAdamW",
     "StableAdamW",
     "adamw",
     "expected_state",
+    "lamb",
     "learning_rate",
     "make_optimizer",
+    "muon",
     "parameter_groups",
+    "stable_adamw",
 ]
 
 
@@ -71,24 +73,20 @@ def adamw(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     )
 
 
-def _stable_adamw(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
-    pass
-
+def stable_adamw(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
+    """``StableAdamW`` over a model's trainable parameters."""
     groups = parameter_groups(model, config)
     return StableAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def _lamb(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
-    pass
-
+def lamb(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
+    """``Lamb`` over a model's trainable parameters."""
     groups = parameter_groups(model, config)
     return Lamb(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def _muon(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
-    """Embeddings, projections and convolutions are AdamW's, as is all that is no matrix."""
-    pass
-
+def muon(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
+    """Muon for the matrices of blocks; AdamW for embeddings, projections, convolutions and all else."""
     parameters = dict(model.named_parameters())
     blocks = {
         id(parameters[name])
@@ -104,15 +102,6 @@ def _muon(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     return MuonWithAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-# further optimizers are further entries
-OPTIMIZERS: dict[str, Callable[[CLIP, OptimConfig], torch.optim.Optimizer]] = {
-    "adamw": adamw,
-    "stable_adamw": _stable_adamw,
-    "lamb": _lamb,
-    "muon": _muon,
-}
-
-
 def make_optimizer(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     """An optimizer over a model's trainable parameters, each group with its ``lr_scale``.
 
@@ -123,37 +112,23 @@ def make_optimizer(model: CLIP, config: OptimConfig) -> torch.optim.Optimizer:
     Raises:
         ConfigError: the optimizer cannot have this model, or rates differ by depth and the depths are not known.
     """
-    return OPTIMIZERS[config.name](model, config)
+    return OPTIMIZERS[config.name].make(model, config)
 
 
 def expected_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor
 ) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of everything that an optimizer of ``OPTIMIZERS`` keeps for a parameter, by name.
+    """Return shape and dtype of everything that an optimizer keeps for a parameter, by name.
+
+    An optimizer may have a method ``expected_state(parameter)``; otherwise its state is AdamW's.
 
     A parameter that has not had a gradient yet has no state at all.
     """
     of_parameter = (parameter.shape, parameter.dtype)
-    is_matrix: Callable[[Tensor], bool] | None = getattr(optimizer, "is_matrix", None)
-    if is_matrix is not None and is_matrix(parameter):
-        return {"momentum_buffer": of_parameter}
+    if hasattr(optimizer, "expected_state"):
+        own: Mapping[str, tuple[torch.Size, torch.dtype]] = optimizer.expected_state(parameter)
+        return own
     return {"exp_avg": of_parameter, "exp_avg_sq": of_parameter, "step": (torch.Size(), torch.float32)}
-
-
-def _cosine(progress: float) -> float:
-    return (1 + math.cos(math.pi * progress)) / 2
-
-
-def _linear(progress: float) -> float:
-    return 1 - progress
-
-
-# from the end of the warm-up (0) to the end of the run (1): 1 is the peak, 0 the floor
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "constant": lambda progress: 1.0,
-}
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -172,9 +147,9 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    begin, shape = config.warmup, SCHEDULES[config.schedule]
+    begin, shape = config.warmup, SCHEDULES[config.schedule].shape
     if config.cooldown and step >= (begin := max(config.warmup, steps - config.cooldown)):
-        shape = _linear
+        shape = SCHEDULES["linear"].shape
     progress = (step - begin) / max(1, steps - begin)
     return config.min_lr + (config.lr - config.min_lr) * shape(progress)
 
@@ -271,11 +246,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self._optimizers.append(torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True))
         super().__init__([group for one in self._optimizers for group in one.param_groups], {"lr": lr})
 
-    def is_matrix(self, parameter: Tensor) -> bool:
-        """Whether a parameter is Muon's."""
-        return any(
-            one is parameter for group in self.param_groups if group["matrices"] for one in group["params"]
-        )
+    def expected_state(self, parameter: Tensor) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """As the function of that name."""
+        of_parameter = (parameter.shape, parameter.dtype)
+        matrices = [one for group in self.param_groups if group["matrices"] for one in group["params"]]
+        if any(one is parameter for one in matrices):
+            return {"momentum_buffer": of_parameter}
+        return {"exp_avg": of_parameter, "exp_avg_sq": of_parameter, "step": (torch.Size(), torch.float32)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -3,7 +3,6 @@
 Everything that a step draws at random follows from the seed, the step and the place in the global batch.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +23,8 @@ from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
-from clipkit.objectives import Teaching, batch_loss, chance_level
-from clipkit.objectives.classes import class_loss, right_classes
-from clipkit.objectives.clip import in_batch_recall
+from clipkit.objectives import OBJECTIVES, Targets
+from clipkit.objectives.distill import Teaching, with_teacher
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import RunningStatistics
 from clipkit.training.metrics import Stopwatch
@@ -329,13 +327,14 @@ class TrainingStep:
 
         All ranks call this together.
         """
-        if self.loss.name == "classes":
-            right = right_classes(features.images, features.texts, batch.tokens[:, 0])
-            return {"chance": math.log(len(features.texts)), "acc1": right}
-        chance = chance_level(self.loss, self.distill, batch.identities)
-        to_text, to_image = in_batch_recall(features.images, features.texts).tolist()
-        level = {} if chance is None else {"chance": chance}
-        return {**level, "image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
+        objective, targets = OBJECTIVES[self.loss.name], self._targets(batch)
+        level = {}
+        if objective.chance is not None and not self.distill.wanted:  # else it depends on the teacher
+            level["chance"] = objective.chance(targets, len(features.texts))
+        return {**level, **objective.figures(features.images, features.texts, targets)}
+
+    def _targets(self, batch: PairBatch) -> Targets:
+        return Targets(identities=batch.identities, tokens=batch.tokens, same=self.loss.same)
 
     def _inputs(self, batch: PairBatch, step: int) -> dict[str, Any]:
         inputs: dict[str, Any] = {"images": batch.images}
@@ -355,9 +354,9 @@ class TrainingStep:
         return inputs
 
     def _loss(self, batch: PairBatch) -> Callable[..., Tensor]:
-        if self.loss.name == "classes":
-            return partial(class_loss, labels=batch.tokens[:, 0])
-        return batch_loss(self.loss, self.distill, batch.identities, self._teaching(batch))
+        loss = partial(OBJECTIVES[self.loss.name].loss, targets=self._targets(batch))
+        teaching = self._teaching(batch)
+        return loss if teaching is None else with_teacher(loss, teaching, weight=self.distill.weight)
 
     def _teaching(self, batch: PairBatch) -> Teaching | None:
         if self.teacher is not None:

@@ -18,7 +18,8 @@ from clipkit.model.architectures import Architecture, ClassTable, TextTower, Vis
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import kept_patches
 from clipkit.objectives.classes import class_loss
-from clipkit.objectives.clip import clip_loss, siglip_loss
+from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.siglip import siglip_loss
 from clipkit.training.build import lock
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
 from clipkit.training.step import backward

@@ -103,7 +103,9 @@ def plain(loss: str, batch: Given) -> Tensor:
 
 def ours(loss: str, batch: Given) -> Tensor:
     """The same by clipkit, of this rank's rows."""
-    from clipkit.objectives.clip import clip_loss, distillation_loss, siglip_loss
+    from clipkit.objectives.clip import clip_loss
+    from clipkit.objectives.distill import distillation_loss
+    from clipkit.objectives.siglip import siglip_loss
 
     name, _, same = loss.partition(" ")
     student = (batch.images, batch.texts, batch.scale)

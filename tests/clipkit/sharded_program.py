@@ -15,9 +15,10 @@ from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
+from clipkit.training import OPTIMIZERS
 from clipkit.training.build import Unfreezing
 from clipkit.training.ema import AveragedWeights
-from clipkit.training.optim import OPTIMIZERS, make_optimizer
+from clipkit.training.optim import make_optimizer
 from clipkit.training.parallel import complete_gradients, shard, without_values
 
 SHAPE = Architecture(

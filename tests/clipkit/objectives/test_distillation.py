@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clipkit.objectives.tiles
-from clipkit.objectives.clip import clip_loss, distillation_loss
+from clipkit.objectives.clip import clip_loss
+from clipkit.objectives.distill import distillation_loss
 from tests.clipkit.plain_losses import compare, error, gradients, ours, plain
 from tests.clipkit.plain_losses import given as given_batch
 

@@ -2,23 +2,28 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipkit.config import DistillConfig, LossConfig
-from clipkit.objectives import Teaching, batch_loss, chance_level
+from clipkit.objectives import OBJECTIVES, Targets
+from clipkit.objectives.distill import Teaching, with_teacher
 from tests.clipkit.plain_losses import LOSSES, Given, given, plain
 
 CONTRASTIVE = tuple(name for name in LOSSES if name != "distillation")
 
 
-def settings_of(name: str) -> LossConfig:
-    """Of a loss as ``plain`` calls it."""
-    loss, _, same = name.partition(" ")
-    return LossConfig(name=loss, same=same or "negatives")
+def objective(name: str, identities: Tensor) -> Callable[..., Tensor]:
+    """A loss as ``plain`` calls it, of a batch."""
+    return partial(OBJECTIVES[name.split()[0]].loss, targets=targets(name, identities))
+
+
+def targets(name: str, identities: Tensor) -> Targets:
+    same = name.partition(" ")[2] or "negatives"
+    return Targets(identities=identities, tokens=torch.zeros(len(identities), 1), same=same)
 
 
 def teaching(batch: Given) -> Teaching:
@@ -33,7 +38,7 @@ def value(loss: Callable[..., Tensor], batch: Given, *, bias: bool) -> Tensor:
 def test_without_a_teacher_it_is_the_contrastive_one(name: str) -> None:
     batch = given(12)
     for bias in {name.startswith("siglip"), True}:  # a model may have a bias that softmax does not see
-        loss = batch_loss(settings_of(name), DistillConfig(), batch.identities, None)
+        loss = objective(name, batch.identities)
         torch.testing.assert_close(value(loss, batch, bias=bias), plain(name, batch))
 
 
@@ -41,9 +46,7 @@ def test_without_a_teacher_it_is_the_contrastive_one(name: str) -> None:
 @pytest.mark.parametrize("weight", [0.25, 1.0])
 def test_a_teacher_has_its_share(name: str, weight: float) -> None:
     batch = given(12).slice(slice(None))
-    loss = batch_loss(
-        settings_of(name), DistillConfig(teacher="another", weight=weight), batch.identities, teaching(batch)
-    )
+    loss = with_teacher(objective(name, batch.identities), teaching(batch), weight=weight)
     found = value(loss, batch, bias=True)
     wanted = weight * plain("distillation", batch) + (1 - weight) * plain(name, batch)
     torch.testing.assert_close(found, wanted)
@@ -59,34 +62,31 @@ def test_a_teacher_has_its_share(name: str, weight: float) -> None:
 @pytest.mark.parametrize("alike", ["some", "none", "all"])
 def test_chance_is_the_least_that_a_blind_model_comes_to(name: str, rows: int, alike: str) -> None:
     """Its bias would be the logit of the share of right pairs; 0.5 beside that the loss is larger."""
-    batch, settings = given(rows), settings_of(name)
+    batch, same_is = given(rows), targets(name, given(rows).identities).same
     ids = {
         "some": batch.identities,
         "none": torch.arange(2 * rows).view(rows, 2),
         "all": torch.zeros(rows, 2, dtype=torch.int64),
     }[alike]
-    level = chance_level(settings, DistillConfig(), ids)
+    chance = OBJECTIVES[name.split()[0]].chance
+    assert chance is not None
+    level = chance(targets(name, ids), rows)
     blind = F.normalize(torch.ones(rows, 5, dtype=torch.float64), dim=-1)
 
     def of_bias(bias: float) -> float:
         scale, shift = torch.tensor(3.0, dtype=torch.float64), torch.tensor(bias - 3.0, dtype=torch.float64)
-        return batch_loss(settings, DistillConfig(), ids, None)(blind, blind, scale, shift).item()
+        return objective(name, ids)(blind, blind, scale, shift).item()
 
     if name.startswith("clip"):
         assert of_bias(0.0) == pytest.approx(level, abs=1e-9)
         assert name == "clip ignored" or level == pytest.approx(math.log(rows))
         return
     same = (ids[:, None] == ids[None]).any(2)
-    own = rows if settings.same != "positives" else int(same.sum())
-    questions = rows**2 - (int(same.sum()) - rows if settings.same == "ignored" else 0)
+    own = rows if same_is != "positives" else int(same.sum())
+    questions = rows**2 - (int(same.sum()) - rows if same_is == "ignored" else 0)
     if own == questions:  # nothing to tell apart, and any certainty is right
         assert level == 0
         return
     best = math.log(own / (questions - own))
     assert of_bias(best) == pytest.approx(level)
     assert of_bias(best) < min(of_bias(best - 0.5), of_bias(best + 0.5))
-
-
-def test_with_a_teacher_there_is_no_level_of_chance() -> None:
-    identities = torch.zeros(4, 2, dtype=torch.int64)
-    assert chance_level(LossConfig(), DistillConfig(teacher="another"), identities) is None

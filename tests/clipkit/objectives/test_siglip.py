@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from clipkit.objectives.clip import siglip_loss
+from clipkit.objectives.siglip import siglip_loss
 from tests.clipkit.plain_losses import error, gradients
 from tests.clipkit.plain_losses import given as given_batch
 

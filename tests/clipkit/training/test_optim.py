@@ -15,11 +15,10 @@ from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.training import OPTIMIZERS, SCHEDULES
 from clipkit.training.checkpoint import optimizer_tensors
 from clipkit.training.depth import places
 from clipkit.training.optim import (
-    OPTIMIZERS,
-    SCHEDULES,
     adamw,
     expected_state,
     learning_rate,
@@ -289,9 +288,11 @@ def test_each_name_that_a_configuration_takes_is_an_optimizer_or_a_schedule() ->
     for names, setting in ((OPTIMIZERS, "name"), (SCHEDULES, "schedule")):
         for name in names:
             OptimConfig(**{setting: name})  # type: ignore[arg-type]
-        known = f"{', '.join(tuple(names)[:-1])} or {tuple(names)[-1]}"
-        with pytest.raises(ConfigError, match=f"optim.{setting} = 'other' does not fit: {known}"):
+        closest = next(iter(names))
+        with pytest.raises(ConfigError, match=f"optim.{setting} = 'other' is unknown: known: "):
             OptimConfig(**{setting: "other"})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"did you mean '{closest}'"):
+            OptimConfig(**{setting: f"{closest}s"})  # type: ignore[arg-type]
 
 
 # --- other schedules ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ QUICKSTART = CONFIGS / "quickstart.toml"
         ),
         (
             ["optim.warmup=2", "loss.name=siglip"],
-            "the sigmoid loss begins near 10, above the level of chance",
+            "the sigmoid loss starts near 10, above the level of chance",
         ),
     ],
 )
