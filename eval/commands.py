@@ -71,8 +71,8 @@ def report(options: argparse.Namespace) -> int:
         deque(json_lines(options.source[0] / "results.jsonl", unread, ""), maxlen=0)
         _tell(unread)
         return 0
-    from eval.report.draw import write_page
-    from eval.report.page import build_comparison
+    from clipkit.files.pages import write_page
+    from eval.report.comparison_page import build_comparison
     from eval.report.result_set import read_result_set
     from eval.report.tables import as_csv, as_latex, as_markdown
 

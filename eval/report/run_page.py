@@ -1,351 +1,77 @@
-"""Builds ``report.html``, the page a person looks at after a training: one file that carries everything in itself.
-
-All text that comes from data is escaped. The same run folder gives the same bytes.
-"""
+"""Build ``report.html``, the self-contained page of a training run; the same folder gives the same bytes."""
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from html import escape
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clipkit.files.pages import write_page
 from clipkit.files.urls import without_secrets
-from eval.report.draw import (
+from eval.report.charts import (
+    TEMPLATES,
     Chart,
     ChartLine,
-    PictureBook,
     Point,
-    Section,
     downsample,
     draw,
-    examples,
     figure,
-    matrices,
     number,
-    page,
-    queries,
-    scrolling,
     smooth,
-    write_page,
 )
-from eval.report.read import BadSamples, Result, RunFolder, Series, read_run_folder
-from eval.report.scores import (
-    chief_first,
-    headline_scores,
-    in_percent,
-    metric_name,
-    of_training,
-    results_table,
-    series_name,
-)
-from eval.results.records import Snapshot
+from eval.report.images import Thumbnails, rank_history, similarities
+from eval.report.read import Result, RunFolder, Series, read_run_folder
+from eval.report.scores import Headline, is_share, metric_name, setting_name
 
-__all__ = ["build_report", "curves"]
+__all__ = ["build_report", "headlines", "newest"]
 
-
-# --------------------------------------------------------------------------------------------------------------
-# Which curves the report shows, and how they are prepared for drawing.
-
-_IN_BATCH = {"image_to_text_R@1": "picture → text", "text_to_image_R@1": "text → picture"}
-_CAP = 100.0  # the published bound of exp(t)
-_SETS = 16  # charts of datasets; the table has them all
-_BESIDE = {
+_IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
+_MEAN = "mean_R@1"  # of both directions of retrieval
+_BESIDE = {  # metrics drawn together
     "acc1": ("acc5",),
-    "mean_R@1": tuple(_IN_BATCH),
+    _MEAN: tuple(_IN_BATCH),
     "image_to_text_R@1": ("text_to_image_R@1",),
-}  # drawn with a metric
-_SMOOTHED = 50  # a smoothed curve keeps about this many independent values
-_MANY = 2 * _SMOOTHED  # fewer points are drawn as they are
-
-
-def curves(run: RunFolder) -> str:
-    """The charts of a run; "" if it recorded nothing."""
-    own = {result.series for result in run.results if result.own}
-    scored = _scored(run)
-    charts = [
-        _loss(run),
-        *(chart for series, chart in scored if series in own),
-        _in_batch(run),
-        _temperature(run),
-        _learning_rate(run),
-    ]
-    speed = run.metrics.get("samples_per_second", ())
-    charts.append(_noisy("Speed", speed, summary=_typical(speed, " samples/s"), floor=0))
-    whole = dict(run.metrics.get("batch_time", ()))
-    waiting = [
-        (step, 100 * seconds / whole[step])
-        for step, seconds in run.metrics.get("data_time", ())
-        if whole.get(step)
-    ]
-    charts.append(
-        _noisy(
-            "Time waiting for data", waiting, summary=_typical(waiting, "%"), unit="%", floor=0, ceiling=10
-        )
-    )
-    charts.append(_use(run))
-    charts += [chart for series, chart in scored if series not in own]
-    drawn = "".join(draw(chart) for chart in charts)
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
-
-
-def _loss(run: RunFolder) -> Chart:
-    chance = run.metrics.get("chance", ())
-    levels = []
-    if chance:
-        name = f"chance {number(chance[-1][1])}"
-        if _is_log_of_batch(run):
-            batch = round(math.exp(min(chance[-1][1], 40.0)))
-            name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
-        levels.append(ChartLine(name=name, points=_thinned(chance), reference=True))
-    last = run.last("loss")
-    summary = None if last is None else number(last)
-    points = run.metrics.get("loss", ())
-    note = "line: mean of nearby steps; band: least to greatest" if len(points) >= _MANY else ""
-    return _noisy("Loss", points, summary=summary, note=note, levels=levels, wide=True)
-
-
-def _is_log_of_batch(run: RunFolder) -> bool:
-    """Whether guessing gives the logarithm of the batch, as it does but for the sigmoid loss and pairs left out."""
-    loss = run.config.get("loss")
-    if not isinstance(loss, Mapping):
-        return True
-    return bool(loss.get("name", "clip") == "clip" and loss.get("same", "negatives") != "ignored")
-
-
-def _in_batch(run: RunFolder) -> Chart:
-    lines = [
-        ChartLine(name=name, points=_thinned(_percent(run.metrics.get(key, ()))), tone=tone)
-        for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1)
-        if run.metrics.get(key)
-    ]
-    note = "pictures nearest to their own text of the batch, and texts to their picture"
-    return Chart(title="Told apart in the batch", note=note, lines=lines, unit="%", floor=0)
-
-
-def _use(run: RunFolder) -> Chart:
-    """Model FLOPs utilization; where steps beat the peak that was measured, their share of the fastest one.
-
-    No step can do more than the device: such a peak was measured too low, and the fastest step is nearer to it.
-    """
-    points = run.metrics.get("mfu", ())
-    most = max((share for _, share in points), default=0.0)
-    title, note, of = "Use of the device (MFU)", "", ""
-    if most > 1:
-        points = [(step, share / most) for step, share in points]
-        title = "Use of the device"
-        of = " of the fastest step"
-        note = (
-            "steps were faster than the peak that was measured at the start, when the machine was probably busy; "
-            "so the share of its peak (MFU) is not known"
-        )
-    useful = _percent(points)
-    typical = _typical(useful, "%")
-    return _noisy(title, useful, summary=typical and typical + of, note=note, unit="%", floor=0, ceiling=100)
-
-
-def _percent(points: Sequence[Point]) -> list[Point]:
-    return [(step, 100 * share) for step, share in points]
-
-
-def _temperature(run: RunFolder) -> Chart:
-    points = run.metrics.get("scale", ())
-    lines = [ChartLine(name="exp(t)", points=_thinned(points))]
-    if points:
-        lines.append(ChartLine(name=f"cap {number(_CAP)}", points=[(points[0][0], _CAP)], reference=True))
-    return Chart(title="Temperature", note="exp(t), which multiplies the cosines", lines=lines, floor=0)
-
-
-def _learning_rate(run: RunFolder) -> Chart:
-    points = run.metrics.get("lr", ())
-    peak = f"peak {number(max(rate for _, rate in points))}" if points else ""
-    return Chart(
-        title="Learning rate",
-        lines=[ChartLine(name="learning rate", points=_thinned(points), summary=peak)],
-        floor=0,
-    )
-
-
-def _scored(run: RunFolder) -> list[tuple[Series, Chart]]:
-    """A chart for each series of several steps: a few metrics, the first with its interval, and chance."""
-    groups: dict[Series, dict[str, list[Result]]] = {}
-    for result in run.results:
-        groups.setdefault(result.series, {}).setdefault(result.metric, []).append(result)
-    charts = []
-    for series, metrics in groups.items():
-        first = metrics[chief_first(list(metrics))[0]]
-        if len(first) > 1:
-            charts.append((series, _score_chart(first, metrics, groups, run.step)))
-    return charts[:_SETS]
-
-
-def _score_chart(
-    first: list[Result], metrics: Mapping[str, list[Result]], known: Collection[Series], step: int | None
-) -> Chart:
-    percent = all(in_percent(row) for row in first)
-    factor, unit = (100.0, "%") if percent else (1.0, "")
-    chief, *others = chief_first(list(metrics))
-    beside = [metrics[name] for name in _BESIDE.get(chief, others[:1]) if name in metrics]
-    like = [first, *(rows for rows in beside if all(in_percent(row) for row in rows) == percent)]
-    lines = [_scores(rows, factor, tone) for tone, rows in enumerate(like, start=1)]
-    chance = first[-1].chance
-    if chance is not None:
-        name = f"chance {figure(factor * chance, unit)}"
-        lines.append(ChartLine(name=name, points=[(first[0].step, factor * chance)], reference=True))
-    title = ", ".join(filter(None, (first[0].dataset, series_name(first[0], known))))
-    best = max(y for line in lines for _, y in line.points)
-    ceiling = 100.0 if percent and best > 75 else None
-    note = "" if first[-1].step == step else f"at step {number(first[-1].step)}"
-    return Chart(title=title, note=note, lines=lines, unit=unit, floor=0, ceiling=ceiling)
-
-
-def _scores(rows: Sequence[Result], factor: float, tone: int) -> ChartLine:
-    band = [
-        (row.step, factor * row.low, factor * row.high)
-        for row in rows
-        if row.low is not None and row.high is not None
-    ]
-    points = [(row.step, factor * row.value) for row in rows]
-    return ChartLine(
-        name=metric_name(rows[0].metric),
-        points=points,
-        band=band if tone == 1 else (),
-        tone=tone,
-        dots=True,
-    )
-
-
-def _noisy(
-    title: str,
-    points: Sequence[Point],
-    *,
-    summary: str | None = None,
-    note: str = "",
-    unit: str = "",
-    floor: float | None = None,
-    ceiling: float | None = None,
-    levels: Sequence[ChartLine] = (),
-    wide: bool = False,
-) -> Chart:
-    """Many points as a smoothed line before a faint band from the least to the greatest raw value."""
-    if len(points) >= _MANY:
-        mean = _thinned(smooth(points, len(points) / _SMOOTHED))
-        line = ChartLine(name=title.lower(), points=mean, band=_range(points), summary=summary)
-    else:
-        line = ChartLine(name=title.lower(), points=points, summary=summary)
-    return Chart(
-        title=title, lines=[line, *levels], unit=unit, note=note, floor=floor, ceiling=ceiling, wide=wide
-    )
-
-
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    return [(x, last) for x, last, _, _ in downsample(points)]
-
-
-def _range(points: Sequence[Point]) -> list[tuple[float, float, float]]:
-    """Each bucket's range joined with its neighbours', so that a band of single values still has a width."""
-    buckets = downsample(points)
-    out = []
-    for i, (x, _, _, _) in enumerate(buckets):
-        near = buckets[max(0, i - 1) : i + 2]
-        out.append((x, min(low for _, _, low, _ in near), max(high for _, _, _, high in near)))
-    return out
-
-
-def _typical(points: Sequence[Point], unit: str) -> str | None:
-    """The median, which the start and a pause do not bend."""
-    values = sorted(value for _, value in points)
-    return f"median {figure(values[len(values) // 2], unit)}" if values else None
-
-
-# --------------------------------------------------------------------------------------------------------------
+}
+_SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
+_CAP = 100.0  # the published bound of exp(t)
+_HEADLINES = 4
+_CHARTS = 16  # charts of scores; the table has all of them
+_SMOOTHED = 50  # independent values that a smoothed curve keeps, about
+_MANY = 2 * _SMOOTHED  # shorter curves are drawn as they are
 
 
 def build_report(run: Path, out: Path | None = None) -> Path:
-    """Write the report of a run folder and give its path.
+    """Write the page of a run folder and return its path.
 
     Args:
-        run: the run folder. Each of its files may be missing or cut short; the page says what it lacks.
-        out: the file to write; by default ``report.html`` in the run folder. It appears whole or not at all.
+        run: the run folder. Any of its files may be missing or cut short; the page says which.
+        out: the file to write, atomically; by default ``report.html`` in the run folder.
 
     Raises:
         DataError: there is no run folder, or the page cannot be written.
     """
     folder = read_run_folder(run)
-    out = run / "report.html" if out is None else out
-    return write_page(out, _page(folder))
-
-
-def _page(run: RunFolder) -> str:
-    book = PictureBook()
-    sections = [
-        Section(name="curves", title="Curves", content=curves(run)),
-        *_picture_sections(run, book),
-        Section(name="results", title="All results", content=results_table(run.results)),
-        Section(name="about", title="About this run", content=_about(run)),
-    ]
-    return page(run.name, _head(run), sections, book)
-
-
-def _head(run: RunFolder) -> str:
-    notes = list(run.notes)
-    if run.bad_samples and run.bad_samples.count:
-        count = number(run.bad_samples.count)
-        notes.append(f"{count} samples could not be used and were replaced; the end of the page says why.")
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    aside = f'<aside class="notes" aria-label="Notes"><ul>{listed}</ul></aside>' if notes else ""
-    scores = headline_scores(run.results, run.step) or _unscored(run)
-    return (
-        f'<header class="top"><p class="kind">clipkit training report</p><h1>{escape(run.name)}</h1>'
-        f'<p class="lead">{_sentence(run)}</p>{scores}</header>{aside}'
+    notes = list(folder.notes)
+    if folder.bad_samples and folder.bad_samples.count:
+        count = number(folder.bad_samples.count)
+        notes.append(
+            f"{count} samples could not be used and were replaced; the causes are at the end of the page."
+        )
+    page = TEMPLATES.get_template("run.html").render(
+        title=folder.name,
+        run=folder,
+        notes=notes,
+        headlines=headlines(folder.results, folder.step),
+        duration=_duration,
+        charts=_charts(folder),
+        thumbnails=Thumbnails(),
+        similarities=similarities,
+        rank_history=rank_history,
+        results=_results_table(folder.results),
+        provenance=_provenance(of_training(folder.results)),
+        config=without_secrets(folder.config_text).strip(),
     )
-
-
-def _sentence(run: RunFolder) -> str:
-    """The run in one sentence."""
-    model, planned = run.config.get("model"), run.planned
-    name = model.get("name") if isinstance(model, Mapping) else None
-    parts = [f"<b>{escape(str(name))}</b>" if name else "A model"]
-    if run.metrics and run.step is not None:
-        of = f" of {number(planned)}" if planned is not None and planned > run.step else ""
-        parts.append(f"trained for {number(run.step)}{of} steps")
-    elif run.step is not None:
-        parts.append(f"at step {number(run.step)}")
-    else:
-        parts.append("of which nothing is recorded yet")
-    samples, seconds, loss, chance = (run.last(key) for key in ("samples", "seconds", "loss", "chance"))
-    if samples:
-        parts.append(f"on {number(samples)} samples")
-    if seconds:
-        parts.append(f"in {_duration(seconds)}")
-    text = " ".join(parts)
-    if loss is not None:
-        text += f". The last loss is {number(loss)}"
-        text += f", where guessing gives {number(chance)}" if chance else ""
-    return text + "."
-
-
-def _unscored(run: RunFolder) -> str:
-    """Why there are no scores, and how to get some; "" if they are due, as a note tells that already."""
-    if run.config and not run.scored_on:
-        ways = (
-            ("While it trains:", "python train.py … eval.data=FOLDER"),
-            ("What is trained already:", "python -m eval retrieval --model RUN --data FOLDER"),
-            ("Then this page anew:", "python -m eval report RUN"),
-        )
-        listed = "".join(f"<li>{escape(when)} <code>{escape(command)}</code></li>" for when, command in ways)
-        return (
-            '<div class="unscored"><p>Nothing is scored in this run, because its config names no '
-            f"<code>eval.data</code>. To score it:</p><ul>{listed}</ul>"
-            "<p>RUN is the folder of this run. FOLDER is a dataset that holds pairs out as split "
-            "<code>test</code>, as <code>python -m data pack TABLE FOLDER --test 0.1</code> makes one. "
-            "For a built-in one with class names, such as <code>digits</code>, say <code>zero-shot</code> in "
-            "place of <code>retrieval</code>.</p></div>"
-        )
-    if run.config and (run.step or 0) < run.first_score:
-        named = escape(", ".join(run.scored_on))
-        return f'<p class="unscored">No scores yet: {named}, first at step {number(run.first_score)}.</p>'
-    return ""
+    return write_page(run / "report.html" if out is None else out, page)
 
 
 def _duration(seconds: float) -> str:
@@ -355,84 +81,318 @@ def _duration(seconds: float) -> str:
     return f"{number(round(seconds / 86_400, 1))} days"
 
 
-def _picture_sections(run: RunFolder, book: PictureBook) -> list[Section]:
-    def by_dataset(build: Callable[[Sequence[Snapshot], PictureBook], str]) -> str:
-        parts = [(name, build(snapshots, book)) for name, snapshots in run.snapshots.items()]
-        return "".join(
-            f'<div class="dataset"><h3>{escape(name)}</h3>{part}</div>' for name, part in parts if part
+# --------------------------------------------------------------------------------------------------------------
+# Scores
+
+
+def newest(results: Sequence[Result]) -> list[Result]:
+    """Select the last score of each metric, series by series; those scored in training come first."""
+    last = {(result.series, result.metric): result for result in results}
+    own = {result.series for result in results if result.own}
+    places = {series: i for i, series in enumerate(dict.fromkeys(series for series, _ in last))}
+    return sorted(last.values(), key=lambda result: (result.series not in own, places[result.series]))
+
+
+def of_training(results: Sequence[Result]) -> list[Result]:
+    """Select the last scores taken in training; without any, the latest of all.
+
+    The selection does not change when a checkpoint is scored later.
+    """
+    own = [result for result in results if result.own] or list(results)
+    last = max((result.step for result in own), default=0)
+    return [result for result in own if result.step == last]
+
+
+def _main_first(metrics: Sequence[str]) -> list[str]:
+    """Order metrics: the mean of both directions of retrieval first, else as recorded."""
+    return sorted(metrics, key=lambda metric: metric != _MEAN)
+
+
+def _series_name(result: Result, known: Collection[Series]) -> str:
+    """Name a series beside its dataset, with prompts and split where ``known`` series differ in them."""
+    mine = (result.dataset, result.task, result.setting)
+    alike = [(split, prompts) for data, split, task, prompts, own in known if (data, task, own) == mine]
+    several_prompts = len({prompts for _, prompts in alike}) > 1
+    several_splits = len({split for split, _ in alike}) > 1
+    prompts = f"prompts {result.prompt_set}" if result.prompt_set else "no prompts"
+    parts = (
+        result.task,
+        setting_name(result.task, result.setting),
+        prompts if several_prompts else "",
+        f"split {result.split}" if result.split != "test" or several_splits else "",
+    )
+    return ", ".join(filter(None, parts))
+
+
+def _in_percent(result: Result) -> bool:
+    return is_share(result.metric, result.value, result.low, result.high, result.chance)
+
+
+def _text(result: Result, value: float | None) -> str:
+    if value is None:
+        return ""
+    return figure(100 * value, "%") if _in_percent(result) else figure(value, "")
+
+
+def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
+    """Select the main metric of each dataset scored in training; scores of another step than ``step`` say so."""
+    metrics: dict[Series, dict[str, Result]] = {}
+    for result in of_training(results):
+        metrics.setdefault(result.series, {})[result.metric] = result
+    known = {result.series for result in results}
+    found = []
+    for own in [*metrics.values()][:_HEADLINES]:
+        result = own[_main_first(list(own))[0]]
+        details = [] if result.step == step else [f"step {number(result.step)}"]
+        if result.low is not None and result.high is not None:
+            details.append(f"95% interval {_text(result, result.low)} to {_text(result, result.high)}")
+        details += [f"chance {_text(result, result.chance)}"] if result.chance is not None else []
+        details += [f"n = {number(result.n)}"] if result.n is not None else []
+        percent = _in_percent(result)
+        found.append(
+            Headline(
+                dataset=result.dataset,
+                what=" ".join(filter(None, (_series_name(result, known), metric_name(result.metric)))),
+                figure=_text(result, result.value).removesuffix("%" if percent else ""),
+                unit="%" if percent else "",
+                details=details,
+                value=result.value if percent else None,
+                interval=None if result.low is None or result.high is None else (result.low, result.high),
+                chance=result.chance,
+            )
         )
-
-    return [
-        Section(
-            name="examples",
-            title="Example predictions",
-            lead="Held-out pictures picked by chance, with the five likeliest labels. ✓ marks the true one.",
-            content=by_dataset(examples),
-        ),
-        Section(
-            name="similarity",
-            title="Similarity of a held-out batch",
-            lead="Rows are pictures, columns their captions. The pairs lie on the diagonal, which stands out more "
-            "and more as the model learns.",
-            content=by_dataset(matrices),
-        ),
-        Section(
-            name="queries",
-            title="Nearest pictures",
-            lead="The held-out pictures nearest to a text, nearest first, as the training went on. ✓ marks those "
-            "of the right class.",
-            content=by_dataset(queries),
-        ),
-    ]
+    return found
 
 
-def _about(run: RunFolder) -> str:
-    parts = [_provenance(of_training(run.results)), _bad_samples(run.bad_samples)]
-    if run.config_text:
-        parts.append(f"<h3>Configuration</h3><pre>{escape(without_secrets(run.config_text).strip())}</pre>")
-    return "".join(parts)
+def _results_table(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    known = {result.series for result in results}
+    rows: list[tuple[str, ...]] = []
+    for result in newest(results):
+        interval = ""
+        if result.low is not None and result.high is not None:
+            interval = f"{_text(result, result.low)} – {_text(result, result.high)}"
+        rows.append(
+            (
+                result.dataset,
+                _series_name(result, known),
+                metric_name(result.metric),
+                _text(result, result.value),
+                interval,
+                _text(result, result.chance),
+                "" if result.n is None else number(result.n),
+                number(result.step),
+            )
+        )
+    return rows
 
 
-_SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
-
-
-def _provenance(results: Sequence[Result]) -> str:
-    """Where the scores at the top come from; what differs between datasets is told for each."""
+def _provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
+    """List what the scores depend on, by dataset where datasets differ."""
     values: dict[str, dict[str, str]] = {}
     for result in results:
         for key, value in result.line.items():
             if value is not None and key not in _SCORE_FIELDS:
-                values.setdefault(key, {})[result.dataset] = _told(value)
+                values.setdefault(key, {})[result.dataset] = value_text(value)
     datasets = {result.dataset for result in results}
-    rows = []
+    facts = []
     for key, by_dataset in values.items():
         if len(set(by_dataset.values())) == 1 and len(by_dataset) == len(datasets):
-            told = escape(next(iter(by_dataset.values())))
+            lines = [next(iter(by_dataset.values()))]
         else:
-            told = "<br>".join(f"{escape(name)}: {escape(value)}" for name, value in by_dataset.items())
-        rows.append(f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{told}</dd>")
-    return (
-        f'<h3>Where the scores at the top come from</h3><dl class="facts">{"".join(rows)}</dl>'
-        if rows
-        else ""
-    )
+            lines = [f"{name}: {value}" for name, value in by_dataset.items()]
+        facts.append((key.replace("_", " "), lines))
+    return facts
 
 
-def _told(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """Format a value of a results line."""
+    if value is None:
+        return ""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_told(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {value_text(one)}" for key, one in value.items())
     if isinstance(value, float):
         return number(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _bad_samples(bad: BadSamples | None) -> str:
-    if bad is None or bad.count == 0:
-        return ""
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in one)}</tr>" for one in bad.first)
-    said = f"{number(bad.count)} samples could not be used and were replaced by others. The first of them:"
-    table = (
-        '<table><thead><tr><th scope="col">Shard</th><th scope="col">Key</th><th scope="col">Cause</th></tr>'
-        f"</thead><tbody>{rows}</tbody></table>"
+# --------------------------------------------------------------------------------------------------------------
+# Curves
+
+
+def _charts(run: RunFolder) -> list[str]:
+    """Render the charts of a run."""
+    own = {result.series for result in run.results if result.own}
+    scored = _score_charts(run)
+    speed = run.metrics.get("samples_per_second", ())
+    batch_time = dict(run.metrics.get("batch_time", ()))
+    waiting = [
+        (step, 100 * seconds / batch_time[step])
+        for step, seconds in run.metrics.get("data_time", ())
+        if batch_time.get(step)
+    ]
+    scale, rate = run.metrics.get("scale", ()), run.metrics.get("lr", ())
+    temperature = [ChartLine(name="exp(t)", points=_thinned(scale))]
+    if scale:
+        temperature.append(
+            ChartLine(name=f"cap {number(_CAP)}", points=[(scale[0][0], _CAP)], reference=True)
+        )
+    peak = f"peak {number(max(value for _, value in rate))}" if rate else ""
+    charts = [
+        _loss(run),
+        *(chart for series, chart in scored if series in own),
+        _in_batch(run),
+        Chart(title="Temperature", note="exp(t), which multiplies the cosines", lines=temperature, floor=0),
+        Chart(
+            title="Learning rate",
+            lines=[ChartLine(name="learning rate", points=_thinned(rate), summary=peak)],
+            floor=0,
+        ),
+        _noisy("Speed", speed, summary=_median(speed, " samples/s"), floor=0),
+        _noisy(
+            "Time waiting for data", waiting, summary=_median(waiting, "%"), unit="%", floor=0, ceiling=10
+        ),
+        _utilization(run),
+        *(chart for series, chart in scored if series not in own),
+    ]
+    return [drawn for chart in charts if (drawn := draw(chart))]
+
+
+def _loss(run: RunFolder) -> Chart:
+    chance, points, last = run.metrics.get("chance", ()), run.metrics.get("loss", ()), run.last("loss")
+    levels = []
+    if chance:
+        loss = run.config.get("loss")
+        name = f"chance {number(chance[-1][1])}"
+        # ln(batch), except for the sigmoid loss and where equal pairs are ignored
+        if not isinstance(loss, Mapping) or (
+            loss.get("name", "clip") == "clip" and loss.get("same", "negatives") != "ignored"
+        ):
+            batch = round(math.exp(min(chance[-1][1], 40.0)))
+            name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
+        levels.append(ChartLine(name=name, points=_thinned(chance), reference=True))
+    note = "line: moving average; band: minimum to maximum" if len(points) >= _MANY else ""
+    return _noisy(
+        "Loss", points, summary=None if last is None else number(last), note=note, levels=levels, wide=True
     )
-    return f"<h3>Bad samples</h3><p>{said}</p>{scrolling('Bad samples', table)}"
+
+
+def _in_batch(run: RunFolder) -> Chart:
+    lines = [
+        ChartLine(name=name, points=_thinned(_percent(run.metrics.get(key, ()))), tone=tone)
+        for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1)
+        if run.metrics.get(key)
+    ]
+    note = "R@1: images nearest to their own text among those of the batch, and texts to their image"
+    return Chart(title="Retrieval within the batch", note=note, lines=lines, unit="%", floor=0)
+
+
+def _utilization(run: RunFolder) -> Chart:
+    """Chart model FLOPs utilization; if steps beat the measured peak, relative to the fastest step.
+
+    No step can exceed the device's peak: in that case the measured peak is too low, and the fastest step is closer.
+    """
+    points = run.metrics.get("mfu", ())
+    most = max((fraction for _, fraction in points), default=0.0)
+    title, note, of = "Device utilization (MFU)", "", ""
+    if most > 1:
+        points = [(step, fraction / most) for step, fraction in points]
+        title = "Device utilization"
+        of = " of the fastest step"
+        note = (
+            "steps were faster than the peak measured at the start, when the machine was probably busy, so MFU is "
+            "unknown"
+        )
+    useful = _percent(points)
+    median = _median(useful, "%")
+    return _noisy(title, useful, summary=median and median + of, note=note, unit="%", floor=0, ceiling=100)
+
+
+def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
+    """Chart each series of several steps: a few metrics, the first with its interval, and chance."""
+    groups: dict[Series, dict[str, list[Result]]] = {}
+    for result in run.results:
+        groups.setdefault(result.series, {}).setdefault(result.metric, []).append(result)
+    charts = []
+    for series, metrics in groups.items():
+        main, *others = _main_first(list(metrics))
+        first = metrics[main]
+        if len(first) < 2:
+            continue
+        percent = all(map(_in_percent, first))
+        factor, unit = (100.0, "%") if percent else (1.0, "")
+        beside = [metrics[name] for name in _BESIDE.get(main, others[:1]) if name in metrics]
+        shown = [first, *(rows for rows in beside if all(map(_in_percent, rows)) == percent)]
+        lines = [
+            ChartLine(
+                name=metric_name(rows[0].metric),
+                points=[(row.step, factor * row.value) for row in rows],
+                band=[
+                    (row.step, factor * row.low, factor * row.high)
+                    for row in rows
+                    if rows is first and row.low is not None and row.high is not None
+                ],
+                tone=tone,
+                dots=True,
+            )
+            for tone, rows in enumerate(shown, start=1)
+        ]
+        chance = first[-1].chance
+        if chance is not None:
+            name = f"chance {figure(factor * chance, unit)}"
+            lines.append(ChartLine(name=name, points=[(first[0].step, factor * chance)], reference=True))
+        chart = Chart(
+            title=", ".join(filter(None, (first[0].dataset, _series_name(first[0], groups)))),
+            note="" if first[-1].step == run.step else f"at step {number(first[-1].step)}",
+            lines=lines,
+            unit=unit,
+            floor=0,
+            ceiling=100.0 if percent and max(y for line in lines for _, y in line.points) > 75 else None,
+        )
+        charts.append((series, chart))
+    return charts[:_CHARTS]
+
+
+def _noisy(
+    title: str,
+    points: Sequence[Point],
+    *,
+    summary: str | None,
+    note: str = "",
+    unit: str = "",
+    floor: float | None = None,
+    ceiling: float | None = None,
+    levels: Sequence[ChartLine] = (),
+    wide: bool = False,
+) -> Chart:
+    """Chart many points as a smoothed line before a band from the least to the greatest raw value."""
+    line = ChartLine(name=title.lower(), points=points, summary=summary)
+    if len(points) >= _MANY:
+        buckets = downsample(points)
+        # each range is joined with its neighbours', so that a band of single values still has a width
+        near = [buckets[max(0, i - 1) : i + 2] for i in range(len(buckets))]
+        line = ChartLine(
+            name=title.lower(),
+            points=_thinned(smooth(points, len(points) / _SMOOTHED)),
+            band=[
+                (bucket[0], min(low for _, _, low, _ in own), max(high for _, _, _, high in own))
+                for bucket, own in zip(buckets, near, strict=True)
+            ],
+            summary=summary,
+        )
+    return Chart(
+        title=title, lines=[line, *levels], unit=unit, note=note, floor=floor, ceiling=ceiling, wide=wide
+    )
+
+
+def _percent(points: Sequence[Point]) -> list[Point]:
+    return [(step, 100 * fraction) for step, fraction in points]
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    return [(x, last) for x, last, _, _ in downsample(points)]
+
+
+def _median(points: Sequence[Point], unit: str) -> str | None:
+    """The median, which neither the start nor a pause affects."""
+    values = sorted(value for _, value in points)
+    return f"median {figure(values[len(values) // 2], unit)}" if values else None

@@ -167,6 +167,6 @@ def test_costs_of_any_kind_make_a_page(tmp_path: Path, gflops: object) -> None:
     results = write(tmp_path / "results.jsonl", [*lines, line(3, "digits", "acc1", 0.75)])
     assert main(["report", str(results)]) == 0
     page = (tmp_path / "scores.html").read_text()
-    assert ("1 of 3 models not shown: their cost is not known" in page) == (
+    assert ("1 of 3 models not shown: their cost is unknown" in page) == (
         gflops not in (1e11, 5e-324, "4", [])
     )

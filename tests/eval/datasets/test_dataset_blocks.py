@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.datasets.dataset import EvalDataset
-from eval.report.draw import PictureBook
-from eval.report.page import Block, blocks_html
+from eval.report.dataset_blocks import Block, blocks_html
+from eval.report.images import Thumbnails
 from eval.report.result_set import Model
 from eval.report.scores import setting_name
 from eval.results.details import Details, prediction_details
@@ -36,7 +36,7 @@ def details_of(names: tuple[str, ...]) -> Details:
 
 
 def page_of(details: Details) -> Page:
-    return Page(f"<html>{blocks_html([Block(model=MODEL, details=details, score='')], PictureBook())}</html>")
+    return Page(f"<html>{blocks_html([Block(model=MODEL, details=details, score='')], Thumbnails())}</html>")
 
 
 NAMES = st.text("abcdefgh<&", min_size=1, max_size=7)
@@ -63,9 +63,9 @@ def test_a_class_without_a_name_leaves_the_numbers() -> None:
 def test_calibration_has_two_axes() -> None:
     details = details_of(("zero", "one"))
     page = page_of(details)
-    assert "60.0% 1 how often it is right 0 " in page.words
-    assert " 0 how sure the model is 1 " in page.words
-    assert "how often" not in page_of(replace(details, bins=())).words
+    assert "60.0% 1 accuracy 0 " in page.words
+    assert " 0 confidence 1 " in page.words
+    assert " accuracy 0 " not in page_of(replace(details, bins=())).words
 
 
 def test_one_epoch_is_told_in_the_singular() -> None:

@@ -208,8 +208,8 @@ def test_a_page_holds_zero_shot_beside_the_baselines_probe(tmp_path: Path) -> No
         more: dict[str, Any] = {"task": "linear-probe", "prompt_set": "", "weights": name}
         return {**line(0, dataset, "acc1", value, **more), "model": name}
 
-    assert "Zero-shot less linear probe, in points" in page().words
+    assert "Zero-shot minus linear probe, in percentage points" in page().words
     words = page(probe(DATASETS[0], 0.0), probe(DATASETS[1], 1.0)).words
-    assert f"Zero-shot less the linear probe of resnet50.tv_in1k{EVIL}, in points" in words
-    assert words.count("zero-shot is ahead on 1 of 2") == 2  # of two models, above 0 and below 1
-    assert "Zero-shot less linear probe, in points" in page(probe("another", 0.5)).words
+    assert f"Zero-shot minus the linear probe of resnet50.tv_in1k{EVIL}, in percentage points" in words
+    assert words.count("zero-shot is better on 1 of 2") == 2  # of two models, above 0 and below 1
+    assert "Zero-shot minus linear probe, in percentage points" in page(probe("another", 0.5)).words

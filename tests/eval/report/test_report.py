@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from eval.report import build_report
-from eval.report.draw import Chart, ChartLine, draw
+from eval.report.charts import Chart, ChartLine, draw
 from eval.results.records import Example, Guess, Hit, Matrix, Picture, Query
 from eval.results.snapshot import Snapshot, write_snapshot
 from tests.eval.made_up_results import EVIL, PNG
@@ -110,7 +110,7 @@ def test_page_says_what_happened(run: Path) -> None:
     assert "cap 100" in page.words
     assert "rank 2 of 10" in page.words
     assert "1 of 2 pictures nearest" not in page.words
-    assert "2 of 2 pictures nearest to their own caption" in page.words
+    assert "2 of 2 images are nearest to their own caption" in page.words
     assert "step 100 1 of 2" in page.words
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert ids == ["curves", "examples", "similarity", "queries", "results", "about"]
@@ -185,7 +185,7 @@ def test_a_missing_part_is_told(run: Path, missing: str) -> None:
 @pytest.mark.parametrize(
     ("config", "last_step", "said"),
     [
-        (CONFIG.replace('"digits", "glyphs"', ""), 300, "Nothing is scored in this run"),
+        (CONFIG.replace('"digits", "glyphs"', ""), 300, "This run has no scores"),
         ("steps = 300\n", 300, "python -m eval retrieval --model RUN --data FOLDER"),
         ('eval = 1\nsteps = "many"\n', 300, "eval.data=FOLDER"),
         (CONFIG, 99, "No scores yet: digits, glyphs, first at step 100."),
@@ -280,8 +280,8 @@ def test_no_use_of_the_device_above_its_peak_is_shown(
     if len(shares) < 100:  # not smoothed
         largest = 100 if beaten else 100 * max(shares)
         assert max(drawn["y"]) == pytest.approx(largest, rel=1e-3)
-    assert ("faster than the peak that was measured at the start" in page.words) == beaten
-    assert ("Use of the device (MFU) median" in page.words) != beaten
+    assert ("faster than the peak measured at the start" in page.words) == beaten
+    assert ("Device utilization (MFU) median" in page.words) != beaten
     assert ("% of the fastest step" in page.words) == beaten
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.report.draw import Bar, Dot, difference_bars, downsample, figure, number, scatter, signed, smooth
+from eval.report.charts import Bar, Dot, difference_bars, downsample, figure, number, scatter, signed, smooth
 
 
 @given(st.lists(st.floats(-1e12, 1e12, allow_nan=False), min_size=1, max_size=300), st.integers(1, 50))

@@ -45,7 +45,7 @@ def test_page_shows_every_part(results: Path) -> None:
     ids = [a["id"] for _, a in page.tags if "id" in a]
     assert ids == ["scores", "probe", "cost", "few-shot", "layers", "datasets", "all", "about"]
     assert "3 models on 5 datasets" in page.words
-    assert "over 4 of 5 datasets; 1 is not there for all models" in page.words
+    assert "over the 4 of 5 datasets that all models have" in page.words
     assert "ViT-B-32 published" in page.words
     assert "ViT-X" not in page.words  # no such model is shown
     assert "mean of 5 datasets" in page.words  # of the few-shot curves
@@ -235,7 +235,7 @@ def test_many_details_stay_small(tmp_path: Path) -> None:
     add_details(path, 12, DATASETS[:10], classes=30)
     (path.with_name("results.details") / "broken.json").write_text("{")
     page = built(path)
-    assert "Of each dataset the first 9 are shown." in page.words
+    assert "The first 9 models of each dataset are shown." in page.words
     assert "results.details: broken.json cannot be read" in page.words
     assert page.words.count("expected calibration error") == 90
 

@@ -78,12 +78,12 @@ def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> N
 def test_what_the_page_says_of_means_is_so_for_a_model_without_the_datasets(tmp_path: Path) -> None:
     lines = [line(model, name, "acc1", 0.5) for model in (0, 1) for name in ("a", "b", "c")[: 3 - model]]
     path = write(tmp_path / "r.jsonl", lines)
-    whole = "A mean is taken over the datasets that all models have, so that its columns compare"
+    whole = "A mean covers the datasets that all models have, so that columns are comparable"
     assert f"{whole}." in built(path, suites={"s": ("a", "b", "c")}).words
     write(path, [*lines, line(2, "d", "acc1", 0.5)])
     page = built(path, suites={"s": ("a", "b", "c")})
-    assert f"{whole}; models that have none of its datasets are left out of it (–)." in page.words
-    assert "over 2 of 3 datasets; 1 is not there for all models that have any" in page.words
+    assert f"{whole}; models that have none of its datasets are left out (–)." in page.words
+    assert "over the 2 of 3 datasets that all models that have any have" in page.words
     (row,) = (
         one for one in as_markdown([path], suites={"s": ("a", "b", "c")}).splitlines() if "mean of s" in one
     )

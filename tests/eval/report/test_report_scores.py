@@ -17,8 +17,9 @@ from eval import open_dataset
 from eval.__main__ import main
 from eval.features.encoder import ONE_RANK
 from eval.report import build_report
+from eval.report.charts import macro
 from eval.report.read import Result, read_run_folder
-from eval.report.scores import headline_scores, newest
+from eval.report.run_page import headlines, newest
 from eval.run import Scorer
 from tests.eval.web_page import Page
 
@@ -65,7 +66,9 @@ def charts(page: Page) -> list[str]:
 
 def top(run: Path) -> str:
     folder = read_run_folder(run)
-    return Page(f"<html>{headline_scores(folder.results, folder.step)}</html>").words
+    return Page(
+        f"<html>{macro('scores.html', 'headlines')(headlines(folder.results, folder.step))}</html>"
+    ).words
 
 
 def test_a_curve_is_of_one_setting(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import match_ranks
 from eval.report import build_comparison
-from eval.report.draw import PictureBook, example_card
+from eval.report.charts import macro
+from eval.report.images import Thumbnails
 from eval.results.details import Details, read_details, retrieval_details, write_details
 from tests.eval.made_up_results import EVIL, line, write
 from tests.eval.results.test_details import NoPictures
@@ -138,13 +139,12 @@ def test_the_page_tells_similarities(tmp_path: Path) -> None:
     assert f"rank {one.rank} of {T}" in page.words
     told = f"{one.guesses[0].probability:.3f}".replace("-", "−")
     assert told in page.words and f"{100 * one.guesses[0].probability:.1f}%" not in page.words
-    assert "the true label" not in html and html.count("a caption of the picture") >= 6
+    assert "the true label" not in html and html.count("a caption of the image") >= 6
     assert [tag for tag, _ in page.tags].count("script") == 1  # captions are text
 
 
 def test_below_zero_and_far_down() -> None:
     found = next(one for one in details()[0].examples if (one.rank or 0) > 5)
-    card = example_card(
-        replace(found, rank=12_345, probability=-0.25), 25_010, {}, PictureBook(), cosines=True
-    )
+    changed = replace(found, rank=12_345, probability=-0.25)
+    card = macro("images.html", "example")(Thumbnails(), changed, 25_010, {}, cosines=True)
     assert "rank <b>12,345</b> of 25,010" in card and ">−0.250<" in card and card.count("✓") == 1

@@ -1,0 +1,399 @@
+"""Charts as inline SVG and HTML, and numbers as text.
+
+The drawing stretches with the page (``preserveAspectRatio="none"``, strokes that do not scale); labels are HTML
+text placed in percent, so they stay legible at any width. Each chart carries its points as JSON for the read-out by
+pointer or arrow keys (``report.js``), and is complete without scripts. The markup is in ``templates/charts.html``.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from clipkit.files.pages import templates
+
+__all__ = [
+    "TEMPLATES",
+    "Bar",
+    "Chart",
+    "ChartLine",
+    "Dot",
+    "Point",
+    "difference_bars",
+    "downsample",
+    "draw",
+    "figure",
+    "macro",
+    "number",
+    "ranked_bars",
+    "scatter",
+    "signed",
+    "smooth",
+]
+
+POINTS = 400  # buckets of a long curve: about one per pixel column of a phone
+_LABEL_ROOM = 12.0  # height of a label, in percent of the chart's
+
+TEMPLATES = templates(Path(__file__).with_name("templates"))
+Point = tuple[float, float]
+
+
+def macro(file: str, name: str) -> Callable[..., Markup]:
+    """Return a macro of a template."""
+    found: Callable[..., Markup] = getattr(TEMPLATES.get_template(file).module, name)
+    return found
+
+
+def number(value: float) -> str:
+    """Format a number with thousands separators and three significant digits."""
+    size = abs(value)
+    if size >= 1e15 or not math.isfinite(value):
+        return f"{value:.3g}"
+    if size >= 999.5 or value == int(value):
+        return f"{value:,.0f}"
+    if size >= 0.001:
+        text = f"{value:.{max(0, 2 - math.floor(math.log10(size)))}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return _scientific(value)
+
+
+def _scientific(value: float) -> str:
+    mantissa, exponent = f"{value:.2e}".split("e")
+    power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{mantissa.rstrip('0').rstrip('.')}×10{power}"
+
+
+def figure(value: float, unit: str) -> str:
+    """Format a number with its unit; percentages have the same digits everywhere on the page."""
+    if unit != "%":
+        return f"{number(value)}{unit}"
+    return f"{value:.2f}%" if 0 < value < 0.995 else f"{value:.1f}%"
+
+
+def signed(fraction: float) -> str:
+    """Format a difference of fractions in percentage points, with its sign."""
+    return f"{100 * fraction:+.1f}".replace("-", "−").replace("+0.0", "0.0").replace("−0.0", "0.0")
+
+
+def smooth(points: Sequence[Point], window: float) -> list[Point]:
+    """Average exponentially over about ``window`` points, corrected for the bias toward the first."""
+    keep = 1 - 1 / max(1.0, window)
+    mean = weight = 0.0
+    out = []
+    for x, y in points:
+        mean = keep * mean + (1 - keep) * y
+        weight = keep * weight + (1 - keep)
+        out.append((x, mean / weight))
+    return out
+
+
+def downsample(points: Sequence[Point], count: int = POINTS) -> list[tuple[float, float, float, float]]:
+    """Summarize points in at most ``count`` buckets (x, last, low, high), which keep every peak."""
+    buckets = min(count, len(points))
+    out = []
+    for i in range(buckets):
+        inside = points[i * len(points) // buckets : (i + 1) * len(points) // buckets]
+        values = [y for _, y in inside]
+        out.append((inside[-1][0], values[-1], min(values), max(values)))
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Line charts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartLine:
+    """One line of a chart.
+
+    Args:
+        points: (x, y) in order of x.
+        band: (x, low, high), shaded behind the line.
+        reference: a level for comparison: dashed and labelled on the chart.
+        tone: color of the palette, from 1.
+        dots: mark each point (for curves of few points).
+        mark: a point in the same color, not joined to the line.
+        dashed: for lines beyond the palette's colors.
+        summary: shown in the caption instead of the last value.
+    """
+
+    name: str
+    points: Sequence[Point]
+    band: Sequence[tuple[float, float, float]] = ()
+    reference: bool = False
+    tone: int = 1
+    dots: bool = False
+    mark: Point | None = None
+    dashed: bool = False
+    summary: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A titled line chart; the y axis includes ``floor`` and ``ceiling``.
+
+    The x axis counts ``x_name``s, unless ``x_ticks`` lists all its positions and labels.
+    """
+
+    title: str
+    lines: Sequence[ChartLine]
+    unit: str = ""
+    note: str = ""
+    floor: float | None = None
+    ceiling: float | None = None
+    wide: bool = False
+    x_name: str = "step"
+    x_ticks: Sequence[tuple[float, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """Maps values to the drawing's coordinates, 0–1000, and to percent."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def left(self, value: float) -> float:
+        return 100 * ((value - self.x0) / (self.x1 - self.x0) if self.x1 > self.x0 else 0.5)
+
+    def top(self, value: float) -> float:
+        return 100 * ((self.y1 - value) / (self.y1 - self.y0) if self.y1 > self.y0 else 0.5)
+
+    def points(self, points: Sequence[Point]) -> str:
+        """Format points for a polyline."""
+        return " ".join(f"{10 * self.left(x):.1f},{10 * self.top(y):.1f}" for x, y in points)
+
+    def dots(self, points: Sequence[Point]) -> str:
+        """Format points as a path of dots."""
+        return "".join(f"M{10 * self.left(x):.1f} {10 * self.top(y):.1f}h0" for x, y in points)
+
+    def line(self, line: ChartLine) -> str:
+        """Format a line's points; a constant reference line reaches from side to side."""
+        points = list(line.points)
+        if line.reference and points[0][1] == points[-1][1]:
+            points = [(self.x0, points[0][1]), *points, (self.x1, points[-1][1])]
+        return self.points(points)
+
+    def band(self, line: ChartLine) -> str:
+        """Format the outline of a band."""
+        upper = [(x, high) for x, _, high in line.band]
+        return self.points([*upper, *((x, low) for x, low, _ in reversed(line.band))])
+
+
+def draw(chart: Chart) -> Markup:
+    """Render a chart as a ``figure``; empty if there is nothing to draw."""
+    lines = [line for line in chart.lines if line.points]
+    if all(line.reference for line in lines):
+        return Markup()
+    points = [point for line in lines for point in (*line.points, *((line.mark,) if line.mark else ()))]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    ys += [y for line in lines for _, low, high in line.band for y in (low, high)]
+    ys += [y for y in (chart.floor, chart.ceiling) if y is not None]
+    low, high = min(ys), max(ys)
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-15):  # room on both sides of a constant line
+        pad = max(abs(high) * 0.05, 1e-6)
+        low, high = low - pad, high + pad
+    room = 0.02 * (max(xs) - min(xs)) if any(line.mark for line in lines) else 0.0
+    scale = _Scale(x0=min(xs) - room, x1=max(xs), y0=low, y1=high)
+    y_ticks = _ticks(low, high)
+    plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)  # else all in scientific notation
+    ends = [scale.top(line.points[-1][1]) for line in lines if not line.reference]
+    words = "; ".join(_in_words(line, chart) for line in lines)
+    return macro("charts.html", "chart")(
+        chart,
+        lines,
+        scale,
+        y_ticks=[
+            (scale.top(y), (number(y) if plain or y == 0 else _scientific(y)) + chart.unit) for y in y_ticks
+        ],
+        x_ticks=_x_labels(chart, scale),
+        references=[_reference_label(line, scale, ends) for line in lines if line.reference],
+        words=f"{chart.title}: {words}",
+        data=_data(lines, chart, scale),
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """List round numbers within low … high, in about four steps."""
+    rough = (high - low) / 4
+    power: float = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = (float(f"{i * step:.10g}") for i in range(first, last + 1))
+    room = 1e-9 * (high - low)
+    return [tick for tick in ticks if low - room <= tick <= high + room]
+
+
+def _x_labels(chart: Chart, scale: _Scale) -> list[tuple[float, str, str]]:
+    """List position in percent, alignment ("first", "last" or "") and text."""
+    ticks = list(chart.x_ticks)
+    if not ticks:
+        whole = [x for x in _ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
+        ticks = [(x, number(x)) for x in whole or [scale.x0]]
+        ticks[-1] = ticks[-1][0], f"{ticks[-1][1]} {chart.x_name}s"
+    places = [(scale.left(x), label) for x, label in ticks if scale.x0 <= x <= scale.x1]
+    return [(left, "first" if left < 6 else "last" if left > 90 else "", label) for left, label in places]
+
+
+def _reference_label(line: ChartLine, scale: _Scale, ends: Sequence[float]) -> tuple[float, bool, str]:
+    """Give position, whether below the line, and text; on the side where no other line ends close by."""
+    top = scale.top(line.points[-1][1])
+    crowded = any(top - _LABEL_ROOM < end <= top for end in ends)
+    return top, top < _LABEL_ROOM or (crowded and top < 100 - _LABEL_ROOM), line.name
+
+
+def _in_words(line: ChartLine, chart: Chart) -> str:
+    (x0, y0), (x1, y1) = line.points[0], line.points[-1]
+    if line.reference:
+        return f"{line.name} at {figure(y1, chart.unit)}"
+    labels = dict(chart.x_ticks)
+    start, end = (f"{chart.x_name} {labels.get(x) or number(x)}" for x in (x0, x1))
+    return f"{line.name} from {figure(y0, chart.unit)} at {start} to {figure(y1, chart.unit)} at {end}"
+
+
+def _data(lines: Sequence[ChartLine], chart: Chart, scale: _Scale) -> str:
+    """Encode what the read-out needs."""
+    value = {
+        "unit": chart.unit,
+        "name": chart.x_name,
+        "ticks": {f"{x:.10g}": label for x, label in chart.x_ticks},
+        "x": [scale.x0, scale.x1],
+        "y": [scale.y0, scale.y1],
+        "lines": [
+            {
+                "name": line.name,
+                "tone": 0 if line.reference else line.tone,
+                "x": [float(f"{x:.10g}") for x, _ in points],
+                "y": [float(f"{y:.4g}") for _, y in points],
+            }
+            for line in lines
+            for points in [[line.mark, *line.points] if line.mark else line.points]
+        ],
+    }
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Bars and dots
+
+_LABEL = (4.5, 7.0)  # width and height of a dot's number, in percent of the chart's
+_SIDES = (
+    (1.0, 0.0),
+    (-1.0, 0.0),
+    (0.0, -1.0),
+    (0.0, 1.0),
+    (1.0, -1.0),
+    (-1.0, -1.0),
+    (1.0, 1.0),
+    (-1.0, 1.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A named value with a note; ``muted`` for values shown for comparison."""
+
+    name: str
+    value: float
+    note: str = ""
+    muted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dot:
+    """A named point; ``x`` above 0."""
+
+    name: str
+    x: float
+    y: float
+    tone: int = 1
+
+
+def ranked_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> Markup:
+    """Render fractions in 0–1 as bars, the greatest first; empty without bars."""
+    ranked = sorted(bars, key=lambda bar: -bar.value)
+    return macro("charts.html", "ranked_bars")(title, ranked, note) if bars else Markup()
+
+
+def difference_bars(
+    title: str, bars: Sequence[Bar], *, limits: tuple[float, float], note: str = ""
+) -> Markup:
+    """Render differences in −1 … 1 on both sides of a line at 0, the greatest first; empty without bars.
+
+    ``limits`` are the least and greatest value of all charts that share one scale.
+    """
+    low, high = min(0.0, limits[0]), max(0.0, limits[1])
+    ranked = sorted(bars, key=lambda bar: -bar.value)
+    return (
+        macro("charts.html", "difference_bars")(title, ranked, low, (high - low) or 1.0, note)
+        if bars
+        else Markup()
+    )
+
+
+def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> Markup:
+    """Render fractions in 0–1 over a logarithmic x axis, joining the best up to each x; empty without dots."""
+    if not dots:
+        return Markup()
+    logs = [math.log10(dot.x) for dot in dots]
+    best, worst = max(dot.y for dot in dots), min(dot.y for dot in dots)
+    step = 0.05 if best - worst < 0.3 else 0.1
+    bottom = max(0.0, math.floor(worst / step - 0.2) * step)
+    top = min(1.0, math.ceil(best / step + 0.2) * step)
+    scale = _Scale(x0=min(logs) - 0.12, x1=max(logs) + 0.12, y0=bottom, y1=top)
+    order = sorted(dots, key=lambda dot: (dot.x, -dot.y))
+    places = [(scale.left(math.log10(dot.x)), scale.top(dot.y)) for dot in order]
+    frontier = [one for i, one in enumerate(order) if all(one.y > other.y for other in order[:i])]
+    ticks = _log_ticks(10**scale.x0, 10**scale.x1)
+    return macro("charts.html", "scatter")(
+        title,
+        list(zip(order, places, _label_places(places), strict=True)),
+        scale.points([(math.log10(dot.x), dot.y) for dot in frontier]),
+        x_ticks=[(scale.left(math.log10(x)), number(x)) for x in ticks],
+        y_ticks=[bottom + i * step for i in range(round((top - bottom) / step) + 1)],
+        scale=scale,
+        x_unit=x_unit,
+        note=note,
+    )
+
+
+def _label_places(places: Sequence[Point]) -> list[Point]:
+    """Place a number beside each dot, on the first side without a dot or another number."""
+    taken = list(places)
+    out = []
+    for own in places:
+        sides = [(own[0] + dx * _LABEL[0] * 0.75, own[1] + dy * _LABEL[1]) for dx, dy in _SIDES]
+        free = (
+            (x, y)
+            for x, y in sides
+            if 1 <= x <= 99
+            and 2 <= y <= 98
+            and not any(
+                abs(x - other[0]) < _LABEL[0] * 0.7 and abs(y - other[1]) < _LABEL[1] * 0.9
+                for other in taken
+                if other != own
+            )
+        )
+        chosen = next(free, sides[0])
+        taken.append(chosen)
+        out.append(chosen)
+    return out
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """List round numbers within low … high: powers of ten, and numbers between them where these are few."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        ticks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) >= 3:
+            break
+    return inside
+
+
+TEMPLATES.filters |= {"number": number, "figure": figure, "signed": signed}
