@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, Parser, nearest, number, run_command, whole
 from clipkit.files.atomic import write_atomic
-from clipkit.files.count import CountProgress
+from clipkit.files.progress import CountProgress
 from clipkit.files.tar import TruncatedError
+from clipkit.files.text import counted, printable
 from clipkit.files.traits import Decoding, add_decoding_options, color_of
 from data.captions import Selection, listed
 from data.inspect.speed import add_speed
@@ -217,7 +218,6 @@ def _inspect(parsed: argparse.Namespace) -> int:
             raise DataError(f"cannot write {out}: name a file in a folder that exists")
     from data.augment import Augmentation
     from data.inspect import inspect
-    from data.inspect.findings import plain
     from data.inspect.report import page_of, print_table
     from data.remote.cache_folder import shard_cache
 
@@ -244,7 +244,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
     print_table(found)
     if parsed.html is not None:
         _write(parsed.html, page_of(found))
-        print(f"\nwrote {plain(str(parsed.html))}")
+        print(f"\nwrote {printable(str(parsed.html))}")
     elif found.bad_shown or found.same or found.alike:
         print("\nto look at bad and double pictures: --html PAGE.html")
     if parsed.json is not None:
@@ -290,7 +290,7 @@ class _Bars:
 
     def show(self, what: str, done: int, failed: int, total: int) -> None:
         """So much of this is done."""
-        from clipkit.files.count import CountProgress
+        from clipkit.files.progress import CountProgress
 
         if what != self._what:
             self._stack.close()
@@ -501,7 +501,7 @@ def _outcome(report: "PackReport", test: float) -> Iterator[str]:
         report.splits.get("test", 0),
         sum(report.bad.values()),
     )
-    line = f"packed {train:,} pair{'' if train == 1 else 's'} into train"
+    line = f"packed {counted(train, 'pair')} into train"
     if test:
         line += f" and {held_out:,} into test"
     if test and not held_out:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.files.text import printable
 from data.shards.index import CAPTION, IMAGE, LABEL, META, ShardIndex
 
 __all__ = [
@@ -123,8 +124,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _shown(name: str) -> str:
-    plain = name if name.isprintable() else ascii(name)[1:-1]
-    return plain if len(plain) <= _LONGEST else plain[:_LONGEST] + "…"
+    return printable(name, _LONGEST)
 
 
 # --------------------------------------------------------------------------------------------------------------

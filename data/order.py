@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError
+from clipkit.files.splitmix import MASK, STEP, mix, mix_array
 
 __all__ = ["Draw", "Order", "Position", "hashed", "key", "permuted"]
 
@@ -27,9 +28,7 @@ __all__ = ["Draw", "Order", "Position", "hashed", "key", "permuted"]
 # Only 64-bit integer arithmetic is used, so that the outcome is the same on every machine and in every release
 # of every library. Letters: N numbers asked for at once.
 
-_MASK = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64's finalizer (Steele et al. 2014)
+_ROUND_KEY = 0xBF58476D1CE4E5B9  # added to the key of a permutation at each round
 _ROUNDS = 8
 
 Integers = npt.NDArray[np.int64] | npt.NDArray[np.uint64]
@@ -41,33 +40,18 @@ def key(*numbers: int) -> int:
     for number in numbers:
         assert number >= 0
         while True:  # by digits of 64 bits
-            state = _mix((state + _STEP + (number & _MASK)) & _MASK)
+            state = mix((state + STEP + (number & MASK)) & MASK)
             number >>= 64
             if not number:
                 break
     return state
 
 
-def _mix(state: int) -> int:
-    state = (state ^ (state >> 30)) * _MIX_1 & _MASK
-    state = (state ^ (state >> 27)) * _MIX_2 & _MASK
-    return state ^ (state >> 31)
-
-
 def hashed(keys: int | npt.NDArray[np.uint64], numbers: Integers) -> npt.NDArray[np.uint64]:
     """(N,) 64 bits for each of (N,) ``numbers``, under one key or a key for each."""
-    return _scrambled(
-        (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP) + np.asarray(keys, np.uint64)
+    return mix_array(
+        (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(STEP) + np.asarray(keys, np.uint64)
     )
-
-
-def _scrambled(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer, in place."""
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        state ^= state >> np.uint64(shift)
-        state *= np.uint64(factor)
-    state ^= state >> np.uint64(31)
-    return state
 
 
 def permuted(
@@ -100,10 +84,10 @@ def _sent(
 ) -> npt.NDArray[np.uint64]:
     row, column = np.divmod(cells, width)
     for _ in range(_ROUNDS // 2):
-        keys = keys + np.uint64(_MIX_1)
-        column = (column + _scrambled(row * np.uint64(_STEP) + keys)) % width
-        keys = keys + np.uint64(_MIX_1)
-        row = (row + _scrambled(column * np.uint64(_STEP) + keys)) % height
+        keys = keys + np.uint64(_ROUND_KEY)
+        column = (column + mix_array(row * np.uint64(STEP) + keys)) % width
+        keys = keys + np.uint64(_ROUND_KEY)
+        row = (row + mix_array(column * np.uint64(STEP) + keys)) % height
     return row * width + column
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
-from clipkit.files.count import counted
+from clipkit.files.text import counted, printable
 from clipkit.formats.checkpoint import resolve_checkpoint
 from clipkit.formats.open_clip import newest_epoch
 from data.remote.cache_folder import cache_folder
@@ -44,7 +44,7 @@ from eval.datasets.new import (
 from eval.datasets.targets import Missing, Target, find_named, find_suites
 from eval.features.encoder import Ranks
 from eval.features.image_models import TIMM, load_image_model, no_text_tower
-from eval.report.terminal import printable, score_table
+from eval.report.terminal import score_table
 from eval.results.scores import check_appendable, read_results, weights_id
 from eval.run import Scored, check_tasks, run_model
 from eval.tasks import TASKS, options_of
@@ -132,7 +132,6 @@ def _is_same(path: Path, other: Path) -> bool:
 
 def _tell(notes: Sequence[str]) -> None:
     """What a page's reader finds on it, told to who builds it."""
-    from eval.report.terminal import printable
 
     for note in notes:
         print(f"note: {printable(note)}", file=sys.stderr)
@@ -156,7 +155,7 @@ def _facts(files: Sequence[Path]) -> dict[str, Any]:
 
 def compare_models(options: argparse.Namespace) -> int:
     from eval.compare import compare
-    from eval.report.terminal import comparison_table, printable
+    from eval.report.terminal import comparison_table
 
     results = [one / "results.jsonl" if one.is_dir() else one for one in options.results]
     found = compare(results, options.first, options.second)

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from clipkit.errors import CheckpointError
+from clipkit.files.text import printable
 
 __all__ = [
     "Archive",
@@ -942,7 +943,7 @@ def _read_safetensors(path: Path) -> StoredWeights:
                 notes=notes,
             )
     except SafetensorError as error:
-        what = "".join(letter for letter in str(error) if letter.isprintable())[:200]
+        what = printable(str(error), 200)
         raise CheckpointError(f"{path} is cut off or damaged ({what}); fetch it again") from error
 
 

@@ -32,9 +32,11 @@ from torch import Tensor
 from clipkit.api import load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
-from clipkit.files.count import CountProgress, counted
+from clipkit.files.patterns import user_path
+from clipkit.files.progress import CountProgress
 from clipkit.files.table import safe_cell
-from clipkit.inference.inputs import Stream, user_path
+from clipkit.files.text import counted, printable
+from clipkit.inference.inputs import Stream
 from clipkit.inference.stream import Failure, FeatureStream, pick_device
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
@@ -202,7 +204,7 @@ def _classified(outcomes: Iterator[Guess | Failure], writer: "_Writer | None") -
             if isinstance(outcome, Failure):
                 failed += 1
                 where = f" (in {outcome.item.source})" if outcome.item.source not in outcome.item.key else ""
-                print(f"failed: {_shown(outcome.item.key + where)}: {outcome.cause}", file=sys.stderr)
+                print(f"failed: {printable(outcome.item.key + where)}: {outcome.cause}", file=sys.stderr)
             else:
                 done += 1
                 if writer is not None:
@@ -233,7 +235,7 @@ def _rows_of(guess: Guess) -> str:
 
 def _line(picture: str, label: str, probability: str) -> str:
     """A line of the table, at most 80 columns; of a path the end tells most, of a label the beginning."""
-    picture, label = _shown(picture), _shown(label)
+    picture, label = printable(picture), printable(label)
     if cell_len(picture) > _PICTURE:
         while cell_len(picture) > _PICTURE - 1:
             picture = picture[1:]
@@ -242,11 +244,6 @@ def _line(picture: str, label: str, probability: str) -> str:
         label = set_cell_size(label, _LABEL - 1).rstrip() + "…"
     cells = (set_cell_size(picture, _PICTURE), set_cell_size(label, _LABEL), f"{probability:>{_PROBABILITY}}")
     return "  ".join(cells).rstrip()
-
-
-def _shown(text: str) -> str:
-    """Text without what would steer the terminal."""
-    return "".join(mark if mark.isprintable() else "\ufffd" for mark in text)
 
 
 class _Writer(Protocol):

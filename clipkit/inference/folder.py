@@ -36,7 +36,8 @@ import numpy.typing as npt
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing, sync, temporary_path, write_atomic
 from clipkit.files.lock import FileLock
-from clipkit.inference.inputs import Item, user_path
+from clipkit.files.patterns import user_path
+from clipkit.inference.inputs import Item
 from clipkit.inference.stream import Failure, Features
 
 __all__ = [

@@ -17,9 +17,7 @@ step, which any thread may take.
 import glob
 import heapq
 import json
-import math
 import os
-import re
 import shutil
 import stat
 import sys
@@ -34,11 +32,11 @@ from typing import BinaryIO, Literal
 from urllib.parse import unquote
 
 from clipkit.errors import DataError
+from clipkit.files.patterns import IMAGE_SUFFIXES, expand_braces, match_wildcards, path_order, user_path
 from clipkit.files.table import SUFFIXES, Row, Table
 from clipkit.files.tar import sample_name, tar_files
 
 __all__ = [
-    "IMAGE_SUFFIXES",
     "Item",
     "Kind",
     "Member",
@@ -51,30 +49,12 @@ __all__ = [
     "readable",
     "shards_in",
     "shards_of_dataset",
-    "user_path",
 ]
 
 
 # --------------------------------------------------------------------------------------------------------------
 # What lies in a folder: its shards, or every picture below it in a fixed order, in bounded memory.
 
-IMAGE_SUFFIXES = frozenset(
-    (
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".png",
-        ".webp",
-        ".gif",
-        ".bmp",
-        ".tif",
-        ".tiff",
-        ".ppm",
-        ".pgm",
-        ".jp2",
-        ".avif",
-    )
-)
 _RUN = 2**17  # names of one folder that are sorted in memory
 
 
@@ -89,7 +69,7 @@ def shards_in(folder: Path) -> list[Path]:
             shards = [Path(entry) for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
-    return sorted(shards, key=lambda path: (len(path.name), path.name))
+    return sorted(shards, key=path_order)
 
 
 def shards_of_dataset(folder: Path) -> list[Path]:
@@ -141,14 +121,6 @@ def readable(text: str) -> str:
     return content.decode("utf-8", "backslashreplace")
 
 
-def user_path(given: str) -> Path:
-    """A path as a user types it; a ``~`` that stands for nobody's home is part of a name."""
-    try:
-        return Path(given).expanduser()
-    except RuntimeError:
-        return Path(given)
-
-
 def _names(folder: Path) -> Iterator[str]:
     """The names of pictures, and of folders with "/" at the end, so that sorting them sorts paths."""
     with os.scandir(folder) as entries:
@@ -181,10 +153,6 @@ def _sorted(names: Iterable[str]) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------------
 # Which paths a user means by braces, as in ``{00000..00331}.tar``, and by wildcards, as in ``*.tar``.
 
-_MAX_PATTERN = 1_000_000  # paths of a pattern
-_RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
-_NUMBER = re.compile(r"([0-9]+)")
-
 
 def paths_of(source: str) -> list[str]:
     """The paths of one source, those of a pattern in order; what is no pattern, or is there, is itself.
@@ -196,39 +164,20 @@ def paths_of(source: str) -> list[str]:
 
 
 def _matching(pattern: str) -> list[str]:
-    """The paths that wildcards stand for, by their names with numbers as numbers; anything else is itself."""
+    """The paths that wildcards match; anything else is itself."""
     if not glob.has_magic(pattern) or "://" in pattern or os.path.lexists(user_path(pattern)):
         return [pattern]
-    every = glob.iglob(str(user_path(pattern)), recursive=True)  # noqa: PTH207 - leaves hidden files out
-    paths = list(islice(every, _MAX_PATTERN + 1))
+    paths = list(map(str, match_wildcards(user_path(pattern))))
     if not paths:
-        raise DataError(f"no file or folder on this disk has a name as {pattern!r}")
-    if len(paths) > _MAX_PATTERN:
-        raise DataError(f"{pattern!r} stands for more than {_MAX_PATTERN:,} paths")
-    return sorted(paths, key=_natural)
-
-
-def _natural(path: str) -> tuple[list[tuple[int, str]], str]:
-    """To sort 9 before 10; names that differ in zeros alone by these."""
-    parts = _NUMBER.split(path)  # texts and numbers in turn
-    return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)], path
+        raise DataError(f"no file or folder on this disk matches {pattern!r}")
+    return paths
 
 
 def _expanded(source: str) -> list[str]:
     """The paths of a brace pattern; anything else is itself."""
     if "{" not in source or os.path.lexists(source):
         return [source]
-    from braceexpand import braceexpand
-
-    # braceexpand writes ranges out before it gives the first path
-    ranges = [abs(int(first) - int(last)) + 1 for first, last in _RANGE.findall(source)]
-    try:
-        many = math.prod(ranges) > _MAX_PATTERN
-        paths = [] if many else list(islice(braceexpand(source), _MAX_PATTERN + 1))
-    except ValueError as error:
-        raise DataError(f"the braces of {source!r} do not balance") from error
-    if many or len(paths) > _MAX_PATTERN:
-        raise DataError(f"{source!r} stands for more than {_MAX_PATTERN:,} paths")
+    paths = list(expand_braces(source))
     missing = [path for path in paths if not user_path(path).exists() and not glob.has_magic(path)]
     if missing:
         raise DataError(

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from clipkit.config import Config, to_toml
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
+from clipkit.files.text import printable
 from clipkit.files.traits import Decoding, TraitCounts
 from clipkit.files.urls import without_secrets
 from clipkit.model.clip import CLIP
@@ -77,9 +78,9 @@ class ProgressLine:
             self._bar.start()
 
     def say(self, line: str) -> None:
-        """A line of its own, above the bar; marks that would move the cursor (keys may hold any) are replaced."""
+        """Print a line above the bar; characters that would move the cursor (keys may hold any) are escaped."""
         if self._shown:
-            line = "".join(c if c.isprintable() else "\ufffd" for c in line)
+            line = printable(line)
             if self._live:  # else a line stays one, for who searches a file for it
                 line = textwrap.fill(
                     line,

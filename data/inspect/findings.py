@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
+from clipkit.files.text import printable
 from clipkit.files.traits import Decoding
 
 __all__ = [
@@ -31,12 +32,10 @@ __all__ = [
     "Thumbnail",
     "WithTrait",
     "about",
-    "many",
     "name_of",
     "of_all",
     "percent",
     "place_of",
-    "plain",
     "repeated_of",
     "size_of",
     "wilson",
@@ -519,17 +518,6 @@ def wilson(part: int, whole: int) -> tuple[float, float]:
 # --------------------------------------------------------------------------------------------------------------
 # How numbers, names and places are written in a report; text from data cannot do more than be read.
 
-_LONG = 160  # characters of a caption or key
-
-
-def plain(text: str, most: int = _LONG) -> str:
-    """Text from data on one line, nothing in it that moves a cursor or turns the direction of writing."""
-    shown = text[:most] + "…" * (len(text) > most)
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode()
-        for one in shown
-    )
-
 
 def size_of(count: float) -> str:
     """Bytes in the unit that fits."""
@@ -537,11 +525,6 @@ def size_of(count: float) -> str:
         if count >= worth:
             return f"{count / worth:.3g} {unit}"
     return f"{count:.0f} bytes"
-
-
-def many(count: int, one: str) -> str:
-    """A number and what it counts, in the plural that ends in s."""
-    return f"{count:,} {one}" + ("" if count == 1 else "s")
 
 
 def percent(part: float, whole: float) -> str:
@@ -554,17 +537,17 @@ def of_all(part: int, whole: int) -> str:
 
 
 def name_of(url: str) -> str:
-    return plain(url.rpartition("/")[2] or url, 60)
+    return printable(url.rpartition("/")[2] or url, 60)
 
 
 def place_of(place: Place | None) -> str:
-    return f"{name_of(place.shard)}: {plain(place.key, 60)}" if place else ""
+    return f"{name_of(place.shard)}: {printable(place.key, 60)}" if place else ""
 
 
 def repeated_of(names: Names) -> str:
     """How many files there are beyond the first of their kind in a sample, with examples."""
     counts = ", ".join(
-        f"{count:,} more {plain(kind, 30)}" for kind, count in list(names.repeated.items())[:5]
+        f"{count:,} more {printable(kind, 30)}" for kind, count in list(names.repeated.items())[:5]
     )
     places = "; ".join(map(place_of, names.repeated_at))
     return f"{counts} (such as {places})" if places else counts

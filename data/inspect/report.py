@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clipkit.files.pages import templates
+from clipkit.files.text import counted, printable
 from clipkit.files.traits import TraitCounts, hex_of
 from data.inspect.findings import (
     Duplicates,
@@ -23,12 +24,10 @@ from data.inspect.findings import (
     Stated,
     WithTrait,
     about,
-    many,
     name_of,
     of_all,
     percent,
     place_of,
-    plain,
     repeated_of,
     size_of,
 )
@@ -61,7 +60,7 @@ def headline(found: Findings) -> str:
     """All in one line."""
     shards = found.shards
     samples = f"{shards.samples:,}" if shards.samples_known else about(shards.samples)
-    return f"{many(shards.count, 'shard')}, {samples} samples, {size_of(shards.bytes)}"
+    return f"{counted(shards.count, 'shard')}, {samples} samples, {size_of(shards.bytes)}"
 
 
 def parts(found: Findings) -> list[Part]:
@@ -93,7 +92,7 @@ def _shards(found: Findings) -> Part:
     if shards.counted:
         spread = f"{shards.least:,} to {shards.greatest:,} samples, median {shards.median:,.0f}"
         if shards.least == shards.greatest:
-            spread = many(shards.least, "sample")
+            spread = counted(shards.least, "sample")
         rows.append(_row("in one shard", spread))
     if shards.stated.shards:
         rows.append(_row("_stats.json files", *_stated(shards.stated)))
@@ -107,7 +106,7 @@ def _shards(found: Findings) -> Part:
     gaps = f"{shards.missing_count:,}: {missing}" if missing else "none: no gap in their numbers"
     rows.append(_row("missing shards", gaps))
     rows.append(_row("without any pair", ", ".join(map(name_of, shards.empty[:8])) or "none"))
-    broken = [f"{name_of(one.shard)}: {plain(one.cause)}" for one in shards.broken[:10]]
+    broken = [f"{name_of(one.shard)}: {printable(one.cause, 160)}" for one in shards.broken[:10]]
     more = len(shards.broken) - len(broken)
     rows.append(_row("cannot be read", *(broken or ["none"]), *([f"{more:,} more"] if more else [])))
     return Part(name="shards", title="Shards", rows=tuple(rows))
@@ -123,7 +122,7 @@ def _left(found: Findings) -> Row:
 def _epoch(found: Findings) -> Row:
     steps = found.left // found.batch_size
     exact = found.shards.samples_known and (found.filtered is None or found.all_read)
-    count = many(steps, "step") if exact else f"{about(steps)} steps"
+    count = counted(steps, "step") if exact else f"{about(steps)} steps"
     return _row("one epoch", f"{count} of {found.batch_size:,} samples (--batch-size sets the batch)")
 
 
@@ -136,22 +135,26 @@ def _stated(stated: Stated) -> Sequence[str]:
 
 def _names(found: Findings) -> Part:
     names = found.names
-    extensions = [f"{plain(one, 30)} {count:,}" for one, count in list(names.extensions.items())[:10]]
-    forms = [f"{plain(form, 60)}  ({count:,})" for form, count in names.patterns.items()]
+    extensions = [f"{printable(one, 30)} {count:,}" for one, count in list(names.extensions.items())[:10]]
+    forms = [f"{printable(form, 60)}  ({count:,})" for form, count in names.patterns.items()]
     digit = ["where # is a digit"] if any("#" in form for form in forms) else []
     rows = [_row("keys look like", *forms, *digit), _row("files by extension", ", ".join(extensions))]
     if names.upper_case:
-        capitals = ", ".join(f"{plain(one, 30)} {n:,}" for one, n in names.upper_case.items())
+        capitals = ", ".join(f"{printable(one, 30)} {n:,}" for one, n in names.upper_case.items())
         rows.append(_row("in capitals", capitals))
     rows += [
         _row("without picture", of_all(names.without_picture, names.groups)),
         _row("without caption", of_all(names.without_caption, names.groups)),
     ]
-    example = f", such as {plain(names.across_example, 60)}" if names.across_example else ""
+    example = f", such as {printable(names.across_example, 60)}" if names.across_example else ""
     apart = f"{names.apart:,}, such as {place_of(names.apart_example)}"
     counts = (
-        ("second dot in name", names.second_dot, f"{many(names.second_dot, 'file')}, not seen by a training"),
-        ("of no sample", names.hidden, f"{many(names.hidden, 'file')}, hidden or without an extension"),
+        (
+            "second dot in name",
+            names.second_dot,
+            f"{counted(names.second_dot, 'file')}, not seen by a training",
+        ),
+        ("of no sample", names.hidden, f"{counted(names.hidden, 'file')}, hidden or without an extension"),
         ("twice in a sample", sum(names.repeated.values()), f"{repeated_of(names)}; the first one is used"),
         ("key twice in a shard", names.apart, apart),
         ("key in two shards", names.across, f"{names.across:,}{example}; does no harm in training"),
@@ -166,13 +169,13 @@ def _fields(found: Findings) -> Part:
     rows = [_row("samples with json", of_all(fields.with_json, fields.read) + spread)]
     for one in fields.fields:
         share = "" if one.count == fields.read else f", in {percent(one.count, fields.read)}"
-        rows.append(_row(plain(one.name, 60), f"{one.kind}{share}: {plain(one.values)}"))
+        rows.append(_row(printable(one.name, 60), f"{one.kind}{share}: {printable(one.values, 160)}"))
     if fields.more:
         rows.append(_row("others", f"{fields.more:,} more fields"))
     if filtered is not None:
-        left_out = [f"{count:,} left out: {plain(why, 80)}" for why, count in filtered.left_out.items()]
+        left_out = [f"{count:,} left out: {printable(why, 80)}" for why, count in filtered.left_out.items()]
         passed = f"{of_all(filtered.passed, filtered.read)} pass"
-        rows.append(_row("filters", *(plain(one, 80) for one in filtered.filters)))
+        rows.append(_row("filters", *(printable(one, 80) for one in filtered.filters)))
         rows.append(_row("after the filters", passed, *left_out[:8]))
     elif fields.fields:
         rows.append(_row("to select by these", "--filters 'FIELD >= VALUE' here, data.filters in training"))
@@ -192,7 +195,7 @@ def _bad(found: Findings) -> Part:
     ]
     for one in sampled.causes[:10]:
         where = "; ".join(map(place_of, one.first[:_PLACES]))
-        rows.append(_row(many(one.count, "sample"), plain(one.cause), f"in {where}"))
+        rows.append(_row(counted(one.count, "sample"), printable(one.cause, 160), f"in {where}"))
     return Part(name="bad", title="Bad samples", rows=tuple(rows))
 
 
@@ -211,15 +214,15 @@ def _captions(found: Findings) -> Part:
     if captions.longest_at and captions.cut:
         rows.insert(2, _row("the longest", place_of(captions.longest_at)))
     if captions.frequent:
-        frequent = (f"{count:,} × {plain(text, 100)}" for text, count in captions.frequent)
+        frequent = (f"{count:,} × {printable(text, 100)}" for text, count in captions.frequent)
         rows.append(_row("most frequent", *frequent))
     return Part(name="captions", title="Captions", rows=tuple(rows), charts=(captions.tokens,))
 
 
 def _pictures(found: Findings) -> Part:
     pictures = found.pictures
-    formats = ", ".join(f"{plain(kind, 20)} {count:,}" for kind, count in pictures.formats.items())
-    misnamed = ", ".join(f"{plain(what, 40)} ({count:,})" for what, count in pictures.misnamed.items())
+    formats = ", ".join(f"{printable(kind, 20)} {count:,}" for kind, count in pictures.formats.items())
+    misnamed = ", ".join(f"{printable(what, 40)} ({count:,})" for what, count in pictures.misnamed.items())
     marks = ", ".join(f"{mark} {percent(count, pictures.read)}" for mark, count in pictures.marks.items())
     small = f"{of_all(pictures.small, pictures.read)} on their shorter side; they are enlarged"
     rows = [
@@ -270,7 +273,7 @@ def _duplicates(found: Duplicates) -> Sequence[str]:
         return ["none among those decoded"]
     shown = [" = ".join(map(place_of, group)) for group in found.shown[:3]]
     more = ["…"] if found.groups > len(shown) else []
-    return [f"{found.pictures:,} pictures in {many(found.groups, 'group')}:", *shown, *more]
+    return [f"{found.pictures:,} pictures in {counted(found.groups, 'group')}:", *shown, *more]
 
 
 def _speed(found: Findings) -> Part:
@@ -286,7 +289,7 @@ def _speed(found: Findings) -> Part:
         _row("reading alone", f"{speed.read:,.0f} samples/s, {size_of(speed.read_bytes)}/s{network}"),
         _row(
             "workers needed",
-            f"{many(speed.workers, 'worker')} (data.workers) for a GPU that takes {speed.rate:,.0f} samples/s "
+            f"{counted(speed.workers, 'worker')} (data.workers) for a GPU that takes {speed.rate:,.0f} samples/s "
             "(--rate)",
         ),
         _row("for other GPUs", needed),
@@ -323,34 +326,34 @@ def notes(found: Findings) -> list[Note]:
 def _shard_notes(found: Findings) -> Iterator[Note]:
     shards, names = found.shards, found.names
     for refusal in shards.refused:
-        yield Note(text=f"training refuses this list of shards: {plain(refusal, 300)}", grave=True)
+        yield Note(text=f"training refuses this list of shards: {printable(refusal, 300)}", grave=True)
     if shards.broken:
         yield Note(
-            text=f"{len(shards.broken):,} of {many(shards.looked_into, 'shard')} looked into cannot be read; "
+            text=f"{len(shards.broken):,} of {counted(shards.looked_into, 'shard')} looked into cannot be read; "
             "training refuses them: fetch them again or leave them out",
             grave=True,
         )
         if truncated := sum(one.truncated for one in shards.broken):
             yield Note(
-                text=f"{many(truncated, 'shard')} truncated: data.truncated=use trains on the intact part",
+                text=f"{counted(truncated, 'shard')} truncated: data.truncated=use trains on the intact part",
                 grave=True,
             )
     if shards.suspicious > len(shards.broken):
         yield Note(
-            text=f"{many(shards.suspicious, 'shard')} not ending as a tar does: likely cut short",
+            text=f"{counted(shards.suspicious, 'shard')} not ending as a tar does: likely cut short",
             grave=True,
         )
     if shards.missing_count:
         yield Note(
-            text=f"missing {many(shards.missing_count, 'shard number')}: {', '.join(shards.missing[:6])}"
+            text=f"missing {counted(shards.missing_count, 'shard number')}: {', '.join(shards.missing[:6])}"
         )
     if shards.empty:
         yield Note(
-            text=f"{many(len(shards.empty), 'shard')} without a pair, among them {name_of(shards.empty[0])}"
+            text=f"{counted(len(shards.empty), 'shard')} without a pair, among them {name_of(shards.empty[0])}"
         )
     if names.apart:
         yield Note(
-            text=f"{many(names.apart, 'key')} coming back later in the shard ({place_of(names.apart_example)}): "
+            text=f"{counted(names.apart, 'key')} coming back later in the shard ({place_of(names.apart_example)}): "
             "the files of one sample must follow one another",
             grave=True,
         )
@@ -361,7 +364,7 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
         )
     if names.second_dot:
         yield Note(
-            text=f"{many(names.second_dot, 'file')} with a second dot in the name; all behind the first dot is "
+            text=f"{counted(names.second_dot, 'file')} with a second dot in the name; all behind the first dot is "
             "taken for the extension, so they are not seen: leave no dots in keys",
             grave=True,
         )
@@ -378,7 +381,7 @@ def _count_notes(found: Findings) -> Iterator[Note]:
         )
     if filtered is not None:
         for unknown in filtered.unknown:
-            yield Note(text=plain(unknown, 1000), grave=True)
+            yield Note(text=printable(unknown, 1000), grave=True)
         if filtered.passed:
             yield Note(text=f"the filters leave {of_all(filtered.passed, filtered.read)} of the samples read")
         elif not filtered.unknown:
@@ -419,7 +422,7 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
             grave=True,
         )
     for unknown in captions.unknown:
-        yield Note(text=f"data.captions: {plain(unknown, 1000)}")
+        yield Note(text=f"data.captions: {printable(unknown, 1000)}")
     if captions.repeated > _MENTIONED * captions.read:
         yield Note(
             text=f"{percent(captions.repeated, captions.read)} of the captions read are there already with "
@@ -432,7 +435,7 @@ def _picture_notes(found: Findings) -> Iterator[Note]:
     if held_out is not None and held_out.trained_on:
         among = "those of train" if found.all_decoded else "the ones of train that were read"
         yield Note(
-            text=f"{held_out.trained_on:,} of {many(held_out.read, 'picture')} of the split test are the same "
+            text=f"{held_out.trained_on:,} of {counted(held_out.read, 'picture')} of the split test are the same "
             f"files as some among {among}: scores on them tell what was learnt by heart",
             grave=True,
         )
@@ -450,8 +453,8 @@ def _picture_notes(found: Findings) -> Iterator[Note]:
         yield Note(text=line)
     if speed.workers > speed.cores:
         yield Note(
-            text=f"{speed.rate:,.0f} samples/s need {many(speed.workers, 'worker')}; "
-            f"this machine has {many(speed.cores, 'core')}"
+            text=f"{speed.rate:,.0f} samples/s need {counted(speed.workers, 'worker')}; "
+            f"this machine has {counted(speed.cores, 'core')}"
         )
 
 
@@ -462,10 +465,10 @@ def _picture_notes(found: Findings) -> Iterator[Note]:
 def page_of(found: Findings) -> str:
     """Render the findings as one self-contained HTML page."""
     environment = templates(Path(__file__).with_name("templates"))
-    environment.filters |= {"plain": plain, "base64": lambda data: base64.b64encode(data).decode()}
+    environment.filters |= {"plain": printable, "base64": lambda data: base64.b64encode(data).decode()}
     environment.filters |= {"bins": bins_of, "size": size_of}
     return environment.get_template("inspect.html").render(
-        title=", ".join(plain(source, 80) for source in found.sources[:3]),
+        title=", ".join(printable(source, 80) for source in found.sources[:3]),
         lead=headline(found),
         notes=notes(found),
         parts=parts(found),

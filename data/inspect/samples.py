@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import braceexpand
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files.decode import decode_image, jpeg_size, open_image, pillow_errors
+from clipkit.files.patterns import IMAGE_EXTENSIONS, expand_braces, path_order
 from clipkit.files.tar import Content, TruncatedError, sample_name, tar_files, tar_files_of
 from clipkit.files.traits import Decoding, Traits
 from clipkit.model.tokenizer import CONTEXT_LENGTH, MAX_CHARACTERS, tokenize
@@ -32,7 +32,6 @@ from data.remote.shard_file import ShardFile, is_remote
 from data.shards.index import (
     CAPTION,
     IMAGE,
-    IMAGE_EXTENSIONS,
     LABEL,
     META,
     ShardIndex,
@@ -699,7 +698,7 @@ def list_shards(sources: Sequence[str], *, split: str) -> ShardList:
 def _those_there(source: str, split: str, refusal: str) -> tuple[list[ShardFile], list[str]]:
     """The shards of a source that training refuses, and the names of those that should be there."""
     if "shards are missing" in refusal:  # so its braces stand for no more than are allowed
-        names = list(braceexpand.braceexpand(source))
+        names = list(expand_braces(source))
         if is_remote(source):
             with ThreadPoolExecutor(_MANY) as pool:
                 found = list(pool.map(_remote, names))
@@ -734,10 +733,7 @@ def _of_folder(source: str, split: str) -> list[ShardFile]:
         return store.list_folder(f"{base}/{split}") or store.list_folder(base)
     folder = Path(source).expanduser()
     here = folder / split if (folder / split).is_dir() else folder
-    return [
-        ShardFile.at(path)
-        for path in sorted(here.glob("*.tar"), key=lambda path: (len(path.name), path.name))
-    ]
+    return [ShardFile.at(path) for path in sorted(here.glob("*.tar"), key=path_order)]
 
 
 def missing_numbers(urls: Iterable[str], absent: Iterable[str] = ()) -> tuple[list[str], int]:

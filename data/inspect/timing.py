@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from clipkit.errors import DataError
+from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.traits import Decoding
 from clipkit.model.tokenizer import tokenize
 from data.augment import Augmentation, preload, random_of
@@ -35,7 +36,7 @@ from data.inspect.samples import (
     seen,
     try_sample,
 )
-from data.shards.index import CAPTION, IMAGE, IMAGE_EXTENSIONS, META, stored_index
+from data.shards.index import CAPTION, IMAGE, META, stored_index
 from data.shards.manifest import no_caption, note_texts, stated_count
 from data.shards.shard import OpenShard
 

@@ -33,6 +33,7 @@ from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies
 
 from clipkit.errors import DataError
+from clipkit.files.patterns import name_order
 from clipkit.files.urls import shown
 from data.remote.shard_file import ShardFile, is_remote
 
@@ -923,7 +924,7 @@ def list_folder(url: str) -> list[ShardFile]:
             for name, size, version in found
             if name.endswith(".tar")
         ]
-    return sorted(shards, key=lambda shard: (len(shard.name), shard.name))
+    return sorted(shards, key=lambda shard: name_order(shard.name))
 
 
 def _links(url: str) -> list[str]:

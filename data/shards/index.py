@@ -26,14 +26,15 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.files.atomic import write_atomic
+from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.tar import TruncatedError, sample_name, tar_files
+from clipkit.files.text import printable
 from data.remote.cache_folder import cache_folder
 from data.remote.shard_file import ShardFile
 
 __all__ = [
     "CAPTION",
     "IMAGE",
-    "IMAGE_EXTENSIONS",
     "LABEL",
     "META",
     "ShardIndex",
@@ -157,7 +158,6 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]
 
 # --------------------------------------------------------------------------------------------------------------
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif")
 IMAGE, CAPTION, LABEL, META = range(4)  # columns of ShardIndex.spans
 _COLUMN = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}
 _NOTHING = (0, 0, 0, 0)
@@ -391,8 +391,7 @@ def _told(seen: Mapping[str, int]) -> dict[str, int]:
     """The most frequent extensions, as a message can show them."""
     told: Counter[str] = Counter()
     for extension, count in Counter(seen).most_common(_MOST_EXTENSIONS):
-        shown = extension if extension.isprintable() else ascii(extension)[1:-1]
-        told[shown if len(shown) <= _LONGEST else shown[:_LONGEST] + "…"] += count
+        told[printable(extension, _LONGEST)] += count
     return dict(told)
 
 

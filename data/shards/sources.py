@@ -15,10 +15,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-import braceexpand
-
 from clipkit.errors import DataError
-from clipkit.files.count import counted
+from clipkit.files.patterns import IMAGE_SUFFIXES, expand_braces, match_wildcards, path_order
+from clipkit.files.text import counted
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote.shard_file import ShardFile, is_remote
 from data.remote.store import Unreachable, shown
@@ -44,7 +43,6 @@ _UNPACKED_BY = {
     ".zst": "unzstd",
 }
 _TABLES = (".parquet", ".pq", ".csv", ".tsv", ".tab", ".jsonl", ".ndjson")
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 _LOOKED_AT = 1000  # names of a folder, and folders in it
 _SHOWN = 8  # splits in a message
 _COLONS, _COMMA = re.compile("::"), re.compile(r"[,;\s]\s*")  # webdataset's separator, and what others try
@@ -140,7 +138,7 @@ def _kind(name: str) -> str | None:
     suffix = Path(name).suffix
     if suffix == ".tgz" or (suffix in _UNPACKED_BY and name.endswith(".tar" + suffix)):
         return "compressed"
-    return "table" if suffix in _TABLES else "picture" if suffix in _PICTURES else None
+    return "table" if suffix in _TABLES else "picture" if suffix in IMAGE_SUFFIXES else None
 
 
 def _names(folder: Path) -> list[str]:
@@ -179,9 +177,6 @@ def _is_source(text: str) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------
 
-_MAX_SHARDS = 1_000_000  # that a brace pattern may stand for
-_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
-
 
 def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
     """The tars of a source, in order; a built-in corpus is made on first use.
@@ -210,7 +205,7 @@ def _remote_shards(source: str, split: str) -> list[ShardFile]:
     if (hint := hint_of_remote(source)) is not None:
         raise DataError(hint)
     if source.startswith("pipe:") or "{" in source or source.partition("?")[0].endswith(".tar"):
-        return store.describe(list(_expanded(source)))
+        return store.describe(list(expand_braces(source)))
     form = f"; name the shards as {store.HUB_FORM}" if source.startswith("hf://") else ""
     fault = nothing = DataError(f"no tar at {store.shown(source)} or in its folder {split!r}{form}")
     for folder in (f"{source.rstrip('/')}/{split}", source.rstrip("/")):
@@ -241,7 +236,7 @@ def _with_form(fault: DataError, source: str) -> DataError:
 def _shards_at(source: str, split: str) -> list[Path]:
     if "{" not in source and (path := Path(source).expanduser()).is_dir():
         return _shards_of_folder(path, split)
-    paths = [path for name in _expanded(source) for path in _matching(name)]
+    paths = [path for name in expand_braces(source) for path in _matching(name)]
     if missing := [one for one in paths if not one.is_file()]:
         raise DataError(_about_missing(source, missing, len(paths)))
     if (hint := next(filter(None, map(hint_of_file, paths)), None)) is not None:
@@ -253,7 +248,7 @@ def _about_missing(source: str, missing: list[Path], count: int) -> str:
     if (hint := hint_of_several(source)) is not None:
         return hint
     if glob.has_magic(str(missing[0])):
-        found = list(islice(_found(missing[0]), 100))
+        found = match_wildcards(missing[0])[:100]
         if any(one.is_dir() for one in found):
             return f"{str(missing[0])[:200]!r} names folders: end it with /*.tar"
         fault = f"no tar on this disk has a name as {str(missing[0])[:200]!r}"
@@ -268,66 +263,15 @@ def _about_missing(source: str, missing: list[Path], count: int) -> str:
 
 
 def _matching(name: str) -> list[Path]:
-    """The tars that wildcards stand for, folder by folder, shorter names first; itself if there are none."""
+    """The tars that wildcards match; the path itself if there are none."""
     path = Path(name).expanduser()
-    if not glob.has_magic(name) or path.exists():
-        return [path]
-    found = list(islice(_found(path), _MAX_SHARDS + 1))
-    if len(found) > _MAX_SHARDS:
-        raise DataError(f"{name[:200]!r} stands for more than {_MAX_SHARDS} files: name their folder")
-    tars = [one for one in found if one.suffix == ".tar" and one.is_file()]
-    return sorted(tars, key=lambda one: (str(one.parent), len(one.name), one.name)) or [path]
-
-
-def _found(pattern: Path) -> Iterator[Path]:
-    return map(Path, glob.iglob(str(pattern), recursive=True))  # noqa: PTH207 - leaves hidden files out
-
-
-def _expanded(source: str) -> Iterator[str]:
-    """The names that a brace pattern stands for, counted before any is made."""
-    if _count_names(source) > _MAX_SHARDS:
-        raise DataError(
-            f"the braces of {source[:200]!r} stand for more than {_MAX_SHARDS} shards: see their numbers"
-        )
-    try:
-        return braceexpand.braceexpand(source)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"the braces of {source[:200]!r} do not balance") from error
-
-
-def _count_names(pattern: str) -> int:
-    """How many names a brace pattern stands for; where that is over the limit, some number over it."""
-    opened: list[tuple[int, int, int]] = []  # where, and the two counts as they stood there
-    before, here = 0, 1  # names of the items of this list that a comma ended, and of the item here
-    position = 0
-    while position < len(pattern):
-        character = pattern[position]
-        if character == "\\":
-            position += 1  # what follows is no brace
-        elif character == "{":
-            opened.append((position, before, here))
-            before, here = 0, 1
-        elif character == "," and opened:
-            before, here = before + here, 1
-        elif character == "}" and opened:
-            start, outer_before, outer = opened.pop()
-            count = before + here
-            if (numbers := _RANGE.fullmatch(pattern, start + 1, position)) is not None:
-                if max(map(len, numbers.groups("1"))) > 18:
-                    return _MAX_SHARDS + 1
-                first, last, step = map(int, numbers.groups("1"))
-                count = abs(last - first) // (step or 1) + 1
-            before, here = outer_before, outer * count
-        if here > _MAX_SHARDS:
-            return here
-        position += 1
-    return here
+    return [one for one in match_wildcards(path) if one.suffix == ".tar" and one.is_file()] or [path]
 
 
 def _shards_of_folder(folder: Path, split: str) -> list[Path]:
     inside = folder / split
     here = inside if inside.is_dir() else folder
-    paths = sorted(here.glob("*.tar"), key=lambda path: (len(path.name), path.name))
+    paths = sorted(here.glob("*.tar"), key=path_order)
     if not paths:
         hint = hint_of_folder(inside) or hint_of_splits(folder, split) or hint_of_folder(folder)
         raise DataError(hint or _about_nothing(folder, split))

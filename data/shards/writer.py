@@ -24,7 +24,7 @@ import webdataset
 
 from clipkit.errors import DataError
 from clipkit.files.atomic import sync
-from data.shards.index import IMAGE_EXTENSIONS
+from clipkit.files.patterns import IMAGE_EXTENSIONS
 
 __all__ = ["DatasetWriter", "Record"]
 

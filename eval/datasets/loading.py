@@ -10,6 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from clipkit.errors import DataError, nearest
+from clipkit.files.text import printable
 from eval.datasets.card import (
     DATASETS,
     FOLDER,
@@ -261,10 +262,13 @@ def _with_comments(lines: Iterable[str], comments: Mapping[str, str]) -> Iterato
 
 
 def _comment(text: str) -> list[str]:
-    text = "".join(
-        one if one.isprintable() else "?" for one in text
-    )  # TOML takes no control characters there
-    return wrap(text, _WIDE, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+    return wrap(
+        printable(text),  # TOML allows no control characters in comments
+        _WIDE,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_on_hyphens=False,
+    )
 
 
 def _sources(sources: Mapping[str, Any]) -> list[str]:

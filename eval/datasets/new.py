@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.count import counted
+from clipkit.files.text import counted, printable
 from eval.datasets import Card, Prompts, Published, card_names, card_toml, load_card, load_suite, suite_names
 from eval.datasets.card import MetricKind
 from eval.datasets.dataset import TEST, EvalDataset, NoSplit, some
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         shown = repr(options.title[:_SHOWN])
         raise ConfigError(f"the name {shown} is not UTF-8: write it in other letters") from error
     card = new_card(options.title, folder)
-    where = "".join(one if one.isprintable() else "?" for one in shlex.quote(options.data))
+    where = printable(shlex.quote(options.data))
     text = card_toml(card, comments=_comments(card, where)) + _expected_toml(card, where)
     _write(path, text)
     print(f"wrote {path}: look over its metric and prompts, then")

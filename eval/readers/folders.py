@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from data.shards.index import IMAGE_EXTENSIONS
+from clipkit.files.patterns import IMAGE_EXTENSIONS
 from data.shards.samples import Sample
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
+from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.urls import shown
 from data.remote.cache_folder import shard_cache
 from data.remote.shard_file import ShardFile
 from data.remote.store import Unreachable
-from data.shards.index import IMAGE_EXTENSIONS
 from data.shards.samples import Sample
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, Pictures, some
 from eval.readers.files import FilePictures, beside, checked_set, how_to_pack

@@ -32,13 +32,14 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.count import counted
+from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.tar import Content, FileContent, sample_name, tar_files_of
+from clipkit.files.text import counted
 from data.captions import CaptionRule, Selection, is_utf8
 from data.remote.cache_folder import shard_cache
 from data.remote.shard_file import ShardFile, is_remote
 from data.remote.store import Unreachable
-from data.shards.index import CAPTION, IMAGE, IMAGE_EXTENSIONS, LABEL, META
+from data.shards.index import CAPTION, IMAGE, LABEL, META
 from data.shards.manifest import make_manifest
 from data.shards.samples import Sample, Shards
 from data.shards.shard import OpenShard, label_of, meta_of, text_of

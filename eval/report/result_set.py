@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from clipkit.errors import DataError
+from clipkit.files.text import counted
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.model.flops import image_flops
 from eval.datasets.dataset import some
@@ -397,7 +398,8 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
         if "train_overlap" in line.row.line  # of tasks that learn
     }
     notes += [
-        f"{name}: {_count(count, 'scored image')} also in train (identical files): tasks that learn score too high."
+        f"{name}: {counted(count, 'scored image')} also in train (identical files): tasks that learn score too "
+        "high."
         for name, count in overlaps.items()
         if count
     ]
@@ -450,7 +452,7 @@ def _last_steps(
     dropped = sum(numbers[line.origin] not in kept for line in lines)
     if dropped:
         notes.append(
-            f"{_count(dropped, 'score')} of earlier steps of a training left out; the page of its run has them."
+            f"{counted(dropped, 'score')} of earlier steps of a training left out; the page of its run has them."
         )
     found = [line for line in lines if numbers[line.origin] in kept]
     return found, {number: tuple(sorted(left)) for number, left in earlier.items()}
@@ -530,10 +532,6 @@ def _gflops(lines: Sequence[_Line]) -> float | None:
     if known is None and name in ARCHITECTURES:
         return image_flops(ARCHITECTURES[name]).forward / 1e9
     return known
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 # --------------------------------------------------------------------------------------------------------------

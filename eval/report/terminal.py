@@ -14,11 +14,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from clipkit.files.text import printable
 from eval.compare import LEVEL, Difference, ModelComparison
 from eval.report.scores import PLAIN, is_rank, is_share, lower_is_better, metric_name, setting_name, tells
 from eval.results.scores import Score
 
-__all__ = ["comparison_table", "printable", "score_table", "shown_value"]
+__all__ = ["comparison_table", "score_table", "shown_value"]
 
 _WIDTH = 80
 _NAME = 20  # letters of a line of a dataset's name, so that the metric beside it breaks between words alone
@@ -39,11 +40,6 @@ class _Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield self.made(options.max_width)
-
-
-def printable(text: str) -> str:
-    """Text on one line whose characters all show; others, which may command the terminal, as Python writes them."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def score_table(scores: Sequence[Score]) -> RenderableType:

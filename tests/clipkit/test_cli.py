@@ -329,7 +329,7 @@ def test_names_cannot_steer_the_terminal(
     assert classify(checkpoint) == 0
     said = capsys.readouterr()
     assert "\x1b" not in said.out + said.err
-    assert "�[31mred�.png" in said.out
+    assert "\\x1b[31mred\\n.png" in said.out
 
 
 def test_labels_and_templates_are_checked(tmp_path: Path) -> None:

@@ -385,8 +385,8 @@ def test_standard_input_can_be_read_twice() -> None:
     [
         ("nowhere", "image", "nowhere: no such file or folder"),
         ("nowhere/{0..3}.tar", "image", "of the 4 paths of 'nowhere/{0..3}.tar' 4 do not exist"),
-        ("{0..99999999}.tar", "image", "more than 1,000,000 paths"),
-        ("{0..999}{0..9}{-99..100}.tar", "image", "more than 1,000,000 paths"),
+        ("{0..99999999}.tar", "image", "more than 1,000,000 names"),
+        ("{0..999}{0..9}{-99..100}.tar", "image", "more than 1,000,000 names"),
         ("x{1,2.tar", "image", "do not balance"),
         ("s3://bucket/0.tar", "image", "is a web address"),
         ("lines.txt", "image", "holds texts: add --text"),
@@ -397,8 +397,8 @@ def test_standard_input_can_be_read_twice() -> None:
         ("table.csv", "caption", "which column is the caption"),
         ("empty", "image", "holds no picture; there are shards in empty/test, empty/train"),
         ("empty", "caption", "; there are shards in empty/test, empty/train"),
-        ("no*.tar", "image", "no file or folder on this disk has a name as 'no*.tar'"),
-        ("{photos,none}/*", "image", "no file or folder on this disk has a name as 'none/*'"),
+        ("no*.tar", "image", "no file or folder on this disk matches 'no*.tar'"),
+        ("{photos,none}/*", "image", "no file or folder on this disk matches 'none/*'"),
         ("empty.txt", "caption", "holds no text"),
     ],
 )

@@ -87,7 +87,7 @@ def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[
             continue
         first, hostile, second, last = printed.err.splitlines()
         assert first == "[bold]starting[/bold] runs/x"
-        assert hostile == "bad sample replaced: a\ufffd[2Jb\ufffdc"
+        assert hostile == "bad sample replaced: a\\x1b[2Jb\\nc"
         assert second == "step 1/100 loss 1.250 (chance 5.50) 100/s data 10% scale 14.3"
         assert last == second.replace(
             "step 1/", "step 2/"

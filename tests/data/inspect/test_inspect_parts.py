@@ -5,7 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.inspect.findings import Histogram, Speed, plain, wilson
+from clipkit.files.text import printable
+from data.inspect.findings import Histogram, Speed, wilson
 from data.inspect.samples import groups_alike, groups_equal, look_code, missing_numbers
 from data.inspect.survey import token_counts
 from data.inspect.timing import key_pattern
@@ -45,7 +46,7 @@ def test_wilson_holds_the_share(part: int, more: int) -> None:
 
 @given(st.text(st.characters(codec=None), max_size=300))
 def test_plain_text_moves_nothing(text: str) -> None:
-    shown = plain(text)
+    shown = printable(text, 160)
     assert shown.isprintable() or not shown
     assert shown.startswith(text[:160]) or not text[:160].isprintable()
 

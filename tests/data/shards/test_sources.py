@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
+from clipkit.files import patterns
 from data.remote import store
 from data.remote.shard_file import ShardFile, is_remote
-from data.shards import sources
 from data.shards.sources import find_shards, hint_of_remote
 from data.shards.writer import DatasetWriter, Record
 
@@ -60,10 +60,13 @@ def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("x/" * 2500, "cannot look for data at 'x/x/"),
         ("{{1,2}}" + "x" * 300, "cannot look for data at '{{1,2}}xxx"),
         ("~there-is-no-such-user/x", "cannot look for data at '~there-is-no-such-user/x': "),
-        ("x{{0..300000000}}.tar", "the braces of 'x{{0..300000000}}.tar' stand for more than 1000000 shards"),
+        (
+            "x{{0..300000000}}.tar",
+            "the braces of 'x{{0..300000000}}.tar' stand for more than 1,000,000 names",
+        ),
         (
             "{{0..9999}}{{0..9999}}",
-            "the braces of '{{0..9999}}{{0..9999}}' stand for more than 1000000 shards",
+            "the braces of '{{0..9999}}{{0..9999}}' stand for more than 1,000,000 names",
         ),
         ("{{0,{{0..9}}{{0..999999..-5}}}}", "the braces of '{{0,{{0..9}}{{0..999999..-5}}}}' stand for more"),
         ("{{0.." + "9" * 5000 + "}}", "the braces of '{{0..999"),
@@ -85,7 +88,7 @@ def test_a_source_that_is_not_there(source: str, message: str, folder: Path) -> 
     ],
 )  # fmt: skip
 def test_names_are_counted_before_they_are_made(pattern: str, count: int) -> None:
-    assert sources._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
+    assert patterns._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
 
 
 def test_a_split_that_is_not_there_or_not_whole(folder: Path) -> None:
@@ -129,8 +132,8 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     strange = tmp_path / "set[1]*"  # a name with such letters is first of all a name
     train.rename(strange)
     assert len(paths_of(str(strange))) == 12 and paths_of(f"{strange}/3.tar") == [strange / "3.tar"]
-    monkeypatch.setattr(sources, "_MAX_SHARDS", 5)
-    with pytest.raises(DataError, match="stands for more than 5 files: name their folder"):
+    monkeypatch.setattr(patterns, "_MAX_NAMES", 5)
+    with pytest.raises(DataError, match="matches more than 5 names: give their folder"):
         paths_of(f"{tmp_path}/*/*.tar")
 
 
@@ -254,7 +257,7 @@ def test_the_command_that_unpacks(folder: Path) -> None:
 
 
 @st.composite
-def patterns(draw: st.DrawFn, depth: int = 2) -> str:
+def brace_patterns(draw: st.DrawFn, depth: int = 2) -> str:
     """Braces in braces."""
     parts = []
     for _ in range(draw(st.integers(1, 3))):
@@ -265,15 +268,15 @@ def patterns(draw: st.DrawFn, depth: int = 2) -> str:
             first, last, step = draw(st.tuples(*[st.integers(-4, 9)] * 3))
             parts.append(f"{{{first}..{last}}}" if step < 0 else f"{{{first}..{last}..{step}}}")
         else:
-            inside = [draw(patterns(depth=depth - 1)) for _ in range(draw(st.integers(1, 3)))]
+            inside = [draw(brace_patterns(depth=depth - 1)) for _ in range(draw(st.integers(1, 3)))]
             parts.append("{" + ",".join(inside) + "}")
     return "".join(parts)
 
 
 @settings(deadline=None)
-@given(pattern=patterns())
+@given(pattern=brace_patterns())
 def test_any_pattern_is_counted_rightly(pattern: str) -> None:
-    count = sources._count_names(pattern)
+    count = patterns._count_names(pattern)
     assume(count < 3000)
     assert count == len(list(braceexpand.braceexpand(pattern)))
 

@@ -1,4 +1,4 @@
-"""Counts in words, and how far counted work has come: on a terminal a bar, elsewhere a line every ten seconds."""
+"""Progress of counted work: a bar on a terminal, elsewhere a line every ten seconds."""
 
 import sys
 import time
@@ -6,23 +6,18 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["CountProgress", "counted"]
+__all__ = ["CountProgress"]
 
 _PLAIN_EVERY_SECONDS = 10.0
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 picture``, ``2,000 pictures``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 class CountProgress:
-    """Shows on stderr how many pictures, texts or shards are done.
+    """Show on stderr how many images, texts or shards are done.
 
     Args:
-        what: is done, to begin the line with.
-        total: how many there are to do; None while they are counted.
-        shown: False is silent.
+        what: the work, at the start of the line.
+        total: how many items there are; None if unknown.
+        shown: False prints nothing.
     """
 
     def __init__(self, what: str, *, total: int | None, shown: bool) -> None:
@@ -33,7 +28,7 @@ class CountProgress:
         known = "/{task.total:,}" if total is not None else ""
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=16),  # a line that fills the terminal cannot be taken away after Ctrl-C
+            BarColumn(bar_width=16),  # a line as wide as the terminal could not be erased after Ctrl-C
             TextColumn("{task.completed:,}" + known),
             TextColumn("{task.fields[note]}"),
             *((TimeRemainingColumn(compact=True),) if total is not None else ()),
@@ -52,7 +47,7 @@ class CountProgress:
         self._bar.stop()
 
     def show(self, done: int, failed: int = 0) -> None:
-        """So many are done, of which some failed."""
+        """Report how many items are done so far, and how many of these failed."""
         if not self._shown:
             return
         now = time.monotonic()

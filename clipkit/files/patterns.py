@@ -1,0 +1,109 @@
+"""Which files a user means: brace patterns, wildcards, the order of numbered names, image file extensions."""
+
+import glob
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from clipkit.errors import DataError
+
+__all__ = [
+    "IMAGE_EXTENSIONS",
+    "IMAGE_SUFFIXES",
+    "expand_braces",
+    "match_wildcards",
+    "name_order",
+    "path_order",
+    "user_path",
+]
+
+# Extensions of image members of shards; the order breaks ties in messages. Indexes of shards depend on them.
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif")
+IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in (*IMAGE_EXTENSIONS, "jpe"))  # of image files
+
+_MAX_NAMES = 1_000_000  # that a pattern may stand for
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
+
+
+def name_order(name: str) -> tuple[int, str]:
+    """Sort key of file names in a folder: shorter ones first, so that 2.tar precedes 10.tar."""
+    return len(name), name
+
+
+def path_order(path: Path) -> tuple[str, int, str]:
+    """Sort key of paths: folder by folder, within a folder by ``name_order``."""
+    return str(path.parent), *name_order(path.name)
+
+
+def user_path(given: str) -> Path:
+    """Return a path as a user types it; a ``~`` that is nobody's home is part of a name."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        return Path(given)
+
+
+def match_wildcards(path: Path) -> list[Path]:
+    """Return the files and folders that wildcards match, by ``path_order``; a path that exists is itself.
+
+    Hidden files are left out, as in a shell. A path without wildcards is returned whether it exists or not.
+
+    Raises:
+        DataError: a million names or more match.
+    """
+    if not glob.has_magic(str(path)) or path.exists():
+        return [path]
+    every = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob includes hidden files
+    found = list(islice(every, _MAX_NAMES + 1))
+    if len(found) > _MAX_NAMES:
+        raise DataError(f"{str(path)[:200]!r} matches more than {_MAX_NAMES:,} names: give their folder")
+    return sorted(map(Path, found), key=path_order)
+
+
+def expand_braces(source: str) -> Iterator[str]:
+    """Expand a brace pattern such as ``{00000..00041}.tar``; the names are counted before any is made.
+
+    Raises:
+        DataError: the pattern stands for over a million names, or its braces do not balance.
+    """
+    from braceexpand import braceexpand
+
+    if _count_names(source) > _MAX_NAMES:
+        raise DataError(
+            f"the braces of {source[:200]!r} stand for more than {_MAX_NAMES:,} names: check their ranges"
+        )
+    try:
+        names: Iterator[str] = braceexpand(source)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the braces of {source[:200]!r} do not balance") from error
+    return names
+
+
+def _count_names(pattern: str) -> int:
+    """Count the names that a brace pattern stands for; beyond the limit, return some number above it."""
+    opened: list[tuple[int, int, int]] = []  # position of each open brace, and the two counts before it
+    before, here = 0, 1  # names of the items of this list that a comma ended, and of the current item
+    position = 0
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "\\":
+            position += 1  # the next character is no brace
+        elif character == "{":
+            opened.append((position, before, here))
+            before, here = 0, 1
+        elif character == "," and opened:
+            before, here = before + here, 1
+        elif character == "}" and opened:
+            start, outer_before, outer = opened.pop()
+            count = before + here
+            if (numbers := _RANGE.fullmatch(pattern, start + 1, position)) is not None:
+                if max(map(len, numbers.groups("1"))) > 18:
+                    return _MAX_NAMES + 1
+                first, last, step = map(int, numbers.groups("1"))
+                count = abs(last - first) // (step or 1) + 1
+            before, here = outer_before, outer * count
+        if here > _MAX_NAMES:
+            return here
+        position += 1
+    return here

@@ -1,0 +1,51 @@
+"""SplitMix64's finalizer (Steele, Lea, Flood 2014) in 64-bit integers of Python, numpy and torch.
+
+Only integer arithmetic is used, so that the result is the same on every machine, device and release of a library.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MASK", "STEP", "mix", "mix_array", "mix_tensor", "signed"]
+
+MASK = 2**64 - 1
+STEP = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio
+_FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+
+
+def mix(state: int) -> int:
+    """Mix 0 ≤ ``state`` < 2^64 to another such number."""
+    for shift, factor in _FACTORS:
+        state = (state ^ (state >> shift)) * factor & MASK
+    return state ^ (state >> 31)
+
+
+def mix_array(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix each number in place and return the array."""
+    for shift, factor in _FACTORS:
+        state ^= state >> np.uint64(shift)
+        state *= np.uint64(factor)
+    state ^= state >> np.uint64(31)
+    return state
+
+
+def mix_tensor(state: "Tensor") -> "Tensor":
+    """Mix each int64 number, read as unsigned; products wrap around at 64 bits on all devices."""
+    for shift, factor in _FACTORS:
+        state = (state ^ _shifted(state, shift)) * signed(factor)
+    return state ^ _shifted(state, 31)
+
+
+def signed(number: int) -> int:
+    """Return the int64 with the same 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _shifted(state: "Tensor", bits: int) -> "Tensor":
+    """Shift to the right and fill with zeros; ``>>`` of int64 alone repeats the sign."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
