@@ -1,4 +1,4 @@
-"""clipkit trains CLIP models, tells how good they are, and puts them to use.
+"""Train, evaluate and use CLIP models.
 
 import clipkit
 model = clipkit.load("runs/quickstart")
@@ -6,7 +6,7 @@ images = clipkit.encode_image(["cat.jpg", "dog.png"], model)        # (2, O) flo
 texts = clipkit.encode_text(["a photo of a cat"], model)            # (1, O) float32, unit norm
 probabilities = clipkit.classify("cat.jpg", ["cat", "dog"], model)  # (1, 2) float32, rows sum to 1
 
-What needs torch is imported when it is first asked for: the command line answers --help, and Ctrl-C, at once.
+Names that need torch are imported at first use, so that the command line responds to --help and Ctrl-C at once.
 """
 
 from importlib import import_module
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'clipkit' has no attribute {name!r}")
     found: object = getattr(import_module(f"clipkit.{_HOMES[name]}"), name)
-    globals()[name] = found  # asked for once
+    globals()[name] = found
     return found
 
 

@@ -1,4 +1,7 @@
-"""``python -m clipkit``, for where the command ``clipkit`` is not on the path."""
+"""The command ``clipkit``, also available as ``python -m clipkit``.
+
+A sub-command is an entry of ``COMMANDS``. The module that implements it is imported when it is chosen.
+"""
 
 import argparse
 import sys
@@ -7,30 +10,28 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from clipkit.errors import MOST_BATCH, MOST_WORKERS, Parser, leaving_at_once, number, run_command, whole
+from clipkit.export import EXPORTS
 from clipkit.files.traits import add_decoding_options
 
 __all__ = ["dispatch", "main"]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The command line: what can be said, and which module does it. That module is imported when it is chosen.
-
 SOURCES = """\
 SOURCE is
-  a folder        every picture below it, and the shards directly in it
-  a picture       .jpg, .png, .webp, .gif, .tif, .bmp, .avif, ...
-  shards          WebDataset tars: one, a folder or data set, or a pattern
+  a folder        all images below it, and the shards directly in it
+  an image        .jpg, .png, .webp, .gif, .tif, .bmp, .avif, ...
+  shards          WebDataset tars: one, a folder or dataset, or a pattern
                   'pairs/{00000..00041}.tar'
   a table         .csv, .tsv, .jsonl or .parquet with a column of paths
 """
 TEXTS = """\
 and with --text
-  lines.txt, -    a text a line; - is standard input
-  a table         its column of captions
-  shards          their captions
+  lines.txt, -    one text per line; - is standard input
+  a table         the column of captions
+  shards          the captions
 """
 MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
 
@@ -41,27 +42,27 @@ class _Command:
 
     summary: str
     epilog: str
-    module: str  # which does it
+    module: str  # implements it: a function run(options) and the class of its options
+    options: str
     arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    stopped: str  # what Ctrl-C leaves behind
+    stopped: str  # what to know after Ctrl-C
 
 
 def main() -> NoReturn:
-    """Run the command that the program was started with."""
+    """Run the sub-command given on the command line."""
     run_command(partial(dispatch, sys.argv[1:]))
 
 
 def dispatch(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit status.
+    """Run one sub-command; return the exit status.
 
     Raises:
-        ClipkitError: a mistake that the user can mend.
+        ClipkitError: a user error.
     """
     parser = Parser(
         prog="clipkit",
-        description="Put a CLIP model to use.",
-        epilog="clipkit COMMAND --help says more about a command.",
+        description="Encode, classify, export and interpolate with a CLIP model.",
+        epilog="Run clipkit COMMAND --help for the options of a command.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, command in COMMANDS.items():
@@ -76,9 +77,11 @@ def dispatch(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     chosen = COMMANDS[parsed.command]
     with leaving_at_once(chosen.stopped):
-        import_module(chosen.module)
+        module = import_module(chosen.module)
+    values = {name: value for name, value in vars(parsed).items() if name != "command"}
     try:
-        return chosen.run(parsed)
+        status: int = module.run(getattr(module, chosen.options)(**values))
+        return status
     except KeyboardInterrupt:
         print(f"stopped; {chosen.stopped}", file=sys.stderr)
         return 130
@@ -86,50 +89,36 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser)
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--text", action="store_true", help="encode texts, not pictures")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
+    parser.add_argument("--text", action="store_true", help="encode texts instead of images")
     parser.add_argument(
         "--rows-per-file",
         metavar="N",
         type=whole(1, 10_000_000),
         default=10_000,
-        help="pictures of a file; what a stop can lose (default: 10000)",
+        help="rows per file, which are lost when it is stopped (default: 10000)",
     )
     parser.add_argument("--caption-column", metavar="C", help="column of tables (default: guessed)")
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="encode files again in which something failed"
-    )
+    parser.add_argument("--retry-failed", action="store_true", help="encode files with failures again")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-
-
-def _encode(parsed: argparse.Namespace) -> int:
-    from clipkit.inference.encode import EncodeOptions, run
-
-    return run(EncodeOptions(**_options(parsed)))
 
 
 def _classify_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser)
     parser.add_argument(
-        "--labels", required=True, metavar="LABELS", help='"cat,dog,...", or a file with a label a line'
+        "--labels", required=True, metavar="LABELS", help='"cat,dog,...", or a file with one label per line'
     )
     parser.add_argument(
         "--templates",
         metavar="T",
         nargs="+",
         action="extend",
-        help='prompts with {c} for the label, or a file of them (default: "a photo of a {c}.")',
+        help='prompts in which {c} stands for the label, or a file of them (default: "a photo of a {c}.")',
     )
     parser.add_argument(
-        "--top", metavar="K", type=whole(1, 1_000_000), default=3, help="labels a picture (default: 3)"
+        "--top", metavar="K", type=whole(1, 1_000_000), default=3, help="labels per image (default: 3)"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write a .csv, .json or .jsonl file too")
-
-
-def _classify(parsed: argparse.Namespace) -> int:
-    from clipkit.inference.classify import ClassifyOptions, run
-
-    return run(ClassifyOptions(**_options(parsed)))
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write a .csv, .json or .jsonl file")
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,62 +129,49 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         action="append",
-        choices=("open_clip", "transformers", "onnx", "sentence-transformers", "timm"),
+        choices=tuple(EXPORTS),
         default=[],
         metavar="LIBRARY",
-        help="what is to load it: open_clip, transformers, onnx, sentence-transformers or timm; "
-        "may be repeated (default: open_clip and transformers)",
+        help=f"library to export to: {', '.join(EXPORTS)}; may be repeated (default: "
+        f"{' and '.join(name for name, target in EXPORTS.items() if target.default)})",
     )
     parser.add_argument(
         "--name",
         metavar="NAME",
         default="",
-        help="its architecture, where that is not stored with the weights",
+        help="architecture, if it is not stored with the weights",
     )
 
 
-def _export(parsed: argparse.Namespace) -> int:
-    from clipkit.export import ExportOptions, run
-
-    return run(ExportOptions(**_options(parsed)))
-
-
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as what a fine-tuning began from")
+    parser.add_argument("first", metavar="FIRST", help=f"{MODEL}, such as the model before fine-tuning")
     parser.add_argument("second", metavar="SECOND", help="the same model trained further")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--alpha",
         metavar="A",
         nargs="+",
         type=number(0, 1),
         default=[0.5],
-        help="share of SECOND, 0 to 1; of several, each is written to DIR/alpha_A (default: 0.5)",
+        help="fraction of SECOND, 0 to 1; several are written to DIR/alpha_A each (default: 0.5)",
     )
     parser.add_argument(
         "--name",
         metavar="NAME",
         default="",
-        help="their architecture, where that is not stored with the weights",
+        help="architecture, if it is not stored with the weights",
     )
 
 
-def _interpolate(parsed: argparse.Namespace) -> int:
-    from clipkit.export import InterpolateOptions
-    from clipkit.export import run_interpolate as run
-
-    return run(InterpolateOptions(**_options(parsed)))
-
-
 def _shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every command has that runs pictures through a model."""
-    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="what to read; see below")
+    """Add the options of all commands that run a model."""
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="input; see below")
     parser.add_argument("--model", metavar="M", required=True, help=MODEL)
     parser.add_argument(
         "--name",
         metavar="NAME",
         default="",
-        help="its architecture, where that is not stored with the weights",
+        help="architecture, if it is not stored with the weights",
     )
     parser.add_argument(
         "--batch-size", metavar="N", type=whole(1, MOST_BATCH), help="(default: 32 on a CPU, else 256)"
@@ -207,35 +183,30 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
-        help="what the towers compute in (default: fp32)",
+        help="precision of the towers (default: fp32)",
     )
     parser.add_argument(
         "--workers",
         metavar="N",
         type=whole(0, MOST_WORKERS),
-        help="threads that read and decode (default: one a core)",
+        help="threads that read and decode (default: one per core)",
     )
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
     add_decoding_options(parser, default="as in the model's training")
 
 
-def _options(parsed: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(parsed).items() if name != "command"}
-
-
-# further commands are further entries
 COMMANDS = {
     "encode": _Command(
-        summary="turn pictures or texts into embeddings (clip-retrieval's layout)",
+        summary="encode images or texts (in clip-retrieval's layout)",
         epilog=SOURCES
         + TEXTS
         + """
 DIR gets
   img_emb/img_emb_0.npy        (N, D) float16, each row of length 1
-  metadata/metadata_0.parquet  a row for each: image_path, caption if there are
+  metadata/metadata_0.parquet  one row each: image_path, caption if there are
                                any, source
-  failures.jsonl               what could not be encoded: source, key, cause
-  manifest.json                what it was made from, and how
+  failures.jsonl               inputs that failed: source, key, cause
+  manifest.json                the inputs and settings
 and with --text text_emb/text_emb_0.npy and the columns caption, key, source.
 Files are numbered _0, _1, ...; with more than 9 of them _00, _01, ...
 To read them:
@@ -245,17 +216,17 @@ To read them:
   rows = np.concatenate([np.load(file) for file in files])   # (N, D) float16
   names = pq.read_table("DIR/metadata")["image_path"]        # N, same order
 
-The same command goes on where it was stopped. When there are more pictures or
-sources, or files have another size or time than before, it encodes those files
-of embeddings again that hold what has changed. Over several processes:
+Running the same command again resumes it. If inputs were added, or their size
+or time has changed, the affected files of embeddings are encoded again. With
+several processes:
   torchrun --nproc-per-node 8 -m clipkit encode ...""",
         module="clipkit.inference.encode",
         arguments=_encode_arguments,
-        run=_encode,
-        stopped="the same command goes on where it was",
+        options="EncodeOptions",
+        stopped="run the same command again to resume",
     ),
     "classify": _Command(
-        summary="find the best of your labels for each picture (zero-shot)",
+        summary="find the best labels for each image (zero-shot)",
         epilog=SOURCES
         + """
   clipkit classify photos/ --labels "cat,dog,a bird" --model runs/pets
@@ -263,32 +234,32 @@ of embeddings again that hold what has changed. Over several processes:
     "a {c}" --model runs/pets --out labels.csv""",
         module="clipkit.inference.classify",
         arguments=_classify_arguments,
-        run=_classify,
+        options="ClassifyOptions",
         stopped="no file was written",
     ),
     "export": _Command(
-        summary="store a model as other libraries load it",
+        summary="export a model for other libraries",
         epilog="""\
-Each is loaded back and its embeddings are compared before it is done.
+Each export is loaded by its library and checked to give the same embeddings.
 
   clipkit export runs/pets pets-clip
   clipkit export runs/pets pets-onnx --to onnx""",
-        module="clipkit.export",
+        module="clipkit.export.write",
         arguments=_export_arguments,
-        run=_export,
+        options="ExportOptions",
         stopped="no file was written",
     ),
     "interpolate": _Command(
-        summary="make a model whose weights lie between those of two (WiSE-FT)",
+        summary="interpolate between the weights of two models (WiSE-FT)",
         epilog="""\
-Both have the same architecture, tokenizer and preprocessing. DIR is then a
-model as any other.
+Both must have the same architecture, tokenizer and preprocessing. DIR becomes
+a model like any other.
 
   clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
   clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between""",
-        module="clipkit.export",
+        module="clipkit.export.interpolation",
         arguments=_interpolate_arguments,
-        run=_interpolate,
+        options="InterpolateOptions",
         stopped="what was finished is written",
     ),
 }

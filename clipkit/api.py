@@ -1,6 +1,6 @@
-"""What a user of a model calls: load or create one, encode pictures and texts, classify.
+"""The Python API: load a model, encode images and texts, classify.
 
-Letters: N pictures or texts, C classes, O embedding dimension.
+Letters: N images or texts, C classes, O embedding dimension.
 """
 
 import warnings
@@ -40,25 +40,25 @@ def load(
     background: str | Color | None = None,
     upright: bool | None = None,
 ) -> CLIP:
-    """A trained model, in float32 and evaluation mode; its ``origin`` says what was found.
+    """Load a model in float32 and evaluation mode; its ``origin`` describes the source.
 
     Args:
         source: a clipkit run or checkpoint; a weights file or training folder of open_clip, or OpenAI's weights;
             a folder of open_clip's or transformers' hub layout; ``open_clip:NAME/TAG`` or
             ``hf-hub:OWNER/REPOSITORY``.
         name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu".
-        image_size: another side of the pictures, in pixels: the position embeddings are resampled. 0 keeps it.
-        context_length: another longest text, in tokens, at least 2; 0 keeps it.
-        device: where to put it, such as "cuda:1".
-        background: color that transparent images are laid on, by name, as "#rrggbb" or as red, green and blue, each
-            0–255; "none" drops their alpha channel, as open_clip does. None is what the model was trained with.
-        upright: whether the EXIF orientation of images is applied, which open_clip does not do. None likewise.
+        image_size: side of the images in pixels, if not the stored one: position embeddings are resampled.
+        context_length: longest text in tokens, at least 2, if not the stored one.
+        device: such as "cuda:1".
+        background: color behind transparent images, by name, as "#rrggbb" or as red, green and blue, each 0–255;
+            "none" drops the alpha channel, as open_clip does. None: as in the model's training.
+        upright: whether the EXIF orientation of images is applied, which open_clip does not do. None: as in the
+            model's training.
 
     Raises:
-        CheckpointError: nothing is there, it is damaged, would have to run code, or does not fit the name.
-        ConfigError: the name is unknown, the network that a name needs is not there, a size or the device
-            cannot be had, or ``background`` is no color.
-        TypeError: an argument is of another kind.
+        CheckpointError: the source does not exist, is damaged, needs code to run, or does not fit the name.
+        ConfigError: the name, device or color is unknown, a size does not fit, or there is no network.
+        TypeError: an argument has the wrong type.
     """
     from clipkit.formats.load import open_source
 
@@ -78,11 +78,6 @@ def load(
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """Known before weights are read.
-
-    Raises:
-        ConfigError: this machine has not such a device, or it holds no values.
-    """
     try:
         place = torch.device(device)
         if place.type == "meta":
@@ -91,24 +86,18 @@ def _device(device: str | torch.device) -> torch.device:
             raise ConfigError(f"device = {str(device)!r}: this machine has {count} CUDA devices")
         torch.empty(0, device=place)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(
-            f"device = {device!r} is none that this machine has: give cpu, cuda or cuda:1"
-        ) from error
+        raise ConfigError(f"Unknown device {device!r}: give cpu, cuda or cuda:1") from error
     return place
 
 
 def _check_path(source: str) -> None:
-    """See that a source can be asked for, whether or not something is there.
-
-    Raises:
-        CheckpointError: no file can have that name, or it may not be looked for.
-    """
+    """Refuse a source that cannot be a path, whether or not it exists."""
     shown = source if len(source) <= _SHOWN else source[:_SHOWN] + "…"
     if "\0" in source:
-        raise CheckpointError(f"no model at {shown!r}: a path holds no NUL")
+        raise CheckpointError(f"no model at {shown!r}: a path cannot contain NUL")
     try:
         Path(source).expanduser().exists()
-    except RuntimeError as error:  # of a user that there is not
+    except RuntimeError as error:  # unknown user
         raise CheckpointError(f"no model at {shown}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"no model at {shown}: {error.strerror}") from error
@@ -116,22 +105,22 @@ def _check_path(source: str) -> None:
 
 @torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
 def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_size: int = 64) -> Tensor:
-    """Pictures → (N, O) float32 unit-norm features on the CPU.
+    """Encode images: (N, O) float32 unit-norm features on the CPU.
 
     Args:
         images: one or many paths, encoded bytes, PIL images, uint8 arrays (H, W, 3) or tensors (3, H, W); a
-            uint8 array or tensor of four dimensions is many.
+            uint8 array or tensor of four dimensions is a batch.
         model: a CLIP.
-        batch_size: pictures held decoded at a time.
+        batch_size: number of images decoded at a time.
 
     Warns:
         UserWarning: images are transparent or have an EXIF orientation, and the model's preprocessing has neither a
             background nor ``upright`` (see ``load``).
 
     Raises:
-        DataError: a picture cannot be read or decoded.
-        ConfigError: ``batch_size`` is no positive whole number.
-        TypeError: ``model`` is none.
+        DataError: an image cannot be read or decoded.
+        ConfigError: ``batch_size`` is not a positive integer.
+        TypeError: ``model`` is not a model.
     """
     _check_model(model)
     check_batch_size(batch_size)
@@ -155,12 +144,12 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
 
 
 def encode_text(texts: str | Sequence[str], model: CLIP, *, batch_size: int = 256) -> Tensor:
-    """Texts → (N, O) float32 unit-norm features on the CPU.
+    """Encode texts: (N, O) float32 unit-norm features on the CPU.
 
     Raises:
-        DataError: a text is no string, or too long.
-        ConfigError: ``batch_size`` is no positive whole number.
-        TypeError: ``model`` is none.
+        DataError: a text is not a string, or too long.
+        ConfigError: ``batch_size`` is not a positive integer.
+        TypeError: ``model`` is not a model.
     """
     _check_model(model)
     many = [texts] if isinstance(texts, str) else list_of_strings(texts, "texts")
@@ -174,13 +163,13 @@ def classify(
     *,
     templates: Sequence[str] = DEFAULT_TEMPLATES,
 ) -> Tensor:
-    """Probabilities of classes by zero-shot: (N, C) float32, rows sum to 1, on the CPU.
+    """Classify images zero-shot: (N, C) float32 probabilities, rows sum to 1, on the CPU.
 
     Args:
         images: as for ``encode_image``.
         class_names: C names.
         model: a CLIP.
-        templates: prompts in which ``{c}`` (or ``{}``) stands for the class.
+        templates: prompts in which ``{c}`` (or ``{}``) is replaced by the class name.
     """
     _check_model(model)
     weights = zero_shot_classifier(model, class_names, templates).cpu()  # (O, C)
@@ -189,7 +178,7 @@ def classify(
 
 
 def _check_model(model: object) -> None:
-    """Arguments are easily swapped."""
+    """Give a clear error for swapped arguments."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "tokenizer"):
         raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
 
@@ -199,4 +188,4 @@ def _as_list(images: ImageLike | Sequence[ImageLike]) -> Sequence[ImageLike]:
         return list(images) if images.ndim == 4 else [images]
     if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
         return images
-    return [images]  # what it is not, eval_pixels says
+    return [images]  # decoding reports anything else

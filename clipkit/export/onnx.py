@@ -1,4 +1,4 @@
-"""A model as ONNX runtimes read it: ``visual.onnx``, ``textual.onnx``, and ``onnx_config.json`` about the two.
+"""Export to ONNX: ``visual.onnx``, ``textual.onnx``, and ``onnx_config.json`` about the two.
 
     visual.onnx     pixel_values  float32 (B, 3, S, S), normalized    →  image_embeds  float32 (B, O), unit norm
     textual.onnx    input_ids     int64 (B, L)                        →  text_embeds   float32 (B, O), unit norm
@@ -27,8 +27,9 @@ from clipkit.export.checks import Samples, difference, texts_of
 from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model.clip import CLIP
+from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
 
-__all__ = ["OPSET", "check", "obstacle", "write"]
+__all__ = ["OPSET", "check", "example", "obstacle", "write"]
 
 OPSET = 18
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
@@ -37,7 +38,7 @@ _BATCHES = (1, 3, 8)  # that the check runs
 
 
 def obstacle(model: CLIP) -> str:
-    """Why there can be no ONNX graph of this model, or ""; some library's towers show it only when tried."""
+    """Always ""; whether a library's tower can be exported is only known after trying."""
     return ""
 
 
@@ -63,7 +64,7 @@ class _TextEncoder(nn.Module):
 
 
 class _OwnTextEncoder(nn.Module):
-    """The transformer that lies at the top of a CLIP, without the grouping by length that a graph cannot have."""
+    """The text transformer at the top of a CLIP, without grouping by length, which a graph cannot express."""
 
     def __init__(self, model: CLIP) -> None:
         super().__init__()
@@ -79,21 +80,16 @@ class _OwnTextEncoder(nn.Module):
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the graphs and what belongs to them; returns the files' names.
+    """Write the graphs, their configuration and tokenizer; return the files' names.
 
     Args:
-        model: what to export, float32 on the CPU, in evaluation mode.
-        tensors: its weights; the graphs take them from the model.
-        folder: where to.
+        model: to export, float32 on the CPU, in evaluation mode.
+        tensors: unused, as the graphs take the weights from the model.
+        folder: to write to.
 
     Raises:
-        ConfigError: the libraries are missing, or the exporter cannot do this tower.
+        ConfigError: the exporter does not support this tower.
     """
-    try:
-        import onnx  # noqa: F401 (the exporter would find out later, with a long message)
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"ONNX needs {error.name}: pip install -e '.[export]'") from error
     size = model.preprocess.image_size
     pixels = torch.zeros(2, 3, size, size)
     tokens = model.tokenizer(texts_of(model)[:2])
@@ -139,7 +135,7 @@ def _config(model: CLIP, any_length: bool) -> dict[str, Any]:
 def _graph(
     encoder: nn.Module, example: Tensor, dynamic: dict[int, str], names: tuple[str, str], path: Path
 ) -> list[str]:
-    """One encoder as a graph; returns the files written."""
+    """Write one encoder as a graph; return the files' names."""
     with _quietly(), torch.no_grad():
         try:
             program = torch.onnx.export(
@@ -160,7 +156,7 @@ def _graph(
         assert program is not None
         for graph in (program.model.graph, *program.model.functions.values()):
             for node in graph:
-                node.metadata_props.clear()  # where in whose folder each line of code lies
+                node.metadata_props.clear()  # paths of source files on this machine
         outside = sum(t.numel() * t.element_size() for t in encoder.state_dict().values()) > _INSIDE
         program.save(path, external_data=outside)
     return [path.name, *([f"{path.name}.data"] if outside else [])]
@@ -168,7 +164,7 @@ def _graph(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """The exporter's remarks about what it did not optimize are of no use to who exports."""
+    """Hide the exporter's remarks about missed optimizations."""
     logger = logging.getLogger("onnxscript")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -196,3 +192,78 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
         largest = max(largest, difference(images, samples.image_embeddings[:batch]))
         largest = max(largest, difference(texts, samples.text_embeddings[:batch]))
     return largest
+
+
+_ONNX = """
+import json
+from pathlib import Path
+import numpy as np
+import onnxruntime
+from PIL import Image
+{import}
+folder = Path("{folder}")
+config = json.loads((folder / "onnx_config.json").read_text())
+visual, textual = (
+    onnxruntime.InferenceSession(folder / config[kind]["file"], providers=["CPUExecutionProvider"])
+    for kind in ("image", "text")
+)
+{picture}
+values = (np.asarray(picture.convert("RGB"), np.float32) / 255 - how["mean"]) / how["std"]
+pixels = values.transpose(2, 0, 1)[None].astype(np.float32)
+{tokens}
+image = visual.run(None, {"pixel_values": pixels})[0]
+text = textual.run(None, {"input_ids": ids})[0]
+logits = config["logit_scale"] * image @ text.T
+chances = np.exp(logits - logits.max())
+print(chances / chances.sum())
+"""
+_PICTURE = """
+picture, how = Image.open("cat.jpg"), config["preprocess"]
+size, resample = how["image_size"], Image.Resampling[how["interpolation"].upper()]
+"""
+_PICTURES = {  # by resize mode
+    "shortest": """
+short, (width, height) = min(picture.size), picture.size
+wide, high = size * width // short, size * height // short
+left, top = round((wide - size) / 2), round((high - size) / 2)
+picture = picture.resize((wide, high), resample).crop((left, top, left + size, top + size))
+""",
+    "squash": """
+picture = picture.resize((size, size), resample)
+""",
+    "longest": """
+long, (width, height) = max(picture.size), picture.size
+wide, high = max(1, round(size * width / long)), max(1, round(size * height / long))
+canvas = Image.new("RGB", (size, size), (how["fill_color"],) * 3)
+canvas.paste(picture.resize((wide, high), resample), ((size - wide) // 2, (size - high) // 2))
+picture = canvas
+""",
+}
+_CLIP_TOKENS = """
+tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+tokenizer.enable_truncation(config["context_length"])
+tokenizer.enable_padding(pad_id=0, pad_token="!", length={length})
+ids = np.array([one.ids for one in tokenizer.encode_batch(["a photo of a cat", "a photo of a dog"])])
+"""
+_LIBRARY_TOKENS = """
+texts = ["a photo of a cat", "a photo of a dog"]
+ids = AutoTokenizer.from_pretrained(folder)(
+    texts, padding="max_length", truncation=True, max_length=config["context_length"], return_tensors="np"
+)["input_ids"]
+"""
+_CLASSES = """
+ids = np.arange(len(config["classes"]))[:, None]  # in the order of the names there
+"""
+
+
+def example(model: CLIP) -> str:
+    """Code that loads the export and compares an image with texts, or with classes."""
+    tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer\n"
+    if isinstance(model.tokenizer, ClassTokenizer):
+        tokens, needed = _CLASSES, ""
+    if isinstance(model.tokenizer, ClipTokenizer):
+        length = "None" if model.tokenizer.trim else 'config["context_length"]'
+        tokens, needed = _CLIP_TOKENS.replace("{length}", length), "from tokenizers import Tokenizer\n"
+    picture = _PICTURE.strip() + "\n" + _PICTURES[model.preprocess.resize_mode].strip()
+    code = _ONNX.replace("{import}", needed)
+    return code.replace("{picture}", picture).replace("{tokens}", tokens.strip())

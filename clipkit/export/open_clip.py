@@ -21,13 +21,13 @@ from clipkit.model.clip import CLIP
 from clipkit.model.names import to_open_clip
 from clipkit.model.tokenizer import LibraryTokenizer, TransformersTokenizer
 
-__all__ = ["check", "obstacle", "store_tokenizer", "write"]
+__all__ = ["check", "example", "obstacle", "store_tokenizer", "write"]
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 def obstacle(model: CLIP) -> str:
-    """Why open_clip cannot have this model, or ""."""
+    """Why open_clip cannot hold this model, or ""."""
     try:
         to_open_clip(model.architecture)
     except ConfigError as error:
@@ -41,14 +41,14 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     """Write the model's files; returns their names.
 
     Args:
-        model: what to export.
+        model: to export.
         tensors: its weights, float32 on the CPU.
-        folder: where to.
+        folder: to write to.
     """
     config = to_open_clip(model.architecture)
     names = store_tokenizer(model, folder)
     if names and (given := config["text_cfg"].get("hf_tokenizer_name")):
-        # from a local folder open_clip reads what lies beside the config, whatever name is given here
+        # for a local folder, open_clip reads the tokenizer beside the config, whatever this name is
         name = folder.name if Path(given).exists() else given
         config["text_cfg"] = {**config["text_cfg"], "hf_tokenizer_name": name}
     preprocess = model.preprocess.to_dict()
@@ -85,3 +85,22 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     images = difference(theirs.encode_image(pixels, normalize=True), samples.image_embeddings)
     texts = difference(theirs.encode_text(tokens, normalize=True), samples.text_embeddings)
     return max(images, texts)
+
+
+_EXAMPLE = """
+import open_clip, torch
+from PIL import Image
+
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:{folder}")
+tokenizer = open_clip.get_tokenizer("local-dir:{folder}")
+model.eval()
+with torch.no_grad():
+    image = model.encode_image(preprocess(Image.open("cat.jpg")).unsqueeze(0), normalize=True)
+    text = model.encode_text(tokenizer(["a photo of a cat", "a photo of a dog"]), normalize=True)
+print((model.logit_scale.exp() * image @ text.T).softmax(dim=-1))
+"""
+
+
+def example(model: CLIP) -> str:
+    """Code that loads the export and compares an image with texts."""
+    return _EXAMPLE

@@ -21,7 +21,7 @@ from clipkit.export.checks import Samples, difference
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 
-__all__ = ["check", "obstacle", "timm_name", "write"]
+__all__ = ["check", "example", "obstacle", "timm_name", "write"]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SIZES = {(384, 12, 6): "small", (768, 12, 12): "base", (1024, 24, 16): "large", (1280, 32, 16): "huge"}
@@ -42,7 +42,7 @@ _CROP_MODES = {"shortest": "center", "squash": "squash", "longest": "border"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Backbone:
-    """What timm builds: a name, arguments beside it, the width of the classifier, and the state dict."""
+    """A timm model: name, arguments, width of the classifier, and state dict."""
 
     name: str
     arguments: dict[str, Any]
@@ -51,7 +51,7 @@ class _Backbone:
 
 
 def obstacle(model: CLIP) -> str:
-    """Why timm cannot have this model's image tower, or ""."""
+    """Why timm has no such image tower, or ""."""
     vision = model.architecture.vision
     if vision.plain is not None:
         return ""
@@ -74,9 +74,9 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     """Write the image tower's files; returns their names.
 
     Args:
-        model: what to export.
+        model: to export.
         tensors: its weights, float32 on the CPU.
-        folder: where to.
+        folder: to write to.
     """
     import timm
 
@@ -107,7 +107,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 
 def timm_name(shape: Architecture) -> tuple[str, dict[str, Any]]:
-    """The name in timm of an architecture's plain ViT, and what else it must be given to have that shape."""
+    """Name and arguments with which timm builds an architecture's plain ViT."""
     import timm
 
     vision = shape.vision.plain
@@ -169,7 +169,7 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
 def _build(backbone: _Backbone) -> nn.Module:
     import timm
 
-    with torch.random.fork_rng(devices=[]):  # it draws weights
+    with torch.random.fork_rng(devices=[]):  # initializes weights
         made: nn.Module = timm.create_model(
             backbone.name, pretrained=False, num_classes=backbone.classes, **backbone.arguments
         )
@@ -177,7 +177,7 @@ def _build(backbone: _Backbone) -> nn.Module:
 
 
 def _classifiers(trunk: nn.Module) -> list[str]:
-    """The names of the linear layers that are its classifier; a distilled model takes the mean of two."""
+    """The names of the linear layers of its classifier; distilled models have two and average them."""
     found: Any = trunk.get_classifier()  # type: ignore[operator]
     layers = list(found) if isinstance(found, tuple | list) else [found]
     if not all(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers):
@@ -192,7 +192,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
 
-    with torch.random.fork_rng(devices=[]):  # it draws weights before it reads them
+    with torch.random.fork_rng(devices=[]):  # initializes weights before loading them
         theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
     theirs.eval()
     config: dict[str, Any] = resolve_model_data_config(theirs)  # type: ignore[no-untyped-call]
@@ -200,3 +200,21 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     features = theirs(torch.stack([transform(picture) for picture in samples.pictures]))
     scale = samples.image_features.norm(dim=-1).max()
     return difference(features / scale, samples.image_features / scale)
+
+
+_EXAMPLE = """
+import timm, torch
+from PIL import Image
+
+model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
+config = timm.data.resolve_model_data_config(model)
+transform = timm.data.create_transform(**config, is_training=False)
+with torch.no_grad():
+    features = model(transform(Image.open("cat.jpg").convert("RGB")).unsqueeze(0))
+print(torch.nn.functional.normalize(features, dim=-1))  # the picture's embedding
+"""
+
+
+def example(model: CLIP) -> str:
+    """Code that loads the export and compares an image with texts."""
+    return _EXAMPLE

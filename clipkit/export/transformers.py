@@ -43,20 +43,16 @@ from clipkit.model.tokenizer import (
     tokens_in_order,
 )
 
-__all__ = [
-    "check", "check_sentence_transformers", "obstacle", "write", "write_clip_tokenizer",
-    "write_sentence_transformers",
-]  # fmt: skip
+__all__ = ["check", "example", "obstacle", "without_bars", "write", "write_clip_tokenizer", "write_json"]
 
 WEIGHTS = "model.safetensors"
 START, END = "<|startoftext|>", "<|endoftext|>"
 # CLIP's splitting rule with transformers' names of the special tokens
 _WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
-_MODULES = "sentence_transformers.base.modules"
 
 
 def obstacle(model: CLIP) -> str:
-    """Why transformers' ``CLIPModel`` cannot have this model, or ""."""
+    """Why transformers' ``CLIPModel`` cannot hold this model, or ""."""
     shape = model.architecture
     for tower in (shape.vision, shape.text):
         if tower.plain is None:
@@ -77,15 +73,15 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     """Write the model's files; returns their names.
 
     Args:
-        model: what to export.
+        model: to export.
         tensors: its weights, float32 on the CPU.
-        folder: where to.
+        folder: to write to.
     """
     configs = transformers_configs(model.architecture, model.preprocess)
     _fit_processor(configs["preprocessor_config.json"], model)
     _fit_special_tokens(configs["config.json"]["text_config"], model)
     for name, content in configs.items():
-        _write_json(folder / name, content)
+        write_json(folder / name, content)
     if not (folder / WEIGHTS).exists():  # the other library's target may have written it
         save_file(to_transformers(tensors), folder / WEIGHTS, metadata={"format": "pt"})
     tokenizer = store_tokenizer(model, folder) or _write_clips(model, folder)
@@ -93,10 +89,10 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 
 def _write_clips(model: CLIP, folder: Path) -> list[str]:
-    """CLIP's tokenizer, and its settings."""
+    """Write CLIP's tokenizer and its settings."""
     special = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
-    _write_json(folder / "special_tokens_map.json", special)
-    _write_json(
+    write_json(folder / "special_tokens_map.json", special)
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "CLIPTokenizer",
@@ -109,7 +105,7 @@ def _write_clips(model: CLIP, folder: Path) -> list[str]:
 
 
 def _fit_special_tokens(config: dict[str, Any], model: CLIP) -> None:
-    """The numbers that a model's own tokenizer has for them; our text tower reads a text at its largest token."""
+    """Set the ids of special tokens for a tokenizer of the model's own; texts are read at their largest token."""
     if isinstance(own := model.tokenizer, TransformersTokenizer):
         library = own.library()
         numbers = {name: getattr(library, name) for name in ("bos_token_id", "pad_token_id")}
@@ -118,7 +114,7 @@ def _fit_special_tokens(config: dict[str, Any], model: CLIP) -> None:
 
 
 def _fit_processor(config: dict[str, Any], model: CLIP) -> None:
-    """What differs from CLIP's own preprocessing."""
+    """Set what differs from CLIP's preprocessing."""
     preprocess = model.preprocess
     config["processor_class"] = "CLIPProcessor"
     config["resample"] = {"bilinear": 2, "bicubic": 3}[preprocess.interpolation]
@@ -158,46 +154,14 @@ def write_clip_tokenizer(folder: Path) -> list[str]:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (START, END)])
     made.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "vocab.json", vocabulary)
+    write_json(folder / "vocab.json", vocabulary)
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return ["tokenizer.json", "vocab.json", "merges.txt"]
 
 
-def write_sentence_transformers(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """As ``write``, and what says that its features are made unit norm."""
-    names = write(model, tensors, folder)
-    modules = [("", "transformer.Transformer"), ("1_Normalize", "normalize.Normalize")]
-    features = {"text": "get_text_features", "image": "get_image_features"}
-    own: dict[str, Any] = {
-        "modules.json": [
-            {"idx": i, "name": str(i), "path": path, "type": f"{_MODULES}.{kind}"}
-            for i, (path, kind) in enumerate(modules)
-        ],
-        "sentence_bert_config.json": {
-            "transformer_task": "feature-extraction",
-            "modality_config": {
-                kind: {"method": method, "method_output_name": "pooler_output"}
-                for kind, method in features.items()
-            },
-            "module_output_name": "sentence_embedding",
-        },
-        "config_sentence_transformers.json": {
-            "model_type": "SentenceTransformer",
-            "similarity_fn_name": "cosine",
-        },
-        "1_Normalize/config.json": {
-            "module_input_name": "sentence_embedding",
-            "module_output_name": "sentence_embedding",
-        },
-    }
-    for name, content in own.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        _write_json(folder / name, content)
-    return [*names, *own]
-
-
-def _write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """Write a configuration file."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -206,7 +170,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder by transformers, as a user would; the largest difference of unit-norm embeddings."""
     from transformers import AutoProcessor, CLIPModel
 
-    with _without_bars():
+    with without_bars():
         theirs, found = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     assert not any(found.values()), found  # missing or unexpected names are only a warning there
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
@@ -222,19 +186,9 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     return max(images, difference(out.text_embeds, samples.text_embeddings))
 
 
-def check_sentence_transformers(model: CLIP, folder: Path, samples: Samples) -> float:
-    """The same by sentence-transformers."""
-    from sentence_transformers import SentenceTransformer
-
-    with _without_bars():
-        theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-    images = theirs.encode(list(samples.pictures), show_progress_bar=False)
-    texts = theirs.encode(list(samples.texts), show_progress_bar=False)
-    return max(difference(images, samples.image_embeddings), difference(texts, samples.text_embeddings))
-
-
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
+    """Hide transformers' progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -244,3 +198,22 @@ def _without_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+_EXAMPLE = """
+import torch
+from PIL import Image
+from transformers import AutoProcessor, CLIPModel
+
+model, processor = CLIPModel.from_pretrained("{folder}"), AutoProcessor.from_pretrained("{folder}")
+texts = ["a photo of a cat", "a photo of a dog"]
+picture = Image.open("cat.jpg").convert("RGB")
+inputs = processor(text=texts, images=picture, return_tensors="pt", padding=True, truncation=True)
+with torch.no_grad():
+    print(model(**inputs).logits_per_image.softmax(dim=-1))
+"""
+
+
+def example(model: CLIP) -> str:
+    """Code that loads the export and compares an image with texts."""
+    return _EXAMPLE

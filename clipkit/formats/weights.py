@@ -1,13 +1,15 @@
-"""Tensors out of any file of weights that people have, without running anything that is in it.
+"""Read tensors from any file of weights without running anything in it.
 
     *.safetensors                       read by safetensors
     *.safetensors.index.json            the same in several files, as transformers writes large models
     of torch.save                       a state dict, or a training checkpoint that holds one among other things
     of torch.jit.save                   TorchScript, as OpenAI published CLIP
 
-What a file is follows from its content, not from its name. Pickles are read by ``inert_pickle``, which
-imports and calls nothing. ``torch.load`` is not used, not even with ``weights_only``: mapping a file, it takes a
-storage to be as long as the pickle claims, and reads on into what lies behind it.
+The format follows from the content of a file, not from its name. Pickles are read by ``InertPickle``, which
+imports and calls nothing. TorchScript archives need such a reader anyway, as loading them would run their code.
+Files of ``torch.save`` are read by it too: ``torch.load(weights_only=True, mmap=True)`` of torch 2.15 takes a
+storage to be as long as the pickle claims and reads into what follows, inflates compressed entries without a limit
+(1.3 MB to 300 MB), and crashes the process on a dictionary with a deeply nested key.
 """
 
 import itertools

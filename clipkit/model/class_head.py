@@ -1,4 +1,4 @@
-"""A CLIP with a classifier's head in the text tower's place, to be trained on labelled pictures."""
+"""A CLIP with a classification head in place of the text tower, to be trained on labelled images."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +14,14 @@ __all__ = ["with_class_head"]
 
 @torch.no_grad()
 def with_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
-    """The model's image tower and temperature, copied, beside a row for each class.
+    """Copy the model's image tower and temperature and add a row for each class.
 
-    With the rows of a zero-shot classifier it begins with that classifier's answers (as WiSE-FT does, Wortsman et
-    al. 2022, https://arxiv.org/abs/2109.01903).
+    With the rows of a zero-shot classifier it starts with that classifier's predictions, as WiSE-FT does (Wortsman
+    et al. 2022, https://arxiv.org/abs/2109.01903).
 
     Args:
-        model: a CLIP, which is left as it is.
-        names: of C classes, see ``ClassTable``; texts that ``encode_text`` then takes.
+        model: is not changed.
+        names: of C classes, see ``ClassTable``.
         rows: (C, O), such as the columns of a zero-shot classifier.
 
     Raises:

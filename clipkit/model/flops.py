@@ -1,17 +1,16 @@
-"""How many floating-point operations a step of CLIP needs, by formula. Torch loads only where it must count.
+"""FLOPs and activation memory of CLIP by formula. Torch is imported only to count FLOPs of other towers.
 
-Counted is what the mathematics needs, in the convention of model FLOPs utilization (Chowdhery et al. 2022,
-https://arxiv.org/abs/2204.02311, appendix B): matrix products alone, two operations for a multiplication with its
-addition, the backward pass twice the forward one, and nothing for what is computed again to save memory. So
-padding, the unread tokens of a last block, and recomputation make a program slower, not more useful.
+FLOPs are those the mathematics needs, in the convention of model FLOPs utilization (Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311, appendix B): matrix products only, two operations for a multiply-add, the
+backward pass counts twice the forward pass, and recomputation to save memory is not counted. Padding and tokens of
+the last block that are not read are not counted either.
 
-Two points where readers of that convention differ:
+Two points on which implementations of that convention differ:
 
-* Attention counts the whole square of a caption's length although the mask hides half of it, as PaLM's own formula
-  does and torch's counter too, so that figures can be compared. Of ViT-B/32's text tower that half is 1.2% at 77
-  tokens and 0.3% at 16.
-* The gradient at the pictures themselves is wanted by nobody: the backward pass of the patch embedding is as large
-  as its forward pass, not twice.
+* Attention counts the full square of a caption's length although the mask hides half of it, like PaLM's formula and
+  torch's counter. In ViT-B/32's text tower that half is 1.2% at 77 tokens and 0.3% at 16.
+* No gradient of the images is computed: the backward pass of the patch embedding counts as its forward pass, not
+  twice.
 
 Letters: L tokens, D width, H width inside a block's MLP, O embedding dimension, N rows of the global batch.
 """
@@ -43,14 +42,14 @@ _UNKNOWN = "FLOPs by formula are known for clipkit's own towers alone"
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Operations of one sample, or of one loss."""
+    """FLOPs of one sample, or of one loss."""
 
     forward: int
     backward: int
 
     @property
     def both(self) -> int:
-        """Of the two passes."""
+        """Sum of the two passes."""
         return self.forward + self.backward
 
 
@@ -105,7 +104,7 @@ def transformer_activation_bytes(
 
 
 def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:
-    """A contrastive loss's logits, (rows, columns), once: both directions of softmax read the same ones."""
+    """FLOPs of a contrastive loss's logits, (rows, columns), which both directions of the softmax share."""
     forward = 2 * rows * columns * embed_dim
     return Flops(forward=forward, backward=2 * forward)
 
@@ -121,20 +120,20 @@ def step_flops(
     text_blocks: int | None = None,
     counted: Mapping[str, Flops] | None = None,
 ) -> int:
-    """One rank's share of a training step, both passes and the loss.
+    """FLOPs of one rank in a training step: both passes and the loss.
 
     Args:
         shape: the architecture.
-        rows: pictures of this rank.
-        lengths: of this rank's captions in tokens, each one, or how often each occurs.
-        global_rows: pairs of all ranks.
-        patches: kept of each picture; None is all.
-        image_blocks: how many of the image tower's last blocks are trained, see ``trained_blocks``;
+        rows: number of images of this rank.
+        lengths: of this rank's captions in tokens, as a list or with counts.
+        global_rows: number of pairs of all ranks.
+        patches: number of patches kept of each image; None for all.
+        image_blocks: number of last blocks of the image tower that are trained, see ``trained_blocks``;
             ``text_blocks`` likewise.
-        counted: of the towers that other libraries build, see ``counted_flops``.
+        counted: of towers without a formula, see ``counted_flops``.
 
     Raises:
-        ConfigError: another library builds a tower, and ``counted`` does not have it.
+        ConfigError: a tower has no formula and is not in ``counted``.
     """
     image, text = ((counted or {}).get(name) for name in ("image", "text"))
     if image is None:
@@ -148,12 +147,12 @@ def step_flops(
 
 
 def trained_blocks(model: "CLIP") -> tuple[int | None, int | None]:
-    """How many of the last blocks of the image and of the text tower are trained, as their parameters say.
+    """Count the last blocks of the image tower and of the text tower that are trained.
 
     Returns:
-        for each tower None where something before its blocks is trained, and 0 where no block is. The gradient
-        passes through a frozen block behind one that is trained, so such a block counts. A tower of another library
-        is trained as a whole or not at all.
+        for each tower None if anything before its blocks is trained, and 0 if no block is. A frozen block above a
+        trained one counts, as the gradient passes through it. A tower without ``block_count`` is trained as a whole
+        or not at all.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     image = {name.removeprefix("visual.") for name in trained if name.startswith("visual.")}
@@ -175,14 +174,13 @@ def _last_blocks(trained: set[str], layers: int) -> int | None:
 
 
 def counted_flops(model: "CLIP") -> dict[str, Flops] | None:
-    """Of one picture and one caption, in the towers that other libraries build, for ``step_flops``.
+    """Count FLOPs of one image and one caption in towers without a formula, for ``step_flops``.
 
-    Counted once by torch while a tower runs on tensors without values, so that neither time nor memory goes to it.
-    A caption counts at the whole context length: those towers compute the padding, too.
+    Torch counts them while the tower runs on the meta device, which costs neither time nor memory. A caption counts
+    at the full context length, as these towers compute the padding too.
 
     Returns:
-        by "image" and "text", empty for clipkit's own towers; None where a tower cannot run without values, so that
-        no figure is shown rather than a wrong one.
+        by "image" and "text", without towers that have a formula; None if a tower cannot run on the meta device.
     """
     import torch
 
@@ -194,7 +192,7 @@ def counted_flops(model: "CLIP") -> dict[str, Flops] | None:
         if model.text is not None and shape.text.flops(shape.embed_dim, length) is None:
             tokens = torch.ones(1, length, dtype=torch.int64, device="meta")
             found["text"] = _counted(model.text, tokens)
-    except (RuntimeError, TypeError, ValueError):  # it looks at values, or makes tensors on another device
+    except (RuntimeError, TypeError, ValueError):  # it reads values, or creates tensors on another device
         return None
     return found
 
@@ -209,7 +207,7 @@ def _counted(tower: "nn.Module", given: "Tensor") -> Flops:
     for name, value in (*tower.named_parameters(), *tower.named_buffers()):
         needs = isinstance(value, torch.nn.Parameter)
         shadows[name] = torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=needs)
-    # the plain formula of attention: fused kernels compute a part again in the backward pass
+    # plain attention, as fused kernels recompute a part in the backward pass
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         with FlopCounterMode(display=False) as forward:
             features = functional_call(tower, shadows, (given,))

@@ -1,4 +1,4 @@
-"""What an image tower knows of a picture on the way to its embedding, for probes that look inside.
+"""Intermediate representations of an image tower, for linear probes.
 
 Letters: B batch, S image side in pixels, W width of the image tower, O embedding dimension.
 """
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import VisionTransformer
 
 __all__ = ["ImageRepresentations", "image_representations", "layer_count"]
 
@@ -25,12 +24,12 @@ _unprojected = threading.Lock()  # held while a tower of open_clip's has no proj
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageRepresentations:
-    """Of B pictures.
+    """Representations of B images.
 
     Attributes:
-        projected: (B, O) float32, unit norm; what ``encode_image`` gives.
-        before_projection: (B, W) float32, what the tower gives before its last linear map, not normalized.
-        layers: by the number of a block, from 1, (B, W) float32, the class token behind it.
+        projected: (B, O) float32, unit norm, as from ``encode_image``.
+        before_projection: (B, W) float32, before the last linear layer, not normalized.
+        layers: (B, W) float32, the class token after each block, by its number from 1.
     """
 
     projected: Tensor
@@ -39,15 +38,15 @@ class ImageRepresentations:
 
 
 def layer_count(model: CLIP) -> int:
-    """How many blocks ``image_representations`` can look behind; 0 for an image tower of another library."""
-    return len(model.visual.transformer.blocks) if isinstance(model.visual, VisionTransformer) else 0
+    """Number of blocks of which ``image_representations`` gives the output; 0 for a tower of another library."""
+    return model.architecture.vision.block_count
 
 
 def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] = ()) -> ImageRepresentations:
-    """Encode pictures and keep what is seen on the way, in one pass.
+    """Encode images and keep intermediate representations, in one pass.
 
-    A tower whose pooling is its projection (a ResNet's attention pooling) has nothing before it: its features
-    before normalization stand for that, as in the CLIP paper.
+    Where pooling and projection are one (a ResNet's attention pooling), ``before_projection`` holds the features
+    before normalization, as in the CLIP paper.
 
     Args:
         model: the model.
@@ -64,8 +63,7 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
     seen: dict[int, Tensor] = {}
     with ExitStack() as watching:
         for layer in layers:
-            assert isinstance(model.visual, VisionTransformer)
-            block = model.visual.transformer.blocks[layer - 1]
+            block = model.transformers["image"].blocks[layer - 1]
             watching.enter_context(_watched(block, partial(_keep, seen, layer)))
         raw, pooled = _raw_and_pooled(model, images)
     return ImageRepresentations(
@@ -78,7 +76,7 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
 def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]:
     """The features before normalization, (B, O), and before projection, (B, W), where there is such a place."""
     visual: Any = model.visual
-    own = isinstance(visual, VisionTransformer)
+    own = model.architecture.vision.plain is not None
     with _unprojected:  # not while another thread has it off
         proj = None if own else getattr(visual, "proj", None)
     if isinstance(proj, nn.Parameter):
@@ -101,7 +99,7 @@ def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]
 
 @contextmanager
 def _watched(module: nn.Module, see: Callable[[Tensor], object]) -> Iterator[None]:
-    """What a module gives in this thread; others may run the same model meanwhile."""
+    """Call ``see`` with a module's outputs in this thread only, as others may run the same model."""
     here = threading.get_ident()
 
     def hook(_: nn.Module, __: object, out: object) -> None:

@@ -33,14 +33,14 @@ def zero_shot_classifier(
     batch_size: int = 256,
     allow_indistinguishable: bool = False,
 ) -> Tensor:
-    """One weight vector a class: its prompts' unit embeddings are averaged, and the mean is made unit norm.
+    """Build one weight vector per class: the normalized mean of its prompts' unit embeddings.
 
     Args:
-        model: a CLIP; it is used in evaluation mode and given back in the mode it had.
+        model: a CLIP; used in evaluation mode, and its mode is restored.
         class_names: C names, in the order of the labels.
-        templates: T prompts in which ``{c}`` (or ``{}``) stands for the class. A model with a head of classes in
-            its text tower's place (``ClassTable``) reads names alone: it gets none.
-        batch_size: prompts encoded at a time.
+        templates: T prompts in which ``{c}`` (or ``{}``) is replaced by the class name. Ignored for a model with a
+            classification head (``ClassTable``), which reads only names.
+        batch_size: number of prompts encoded at a time.
         allow_indistinguishable: accept class names whose prompts have the same tokens, which the model cannot
             tell apart, for published lists that contain such names ("missile" is two classes of ImageNet).
 
@@ -48,9 +48,9 @@ def zero_shot_classifier(
         (O, C) float32 with unit columns, on the model's device.
 
     Raises:
-        DataError: there are no classes or templates, one is no string, a template has no place for the class, or
-            two class names have the same tokens in every prompt.
-        ConfigError: ``batch_size`` is no positive whole number.
+        DataError: there are no classes or templates, one is not a string, a template has no placeholder, or two
+            class names have the same tokens in every prompt.
+        ConfigError: ``batch_size`` is not a positive integer.
     """
     for what, given in (("class_names", class_names), ("templates", templates)):
         if isinstance(given, str):
@@ -90,9 +90,7 @@ def indistinguishable_classes(
     Returns:
         Groups of two classes or more, by number in increasing order.
     """
-    keys: list[tuple[int, ...]] = [
-        (len(own),) for own in prompts
-    ]  # equal for classes that are the same so far
+    keys: list[tuple[int, ...]] = [(len(own),) for own in prompts]  # equal for classes that agree so far
     for template in range(max(map(len, prompts), default=0)):
         sizes = Counter(keys)
         left = [i for i, key in enumerate(keys) if sizes[key] > 1 and template < len(prompts[i])]
@@ -108,16 +106,16 @@ def indistinguishable_classes(
 
 
 def token_numbers(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
-    """Number texts by their tokens: texts of one number are the same text to the model."""
+    """Number texts by their tokens: texts with the same number are identical to the model."""
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(row.tobytes(), len(numbers)) for row in tokenizer(texts).numpy()]
 
 
 def list_of_strings(given: Iterable[str], what: str) -> list[str]:
-    """Strings of any kind, numpy's among them, as a list of Python's own.
+    """Convert strings of any type, such as numpy's, to a list of str.
 
     Raises:
-        DataError: it is no list, or holds something else; ``what`` is its name in the message.
+        DataError: it is not a list of strings; ``what`` is its name in the message.
     """
     if isinstance(given, bytes) or not isinstance(given, Iterable):
         raise DataError(f"{what} must be a list of strings, not {type(given).__name__}")
@@ -132,17 +130,13 @@ def list_of_strings(given: Iterable[str], what: str) -> list[str]:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Refuse what would encode nothing.
-
-    Raises:
-        ConfigError: it is no positive whole number.
-    """
+    """Raise ConfigError unless ``batch_size`` is a positive integer."""
     if not isinstance(batch_size, SupportsIndex) or batch_size < 1:
         raise ConfigError(f"batch_size = {batch_size!r} does not fit: a whole number, at least 1")
 
 
 def fill_template(template: str, name: str) -> str:
-    """Put a class name in a template's place for it; other braces stay as they are."""
+    """Insert a class name into a template; other braces are kept."""
     for place in ("{c}", "{}"):
         if place in template:
             return template.replace(place, name)
@@ -151,17 +145,17 @@ def fill_template(template: str, name: str) -> str:
 
 @torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
 def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256) -> Tensor:
-    """Texts → (N, O) float32 unit-norm features on the model's device; each distinct text is encoded once.
+    """Encode texts: (N, O) float32 unit-norm features on the model's device. Repeated texts are encoded once.
 
     Raises:
-        DataError: a prompt is no string, or too long.
-        ConfigError: ``batch_size`` is no positive whole number.
+        DataError: a prompt is not a string, or too long.
+        ConfigError: ``batch_size`` is not a positive integer.
     """
     check_batch_size(batch_size)
     prompts = list_of_strings(prompts, "texts")
     device = model.logit_scale.device
     distinct = list(dict.fromkeys(prompts))
-    # texts of one length together: a batch is computed to its longest
+    # batches of similar lengths, as a batch is padded to its longest
     by_length = sorted(range(len(distinct)), key=lambda i: len(distinct[i]))
     rows: dict[str, Tensor] = {}
     with evaluating(model):
@@ -176,7 +170,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards each of its modules in the mode it had."""
+    """Put a model in evaluation mode, and restore the mode of each of its modules afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -153,10 +153,10 @@ def test_swapped_arguments_are_named(tiny: CLIP, pixels: Any) -> None:
     ("argument", "error", "message"),
     [
         ({"context_length": 1}, clipkit.ConfigError, "context_length = 1 does not fit: at least 2"),
-        ({"device": "foo"}, clipkit.ConfigError, "device = 'foo' is none that this machine has"),
+        ({"device": "foo"}, clipkit.ConfigError, "Unknown device 'foo'"),
         ({"device": "meta"}, clipkit.ConfigError, "device = 'meta' holds no values"),
         ({"device": "cuda:99"}, clipkit.ConfigError, "device = 'cuda:99': this machine has"),
-        ({"device": None}, clipkit.ConfigError, "device = None is none that this machine has"),
+        ({"device": None}, clipkit.ConfigError, "Unknown device None"),
         ({"name": 3}, TypeError, "name must be a string, not int"),
         ({"source": 3}, TypeError, "source must be a string or a path, not int"),
     ],
@@ -224,7 +224,7 @@ def test_numpys_strings_are_strings(tiny: CLIP) -> None:
     [
         ("~nobody-of-that-name/x", "no model at ~nobody-of-that-name/x: Could not determine home"),
         ("a" * 5000, "a…: File name too long"),
-        ("a\0b", "a path holds no NUL"),
+        ("a\0b", "a path cannot contain NUL"),
         ("", "no checkpoint in"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_published_shape_has_timms_own_name() -> None:
         ("distilled", ["open_clip"], "this model can be exported by --to timm, onnx"),
         ("distilled", [], "this model can be exported by --to timm, onnx"),
         ("own", ["timm", "transformers"], "name their files alike"),
-        ("own", ["tensorflow"], "no library to export to: known are open_clip, "),
+        ("own", ["tensorflow"], "no export to 'tensorflow': known: onnx, open_clip, "),
     ],
 )
 def test_what_a_library_cannot_have_is_one_line(kind: str, to: list[str], told: str, tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import clipkit
-from clipkit import export as exporting
 from clipkit.__main__ import dispatch
 from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.export import TARGETS, ExportOptions, export, run
+from clipkit.export import EXPORTS, export
+from clipkit.export import write as exporting
 from clipkit.export.model_card import KnownScore, Source, source_of
+from clipkit.export.write import ExportOptions, run
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import Architecture, BagOfWords, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
@@ -145,8 +146,8 @@ def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
 def test_other_embeddings_are_not_exported(
     largest: float, told: str, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = replace(TARGETS["open_clip"], check=lambda *_: largest)
-    monkeypatch.setitem(exporting.TARGETS, "open_clip", wrong)
+    wrong = replace(EXPORTS["open_clip"], check=lambda *_: largest)
+    monkeypatch.setitem(EXPORTS, "open_clip", wrong)
     with pytest.raises(CheckpointError, match=rf"open_clip_torch \S+ gives {told}$"):
         export(model, tmp_path / "out", to=["open_clip"])
     assert list(tmp_path.iterdir()) == []
@@ -155,7 +156,7 @@ def test_other_embeddings_are_not_exported(
 def test_a_diverged_model_is_not_exported(model: CLIP, tmp_path: Path) -> None:
     with torch.no_grad():
         model.text_projection[0, 0] = math.inf
-    with pytest.raises(CheckpointError, match="the model's own text embeddings hold NaN or infinity"):
+    with pytest.raises(CheckpointError, match="the model's own text embeddings contain NaN or infinity"):
         export(model, tmp_path / "out", to=["open_clip"])
     assert list(tmp_path.iterdir()) == []
 
@@ -192,7 +193,7 @@ def test_examples_in_the_card_take_any_picture(model: CLIP, tmp_path: Path) -> N
 
 def test_wrong_weights_are_noticed(model: CLIP, tmp_path: Path) -> None:
     """The checks compare, whatever is written: here one number of the image tower is another one."""
-    target = TARGETS["open_clip"]
+    target = EXPORTS["open_clip"]
 
     def spoiled(model: CLIP, tensors: Any, folder: Path) -> list[str]:
         proj = tensors["visual.proj"].clone()
@@ -200,14 +201,14 @@ def test_wrong_weights_are_noticed(model: CLIP, tmp_path: Path) -> None:
         return target.write(model, {**tensors, "visual.proj": proj}, folder)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="differ"):
-        patch.setitem(exporting.TARGETS, "open_clip", replace(target, write=spoiled))
+        patch.setitem(EXPORTS, "open_clip", replace(target, write=spoiled))
         export(model, tmp_path / "out", to=["open_clip"])
 
 
 def test_a_library_that_is_not_installed(
     model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(exporting.TARGETS, "timm", replace(TARGETS["timm"], package="no_such_package"))
+    monkeypatch.setitem(EXPORTS, "timm", replace(EXPORTS["timm"], package="no_such_package"))
     monkeypatch.setattr(exporting, "load", lambda *_, **__: model)
     assert run(ExportOptions(model="x", out=tmp_path / "out", to=["timm"])) == 0
     assert "timm: 2 files; not checked, as timm is not installed: pip install -e '.[export]'" in (
@@ -284,7 +285,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "| a b # c | zero-shot | acc5 | 100.0% |" in card and "broken" not in card
     assert f"```toml\n{to_toml(Config(out='…/my-run')).strip()}\n```" in card
     assert str(tmp_path) not in card
-    for target in TARGETS:  # each is a choice, and the first refusal is of the model
+    for target in EXPORTS:  # each is a choice, and the first refusal is of the model
         with pytest.raises(CheckpointError):
             dispatch(["export", str(tmp_path / "nothing"), str(out), "--to", target])
     with pytest.raises(ConfigError, match="invalid choice: 'tensorflow'"):
@@ -330,7 +331,7 @@ def test_a_library_of_another_version_is_one_line(
     def gone(*_: Any) -> float:
         raise ImportError("cannot import name 'x'\nfrom 'y'")
 
-    monkeypatch.setitem(exporting.TARGETS, "timm", replace(TARGETS["timm"], check=gone))
+    monkeypatch.setitem(EXPORTS, "timm", replace(EXPORTS["timm"], check=gone))
     with pytest.raises(
         CheckpointError, match=r"timm \S+ does not load the export: ImportError: .* 'x' from 'y'$"
     ):
