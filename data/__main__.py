@@ -1,4 +1,4 @@
-"""The commands of this room: ``python -m data make | pack | index …``."""
+"""Make, pack, index and inspect data sets: ``python -m data COMMAND``."""
 
 import argparse
 import json
@@ -8,27 +8,23 @@ import tempfile
 import textwrap
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipkit.config import Config
-from clipkit.errors import ConfigError, DataError, Parser, nearest, number, run_command, whole
+from clipkit.errors import MOST_BATCH, ConfigError, DataError, Parser, nearest, number, run_command, whole
 from clipkit.files.atomic import write_atomic
-from clipkit.files.progress import CountProgress
-from clipkit.files.tar import TruncatedError
 from clipkit.files.text import counted, printable
 from clipkit.files.traits import Decoding, add_decoding_options, color_of
-from data.captions import Selection, listed
-from data.inspect.speed import add_speed
 from data.remote.cache_folder import cache_folder, shard_cache
-from data.shards.manifest import Manifest, make_manifest
-from data.shards.sources import find_shards
 
 if TYPE_CHECKING:
     from data.inspect.findings import Findings
     from data.pack import PackReport
+    from data.shards.manifest import Manifest
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -42,14 +38,7 @@ is not indexed yet; this does it before, by all cores.
 """
 
 
-def add_index(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Declare the command and its arguments."""
-    parser = commands.add_parser(
-        "index",
-        help="index shards, so that a training can begin at once",
-        description="Index shards: which samples they hold, and where their bytes lie.\n\n" + INDEX_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _index_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="SOURCE", nargs="+")
     parser.add_argument(
         "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
@@ -68,10 +57,15 @@ def add_index(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="a shard that is cut short: stop, or index its intact part for data.truncated=use (default: error)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(command=_index)
 
 
 def _index(parsed: argparse.Namespace) -> int:
+    from clipkit.files.progress import CountProgress
+    from clipkit.files.tar import TruncatedError
+    from data.captions import Selection
+    from data.shards.manifest import make_manifest
+    from data.shards.sources import find_shards
+
     began = time.monotonic()
     _check_cache_folder()
     sources = [find_shards(source, split=parsed.split) for source in parsed.sources]
@@ -99,7 +93,7 @@ def _check_cache_folder() -> None:
         ) from error
 
 
-def _print(manifest: Manifest, seconds: float) -> None:
+def _print(manifest: "Manifest", seconds: float) -> None:
     size = int(manifest.sizes.clip(min=0).sum())
     print(
         f"{len(manifest):,} shards, {int(manifest.counts.sum()):,} samples, {_bytes(size)}, {seconds:.1f} s"
@@ -138,14 +132,7 @@ and how long they take.
 """
 
 
-def add_inspect(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Declare the command and its arguments."""
-    parser = commands.add_parser(
-        "inspect",
-        help="look into shards: what is missing, broken, bad, double, slow",
-        description="Look into shards before training on them.\n\n" + INSPECT_TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="SOURCE", nargs="+")
     parser.add_argument(
         "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
@@ -209,7 +196,6 @@ def add_inspect(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser.add_argument("--html", metavar="OUT", type=Path, help="write one page with pictures, too")
     parser.add_argument("--json", metavar="OUT", type=Path, help="write all figures as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(command=_inspect)
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
@@ -313,6 +299,14 @@ SETS = """\
   icons    the icon themes installed on this machine, captions from their
            names; one theme is held out as split test
 """
+SPEED_TEXT = """\
+Runs the training's own loader, with nothing behind it: shards are read,
+pictures decoded and cropped, captions tokenized, batches put together.
+SOURCE is what data.train takes; settings of augmentation may follow.
+
+  python -m data speed pairs --workers 0,2,4,8
+  python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
+"""
 COLUMNS = """\
 The table's first line names its columns. Paths are relative to the table's
 folder. Columns besides path and caption become fields of the samples' json,
@@ -329,15 +323,27 @@ With --test, train on the one split and score on the other by
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """One sub-command; ``run`` imports what it needs, so that --help is fast."""
+
+    summary: str
+    description: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    epilog: str | None = None
+    usage: str | None = None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
     Raises:
-        ClipkitError: a mistake that the user can mend.
+        ClipkitError: a user error.
     """
     parsed = make_parser().parse_args(arguments)
     try:
-        status: int = parsed.command(parsed)
+        return COMMANDS[parsed.command].run(parsed)
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
         return 130
@@ -346,83 +352,125 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a folder without permission
         what = f"cannot make {parsed.out}" if hasattr(parsed, "out") else "stopped"
         raise DataError(f"{what}: {error}") from error
-    return status
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
+    """Build the parser of all commands."""
     parser = Parser(
         prog="python -m data",
-        description="Make, pack, index and look into data sets of WebDataset shards.",
+        description="Make, pack, index and inspect data sets of WebDataset shards.",
         epilog="python -m data COMMAND --help says more about a command.",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    raw = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.description,
+            epilog=command.epilog,
+            usage=command.usage,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(one)
+    return parser
 
-    make = commands.add_parser(
-        "make",
-        help="make one of the built-in data sets",
-        description="Make a built-in data set; nothing is downloaded.\n\n" + SETS,
-        formatter_class=raw,
-    )
-    make.add_argument("name", metavar="NAME", help="glyphs, digits or icons")
-    make.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
-    make.add_argument("--quiet", action="store_true", help="no progress bar")
-    make.set_defaults(command=_make)
 
-    pack = commands.add_parser(
-        "pack",
-        help="pack your own pictures and captions from a table",
-        description=textwrap.fill(
-            "Pack the pictures and captions of a CSV, TSV, JSONL or Parquet table into shards.", 79
-        ),
-        epilog=COLUMNS,
-        formatter_class=raw,
-    )
-    pack.add_argument("table", metavar="TABLE", type=Path, help="a .csv, .tsv, .jsonl or .parquet file")
-    pack.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
-    pack.add_argument("--image-column", metavar="C", help="column with the paths (default: guessed)")
-    pack.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
-    pack.add_argument(
+def _make_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="glyphs, digits or icons")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _pack_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("table", metavar="TABLE", type=Path, help="a .csv, .tsv, .jsonl or .parquet file")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
+    parser.add_argument("--image-column", metavar="C", help="column with the paths (default: guessed)")
+    parser.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
+    parser.add_argument(
         "--fields",
         metavar="A,B",
         help="other columns to keep as fields of the samples' json, '' for none (default: all but bytes)",
     )
-    pack.add_argument(
+    parser.add_argument(
         "--test",
         metavar="SHARE",
         type=number(0, 1),
         default=0.0,
         help="hold this share of the pairs out as split test, to score on, e.g. 0.1 (default: 0)",
     )
-    pack.add_argument(
+    parser.add_argument(
         "--samples-per-shard",
         metavar="N",
         type=whole(1, 10_000_000),
         default=10_000,
         help="samples of a shard (default: 10000)",
     )
-    pack.add_argument(
+    parser.add_argument(
         "--max-side",
         metavar="PIXELS",
         type=whole(1, 1_000_000),
         help="reduce larger pictures to this side (default: keep)",
     )
-    pack.add_argument(
+    parser.add_argument(
         "--keep-orientation",
         action="store_true",
         help="leave pictures as they lie in their files (default: turn upright those that an EXIF tag says to)",
     )
-    pack.add_argument(
+    parser.add_argument(
         "--background",
         metavar="COLOR",
         help="lay partly transparent pictures on this colour, e.g. white (default: keep them)",
     )
-    pack.add_argument("--quiet", action="store_true", help="no progress bar")
-    pack.set_defaults(command=_pack)
-    add_index(commands)
-    add_inspect(commands)
-    add_speed(commands)
-    return parser
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _speed_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", metavar="SOURCE", nargs="*")
+    parser.add_argument(
+        "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
+    )
+    parser.add_argument(
+        "--image-size",
+        metavar="PIXELS",
+        type=whole(1, 10_000),
+        default=224,
+        help="of the model (default: 224)",
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N,…",
+        nargs="+",  # to say something of numbers with blanks between them
+        default=["0,1,2"],
+        help="numbers of workers to compare (default: 0,1,2)",
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=number(0, 1e6, above=True),
+        default=10.0,
+        help="for each, after its first batch (default: 10)",
+    )
+    parser.add_argument(
+        "--batch-size", metavar="B", type=whole(1, MOST_BATCH), default=256, help="samples (default: 256)"
+    )
+    parser.add_argument(
+        "--scaled-decode", action="store_true", help="decode large JPEGs smaller, as data.scaled_decode does"
+    )
+    parser.add_argument(
+        "--cache-gb",
+        metavar="GB",
+        type=number(0, 1e9),
+        default=100.0,
+        help="how much of remote shards is kept on this disk; 0 reads over the network (default: 100)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _speed(parsed: argparse.Namespace) -> int:
+    from data.inspect.speed import speed
+
+    return speed(parsed)
 
 
 def _make(parsed: argparse.Namespace) -> int:
@@ -468,6 +516,8 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 def _found(report: "PackReport", *, kept: bool, background: str | None) -> Iterator[str]:
     """What a user should know of the other columns and of the pictures, and can do about it."""
+    from data.captions import listed
+
     if report.fields:
         names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
         yield f"kept as fields for data.filters and data.captions: {listed(names)}"
@@ -518,6 +568,43 @@ def _summary(out: Path, seconds: float) -> None:
     print(f"made {out} in {seconds:.1f} s")
     for split, count in samples.items():
         print(f"  {split:<7}  {count:,} samples")
+
+
+COMMANDS = {
+    "make": _Command(
+        summary="make one of the built-in data sets",
+        description="Make a built-in data set; nothing is downloaded.\n\n" + SETS,
+        arguments=_make_arguments,
+        run=_make,
+    ),
+    "pack": _Command(
+        summary="pack your own images and captions from a table",
+        description="Pack images and captions of a CSV, TSV, JSONL or Parquet table into shards.",
+        epilog=COLUMNS,
+        arguments=_pack_arguments,
+        run=_pack,
+    ),
+    "index": _Command(
+        summary="index shards, so that a training can begin at once",
+        description="Index shards: which samples they hold, and where their bytes are.\n\n" + INDEX_TEXT,
+        arguments=_index_arguments,
+        run=_index,
+    ),
+    "inspect": _Command(
+        summary="inspect shards: what is missing, broken, bad, duplicate, slow",
+        description="Inspect shards before training on them.\n\n" + INSPECT_TEXT,
+        usage="python -m data inspect [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
+        arguments=_inspect_arguments,
+        run=_inspect,
+    ),
+    "speed": _Command(
+        summary="measure how fast batches are made",
+        description="Measure how fast batches are made.\n\n" + SPEED_TEXT,
+        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
+        arguments=_speed_arguments,
+        run=_speed,
+    ),
+}
 
 
 if __name__ == "__main__":

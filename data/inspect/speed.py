@@ -12,25 +12,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipkit.errors import MOST_BATCH, MOST_WORKERS, ConfigError, Parser, number, whole
+from clipkit.errors import MOST_WORKERS, ConfigError
 from data.remote.store import shown
 
 if TYPE_CHECKING:
     from data.loader import Loader
 
-__all__ = ["Measured", "add_speed", "measure"]
+__all__ = ["Measured", "make_loader", "measure", "speed"]
 
 _STEPS = 1 << 40  # more than anybody waits for
 _MEMORY_EVERY = 0.5  # seconds
-
-SPEED_TEXT = """\
-Runs the training's own loader, with nothing behind it: shards are read,
-pictures decoded and cropped, captions tokenized, batches put together.
-SOURCE is what data.train takes; settings of augmentation may follow.
-
-  python -m data speed pairs --workers 0,2,4,8
-  python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,59 +51,7 @@ class Measured:
     memory: int
 
 
-def add_speed(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Declare the command and its arguments."""
-    parser = commands.add_parser(
-        "speed",
-        help="measure how fast batches are made",
-        description="Measure how fast batches are made.\n\n" + SPEED_TEXT,
-        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("sources", metavar="SOURCE", nargs="*")
-    parser.add_argument(
-        "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
-    )
-    parser.add_argument(
-        "--image-size",
-        metavar="PIXELS",
-        type=whole(1, 10_000),
-        default=224,
-        help="of the model (default: 224)",
-    )
-    parser.add_argument(
-        "--workers",
-        metavar="N,…",
-        nargs="+",  # to say something of numbers with blanks between them
-        default=["0,1,2"],
-        help="numbers of workers to compare (default: 0,1,2)",
-    )
-    parser.add_argument(
-        "--seconds",
-        metavar="S",
-        type=number(0, 1e6, above=True),
-        default=10.0,
-        help="for each, after its first batch (default: 10)",
-    )
-    parser.add_argument(
-        "--batch-size", metavar="B", type=whole(1, MOST_BATCH), default=256, help="samples (default: 256)"
-    )
-    parser.add_argument(
-        "--scaled-decode", action="store_true", help="decode large JPEGs smaller, as data.scaled_decode does"
-    )
-    parser.add_argument(
-        "--cache-gb",
-        metavar="GB",
-        type=number(0, 1e9),
-        default=100.0,
-        help="how much of remote shards is kept on this disk; 0 reads over the network (default: 100)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.set_defaults(command=_speed)
-
-
-def _speed(parsed: argparse.Namespace) -> int:
+def speed(parsed: argparse.Namespace) -> int:
     numbers = _worker_numbers(_own_words(parsed))
     if not parsed.sources:
         raise ConfigError("no SOURCE is given: python -m data speed SOURCE")

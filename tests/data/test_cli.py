@@ -193,3 +193,16 @@ def test_index_says_so_where_it_can_keep_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("CLIPKIT_CACHE", "/proc/nothing")
     with pytest.raises(DataError, match="the cache folder /proc/nothing cannot be written"):
         main(["index", str(tmp_path / "set"), "--quiet"])
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    program = (
+        "import sys; from data.__main__ import COMMANDS, make_parser\n"
+        "for command in COMMANDS:\n"
+        "    try: make_parser().parse_args([command, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "sys.exit(','.join({'torch', 'numpy', 'PIL', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stderr.strip() == "", done.stderr
+    assert "python -m data speed" in done.stdout
