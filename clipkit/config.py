@@ -1,7 +1,7 @@
-"""The configuration of a run: frozen dataclasses, checked when they are made; nothing here loads torch.
+"""The configuration of a run: frozen dataclasses, validated on construction. Imports no torch.
 
-Each setting is explained here and nowhere else (``data`` in clipkit/config.py): ``train.py --settings`` prints
-it. ``clipkit.config`` reads and writes configurations. One never changes once it is read.
+Each setting is documented in its ``setting(…)`` and nowhere else: validation, error messages and
+``train.py --settings`` all read it there.
 """
 
 import re
@@ -58,14 +58,7 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What a setting is: a field of a dataclass with its explanation and what fits it, checked when it is made.
-#
-# The one place where a setting is explained is its ``setting(…)`` in clipkit/config.py and
-# clipkit/config.py: checks, messages and ``train.py --settings`` all read it there. Nothing here loads
-# torch.
-
-MOST = 2**40  # more than any count here can mean, and yet a number that an index can be computed with
+MOST = 2**40  # larger than any sensible count, small enough to compute indices with
 _SHOWN = 200  # characters of a value in a message
 _TEXT, _WITHIN, _REGISTRY = "text", "within", "registry"
 
@@ -74,25 +67,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """Which values fit a setting, in words and as a test."""
+    """The valid values of a setting, in words and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def at_least(least: float) -> Within:
-    """A number of at least so much."""
+    """Return the range of numbers from ``least``."""
     return Within(words=f"at least {least}", holds=lambda value: value >= least)
 
 
 def above(bound: float, *, at_most: float | None = None) -> Within:
-    """A number above a bound, and at most another."""
+    """Return the range of numbers above a bound, and at most another."""
     words = f"above {bound}" + ("" if at_most is None else f", at most {at_most:,}")
     return Within(words=words, holds=lambda value: bound < value and (at_most is None or value <= at_most))
 
 
 def between(least: float, most: float, *, below: bool = False) -> Within:
-    """A number from one bound to another, or ``below`` the other."""
+    """Return the range from ``least`` to ``most``, or strictly ``below`` it."""
     shown_most = "2^40" if most == MOST else str(most)
     if below:
         return Within(
@@ -102,7 +95,7 @@ def between(least: float, most: float, *, below: bool = False) -> Within:
 
 
 def one_of(*names: str) -> Within:
-    """One of these names."""
+    """Return the choice of these names."""
     words = " or ".join([", ".join(names[:-1]), names[-1]])
     return Within(words=words, holds=lambda value: value in names)
 
@@ -156,38 +149,35 @@ def fits(one: Field[Any]) -> Within | None:
 
 
 def check(config: Any, section: str = "") -> None:
-    """See that each setting of a section's dataclass fits.
-
-    Raises:
-        ConfigError: one does not; it is named with its value and what is wanted.
-    """
+    """Raise ConfigError if a setting of a section's dataclass is invalid."""
     for one in fields(config):
         value = getattr(config, one.name)
         path = one.metadata.get(_REGISTRY)
         if path and value not in (known := imported(path)):
             raise ConfigError(f"{section}{one.name} = {shown(value)} is unknown: {nearest(value, known)}")
         if (within := fits(one)) is not None:
-            require(within.holds(value), f"{section}{one.name}", value, within.words)
+            require(within.holds(value), f"{section}{one.name}", value, f"expected {within.words}")
 
 
 def require(holds: bool, name: str, value: object, wanted: str) -> None:
-    """ConfigError unless a setting's value is what is wanted."""
+    """Raise ConfigError with what is ``wanted`` unless a setting's value is valid."""
     if not holds:
-        raise ConfigError(f"{name} = {shown(value)} does not fit: {wanted}")
+        raise ConfigError(f"{name} = {shown(value)} is invalid: {wanted}")
 
 
 def require_use(name: str, value: object, other: str, used: bool = False) -> None:
-    """ConfigError where a setting would do nothing for want of another."""
-    require(used, name, value, f"it does nothing without {other}; leave it out, or set that")
+    """Raise ConfigError unless another setting, without which this one has no effect, is ``used``."""
+    if not used:
+        raise ConfigError(f"{name} = {shown(value)} has no effect unless {other} is set")
 
 
 def default_of(kind: type[Any], name: str) -> object:
-    """What a setting of a section's dataclass is where it is not given."""
+    """Return the default of a setting of a section's dataclass."""
     return next(one.default for one in fields(kind) if one.name == name)
 
 
 def shown(value: object) -> str:
-    """A value in a message; Python writes no number of over 4,300 digits, which TOML may hold as 0xff…"""
+    """Return a value for a message; Python prints no number of over 4,300 digits, which TOML may hold as 0xff…"""
     try:
         text = repr(value)
     except ValueError:
@@ -201,102 +191,113 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on, and how it is read."""
+    """The training data, and how it is read."""
 
     train: str | tuple[str, ...] = setting(
         "glyphs",
-        "Built-in corpus (glyphs or icons), folder, tar, brace pattern or URL of pairs; or a list of "
-        "several.",
+        "Image–caption pairs: a built-in corpus (glyphs or icons), folder, tar, brace pattern or URL; or a list "
+        "of several.",
     )
     weights: tuple[float, ...] = setting(
-        (), "Of each source, its share of every batch; empty: all sources are one."
+        (), "Fraction of every batch that comes from each source; empty: sources are concatenated."
     )
     captions: tuple[str, ...] = setting(
-        ("txt",), 'Where captions are: "txt", the caption file, or the names of fields of the json.'
+        ("txt",), 'Sources of captions: "txt", the caption file, or names of json fields.'
     )
     caption_choice: str = setting(
         "first",
-        "Which of them is taken: the first that a sample has, one at random, one by data.caption_weights, or all, "
-        "each as a sample of its own.",
+        "Which caption is used: the first that a sample has, one at random, one by data.caption_weights, or all, "
+        "each as a separate sample.",
         one_of("first", "random", "weighted", "all"),
     )
     caption_weights: tuple[float, ...] = setting(
-        (), "How often each of data.captions is taken, with data.caption_choice=weighted."
+        (), "Relative frequency of each of data.captions, with data.caption_choice=weighted."
     )
     caption_templates: tuple[str, ...] = setting(
-        (), 'What a caption is written into, one of these at random, such as "a photo of {}".'
+        (), 'Templates for captions, one chosen at random, such as "a photo of {}".'
     )
-    caption_prefix: str = setting("", "What is written before each caption.")
+    caption_prefix: str = setting("", "Text added before each caption.")
     filters: tuple[str, ...] = setting(
-        (), 'Conditions on fields of the json that all must hold, such as "width >= 256".'
+        (), 'Conditions on json fields that every sample must meet, such as "width >= 256".'
     )
     last: str = setting(
         "drop",
-        "An epoch's last samples that fill no batch: drop them, or wrap them into the next epoch.",
+        "Samples at the end of an epoch that do not fill a batch: drop them, or wrap them into the next epoch.",
         one_of("drop", "wrap"),
     )
     resample: bool = setting(
-        False, "Draw with replacement, as some recipes do, instead of each sample once an epoch."
+        False, "Draw samples with replacement, as some recipes do, instead of each sample once per epoch."
     )
     cache_gb: float = setting(
         100.0,
-        "How many gigabytes of remote shards each machine keeps on its disk; 0 reads samples over the network.",
+        "Gigabytes of remote shards that each machine caches on disk; 0 reads samples over the network.",
         between(0, MOST),
     )
     workers: int = setting(
-        2, "Loader processes of each rank; 0 reads in the training process.", between(0, 512)
+        2, "Loader processes of each rank; 0 loads in the training process.", between(0, 512)
     )
-    window: int = setting(64, "How many shards are mixed at a time.", between(1, MOST))
+    window: int = setting(
+        64, "Number of shards that samples are shuffled across at a time.", between(1, MOST)
+    )
     crop_scale: float = setting(
         0.9,
-        "Smallest share of a picture's area that a random crop keeps; 1 always cuts the centre.",
+        "Smallest fraction of an image's area that a random crop keeps; 1: center crop.",
         above(0, at_most=1),
     )
     flip: float = setting(
-        0.0, "Probability of the mirror image; not for captions that tell left from right.", between(0, 1)
+        0.0,
+        "Probability of a horizontal flip; not for captions that distinguish left from right.",
+        between(0, 1),
     )
     color_jitter: float = setting(
         0.0,
         "Largest relative change of brightness, contrast and saturation; of hue a quarter of it.",
         between(0, 2),
     )
-    grayscale: float = setting(0.0, "Probability that a picture loses its colours.", between(0, 1))
+    grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", between(0, 1))
     background: str = setting(
         "",
-        "Color that transparent images are laid on, such as white or #ffffff; none drops their alpha channel. "
-        "Empty: as the data were packed, else as model.weights say, else none.",
+        "Color behind transparent images, such as white or #ffffff; none drops the alpha channel. Empty: as the "
+        "data was packed, else as in model.weights, else none.",
     )
     upright: bool | str = setting(
         "auto",
-        "Apply the EXIF orientation of images. auto: as the data were packed, else as model.weights say, else "
+        "Apply the EXIF orientation of images. auto: as the data was packed, else as in model.weights, else "
         "false.",
         Within(words="auto, true or false", holds=lambda value: value in (True, False, "auto")),
     )
     scaled_decode: bool = setting(
-        False, "Decode large JPEGs at a part of their size: faster, and changes values by 0.7 of 255."
+        False, "Decode large JPEGs at reduced size: faster; pixel values change by 0.7 of 255."
     )
     nvjpeg: bool = setting(
-        False, "Decode plain JPEGs on the GPU, through torchcodec; values differ by rounding."
+        False, "Decode plain JPEGs on the GPU with torchcodec; pixel values differ by rounding."
     )
     truncated: str = setting(
         "error",
-        "A shard that is cut short: an error before training, or use the samples of its intact part.",
+        "Truncated shards: an error before training, or use the samples of the intact part.",
         one_of("error", "use"),
     )
     max_bad: float = setting(
         0.05,
-        "Share of all samples drawn, again in each epoch, that may be bad before the run saves and stops; 0: none "
-        "may be. Of fewer than 1,000 it is a share of 1,000: 0.05 bears 50 bad ones at the start.",
+        "Fraction of the samples drawn (repeats counted) that may be bad before the run saves and stops; 0 allows "
+        "none. Below 1,000 samples it is a fraction of 1,000: 0.05 allows 50 bad samples at the start.",
         between(0, 1),
     )
 
     def __post_init__(self) -> None:
-        require(bool(self.train) and all(self.sources), "data.train", self.train, "name at least one source")
+        require(
+            bool(self.train) and all(self.sources), "data.train", self.train, "expected at least one source"
+        )
         self._check_captions()
         check(self, "data.")
         if self.background:
             color_of(self.background, setting="data.background")
-        require(not (self.nvjpeg and self.scaled_decode), "data.nvjpeg", True, "not with data.scaled_decode")
+        require(
+            not (self.nvjpeg and self.scaled_decode),
+            "data.nvjpeg",
+            True,
+            "cannot be combined with data.scaled_decode",
+        )
 
     def _check_captions(self) -> None:
         sources, places = len(self.sources), len(self.captions)
@@ -304,15 +305,27 @@ class DataConfig:
             ("data.weights", self.weights, "data.train", sources),
             ("data.caption_weights", self.caption_weights, "data.captions", places),
         ):
-            require(len(weights) in (0, count), name, weights, f"one for each of {of}: {count}")
-            require(all(weight > 0 for weight in weights), name, weights, "each above 0")
-        require(bool(self.captions) and all(self.captions), "data.captions", self.captions, "name some")
+            require(len(weights) in (0, count), name, weights, f"expected one for each of {of}: {count}")
+            require(all(weight > 0 for weight in weights), name, weights, "expected numbers above 0")
+        require(
+            bool(self.captions) and all(self.captions),
+            "data.captions",
+            self.captions,
+            "expected at least one name",
+        )
         if self.caption_choice == "weighted":
-            require(bool(self.caption_weights), "data.caption_weights", (), "one for each of data.captions")
+            require(
+                bool(self.caption_weights),
+                "data.caption_weights",
+                (),
+                "expected one for each of data.captions",
+            )
         elif self.caption_weights:
             require_use("data.caption_weights", self.caption_weights, "data.caption_choice=weighted")
         for template in self.caption_templates:
-            require("{}" in template, "data.caption_templates", template, "{} stands for the caption")
+            require(
+                "{}" in template, "data.caption_templates", template, "expected {} in place of the caption"
+            )
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -325,27 +338,27 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and where its weights come from at the start."""
+    """The model, and its initial weights."""
 
-    name: str = setting("ViT-B-32", "One of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME.")
+    name: str = setting(
+        "ViT-B-32", "Architecture: one of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME."
+    )
     image: str = setting("", "Another image tower: timm:NAME.")
     text: str = setting(
         "",
         "Another text tower: cbow, or transformers:FOLDER or NAME; or classes:FILE, a classifier's head with a "
         "row for each line of a file of class names, for loss.name=classes.",
     )
-    image_size: int = setting(
-        0, "Side of the pictures in pixels; 0: the one that belongs to the name.", at_least(0)
-    )
+    image_size: int = setting(0, "Image side in pixels; 0: the architecture's own.", at_least(0))
     context_length: int = setting(
-        0, "Longest caption in tokens; 0: the one that belongs to the name.", at_least(0)
+        0, "Maximum caption length in tokens; 0: the architecture's own.", at_least(0)
     )
     weights: str = setting(
-        "", "Train on from these: whatever clipkit.load takes, such as another run's folder."
+        "", "Initial weights: whatever clipkit.load accepts, such as another run's folder."
     )
     patch_dropout: float = setting(
         0.0,
-        "Share of each picture's patches that is left out in training, others at each step (FLIP).",
+        "Fraction of each image's patches that is dropped in training, chosen anew at each step (FLIP).",
         between(0, 1, below=True),
     )
 
@@ -355,25 +368,25 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """What the model is called."""
-        # of a head of classes not the folder in which the names lie
+        """The model's name."""
+        # without the path of the file of class names
         text = "classes" if self.text.startswith("classes:") else self.text
         return " + ".join(filter(None, (self.name, self.image, text)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What is minimized over the global batch, see clipkit/objectives/clip.py."""
+    """The objective, computed over the global batch, see clipkit/objectives/__init__.py."""
 
     name: str = setting(
         "clip",
-        "What is minimized.",
+        "Objective.",
         registry="clipkit.objectives:OBJECTIVES",
     )
     same: str = setting(
         "negatives",
-        "What other pairs of the batch with the same caption or picture are. With positives the loss cannot fall "
-        "to 0, and of a model that is sure of itself it may lie above chance.",
+        "How to treat other pairs of the batch with the same caption or image. With positives the loss cannot "
+        "reach 0, and a confident model's loss may be above chance.",
         one_of("negatives", "positives", "ignored"),
     )
 
@@ -383,32 +396,34 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """A teacher whose similarities in the batch are learned too."""
+    """Distillation: learn a teacher's similarities within the batch too."""
 
-    teacher: str = setting("", "A model that encodes along: whatever clipkit.load takes.")
+    teacher: str = setting(
+        "", "Teacher that encodes each batch during training: whatever clipkit.load accepts."
+    )
     features: str = setting(
-        "", "Instead, the folder of what `clipkit encode` has stored of the training pictures by a teacher."
+        "", "Instead, the folder with a teacher's features of the training images, from `clipkit encode`."
     )
     text_features: str = setting(
-        "", "With distill.features, what `clipkit encode --text` has stored of the captions."
+        "", "With distill.features, the teacher's features of the captions, from `clipkit encode --text`."
     )
     scale: float = setting(
         100.0,
-        "The teacher's exp(t), which its similarities are multiplied by, where its features are stored.",
+        "The teacher's exp(t), which multiplies its similarities, with distill.features.",
         above(0, at_most=10_000),
     )
     weight: float = setting(
-        0.5, "Share of the distillation in the loss; the rest is loss.name's.", above(0, at_most=1)
+        0.5, "Weight of the distillation loss; the objective's is 1 minus it.", above(0, at_most=1)
     )
 
     def __post_init__(self) -> None:
         check(self, "distill.")
         if self.features and not self.text_features:
-            require(False, "distill.text_features", "", "distill.features needs it too")
+            require(False, "distill.text_features", "", "required by distill.features")
         if self.text_features:
             require_use("distill.text_features", self.text_features, "distill.features", bool(self.features))
         both = bool(self.teacher and self.features)
-        require(not both, "distill.features", self.features, "not with distill.teacher")
+        require(not both, "distill.features", self.features, "cannot be combined with distill.teacher")
         if self.weight != default_of(DistillConfig, "weight"):
             where = "distill.teacher or distill.features"
             require_use("distill.weight", self.weight, where, self.wanted)
@@ -422,25 +437,25 @@ class DistillConfig:
 
 
 _LOCKS = Within(
-    words='empty, "all", or how many of the top layers are trained',
+    words='empty, "all", or the number of top layers to train',
     holds=lambda value: value >= 0 if isinstance(value, int) else value in ("", "all"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockConfig:
-    """What is not trained, see clipkit/training/build.py. The temperature always is."""
+    """Frozen parameters, see clipkit/training/build.py. The temperature is always trained."""
 
     image: str | int = setting(
         "",
-        '"all" locks the image tower (LiT), a number all but so many of its top layers. The first of them is the '
+        '"all" locks the image tower (LiT), a number locks all but that many of its top layers: the first is the '
         "projection with the last norm, then come the blocks from the last one down, then the embeddings.",
         _LOCKS,
     )
-    text: str | int = setting("", "The same of the text tower.", _LOCKS)
+    text: str | int = setting("", "The same for the text tower.", _LOCKS)
     unfreeze_every: int = setting(
         0,
-        "Steps until one layer more of each tower is trained, from the top; 0: all from the start.",
+        "Steps until one more layer of each tower is trained, from the top down; 0: all from the start.",
         at_least(0),
     )
 
@@ -453,10 +468,12 @@ class SmallConfig:
     """Train small, finish large (CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017)."""
 
     steps: int = setting(
-        0, "So many of the first steps see smaller pictures or shorter captions.", at_least(0)
+        0, "Number of steps at the start with smaller images or shorter captions.", at_least(0)
     )
-    image_size: int = setting(0, "Side of the pictures in pixels, then; 0: the model's own.", at_least(0))
-    context_length: int = setting(0, "Longest caption in tokens, then; 0: the model's own.", at_least(0))
+    image_size: int = setting(0, "Image side in pixels in these steps; 0: the model's own.", at_least(0))
+    context_length: int = setting(
+        0, "Maximum caption length in these steps; 0: the model's own.", at_least(0)
+    )
 
     def __post_init__(self) -> None:
         check(self, "small.")
@@ -470,53 +487,53 @@ class SmallConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer and its schedule: a linear warm-up, then down to optim.min_lr."""
+    """The optimizer and its schedule: a linear warm-up, then a decay to optim.min_lr."""
 
     name: str = setting("adamw", "The optimizer.", registry="clipkit.training:OPTIMIZERS")
-    lr: float = setting(5e-4, "The highest learning rate, which the warm-up ends at.", above(0))
-    min_lr: float = setting(
-        0.0, "The learning rate that the schedule ends at; at most optim.lr.", at_least(0)
-    )
-    warmup: int = setting(2000, "Steps in which the rate rises to optim.lr.", at_least(0))
+    lr: float = setting(5e-4, "Peak learning rate, reached at the end of the warm-up.", above(0))
+    min_lr: float = setting(0.0, "Final learning rate; at most optim.lr.", at_least(0))
+    warmup: int = setting(2000, "Steps in which the learning rate rises to optim.lr.", at_least(0))
     schedule: str = setting(
-        "cosine", "How the rate decays after the warm-up.", registry="clipkit.training:SCHEDULES"
+        "cosine", "How the learning rate decays after the warm-up.", registry="clipkit.training:SCHEDULES"
     )
     cooldown: int = setting(
-        0, "Steps at the end in which a rate of optim.schedule=constant falls.", at_least(0)
+        0, "Steps at the end in which the learning rate of optim.schedule=constant decays.", at_least(0)
     )
     weight_decay: float = setting(
         0.2,
-        "Decoupled weight decay; of matrices alone, not of biases, gains and the temperature.",
+        "Decoupled weight decay of matrices; biases, gains and the temperature do not decay.",
         at_least(0),
     )
     layer_decay: float = setting(
-        1.0, "Factor of the rate from each layer to the one below it.", above(0, at_most=1)
+        1.0, "Factor of the learning rate from each layer to the one below it.", above(0, at_most=1)
     )
-    image_lr_scale: float = setting(1.0, "Factor of the image tower's rate.", at_least(0))
-    text_lr_scale: float = setting(1.0, "Factor of the text tower's rate.", at_least(0))
+    image_lr_scale: float = setting(1.0, "Factor of the image tower's learning rate.", at_least(0))
+    text_lr_scale: float = setting(1.0, "Factor of the text tower's learning rate.", at_least(0))
     beta1: float = setting(
-        0.9, "Decay of the optimizer's mean of the gradients (momentum).", between(0, 1, below=True)
+        0.9, "Decay of the running mean of the gradients (momentum).", between(0, 1, below=True)
     )
-    beta2: float = setting(0.98, "Decay of the optimizer's mean of their squares.", between(0, 1, below=True))
-    eps: float = setting(1e-6, "Added to the root of that mean, so that nothing is divided by 0.", above(0))
+    beta2: float = setting(
+        0.98, "Decay of the running mean of the squared gradients.", between(0, 1, below=True)
+    )
+    eps: float = setting(1e-6, "Added to the square root of that mean, to avoid division by 0.", above(0))
     clip_norm: float = setting(
-        1.0, "Largest norm of the whole gradient, which is scaled down to it; 0 does not clip.", at_least(0)
+        1.0, "Maximum norm of the whole gradient, which is scaled down to it; 0: no clipping.", at_least(0)
     )
     skip_above: float = setting(
         0.0,
-        "Leave an update out whose gradient is so many times the usual one; 0: none.",
+        "Skip updates with a gradient norm above this multiple of the usual one; 0: never.",
         Within(words="0, or above 1", holds=lambda value: value == 0 or value > 1),
     )
     average: float = setting(
         0.0,
-        "Decay of averaged weights, which are then scored and loaded; 0: none. Of the last 1 / (1 - decay) steps "
-        "or so: 0.9999 for a long run, 0.99 for one of hundreds of steps.",
+        "Decay of averaged weights (EMA), which are then evaluated and loaded; 0: none. They average about the "
+        "last 1 / (1 - decay) steps: 0.9999 for a long run, 0.99 for one of hundreds of steps.",
         between(0, 1, below=True),
     )
 
     def __post_init__(self) -> None:
         check(self, "optim.")
-        require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "0 to optim.lr")
+        require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "expected 0 to optim.lr")
         decays = imported("clipkit.training:SCHEDULES")[self.schedule].decays
         if self.min_lr and not decays:
             require_use(
@@ -528,13 +545,11 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the run is saved; it is also saved at its end, and on Ctrl-C or SIGTERM."""
+    """When to save the run; it is also saved at its end, and on Ctrl-C or SIGTERM."""
 
-    every_steps: int = setting(1000, "Steps between two checkpoints; 0: not by step.", at_least(0))
-    every_minutes: float = setting(
-        30.0, "Minutes after which a checkpoint is due, whatever the step; 0: not by time.", at_least(0)
-    )
-    keep: int = setting(3, "How many of the newest checkpoints stay; 0 keeps all.", at_least(0))
+    every_steps: int = setting(1000, "Steps between checkpoints; 0: not by step.", at_least(0))
+    every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: not by time.", at_least(0))
+    keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", at_least(0))
 
     def __post_init__(self) -> None:
         check(self, "checkpoint.")
@@ -542,11 +557,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """What the model is scored on while it trains and at the end."""
+    """Evaluation during training and at the end."""
 
     data: tuple[str, ...] = setting((), "Built-in sets (digits, glyphs, icons) or dataset folders.")
-    every_steps: int = setting(1000, "Steps between two scores; 0: only at the end.", at_least(0))
-    batch_size: int = setting(256, "Pictures encoded at a time on each rank.", between(1, MOST))
+    every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", at_least(0))
+    batch_size: int = setting(256, "Images encoded at a time on each rank.", between(1, MOST))
 
     def __post_init__(self) -> None:
         check(self, "eval.")
@@ -554,21 +569,21 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where figures go besides the run folder's metrics.jsonl."""
+    """Where metrics are written besides the run folder's metrics.jsonl."""
 
     every_steps: int = setting(
         10,
-        "Steps between two lines of metrics.jsonl and two readings of the progress bar; away from a terminal a "
-        "line is printed every ten seconds at most, and for the last step.",
+        "Steps between lines of metrics.jsonl and updates of the progress bar; without a terminal, a line is "
+        "printed at most every ten seconds, and for the last step.",
         at_least(1),
     )
     tensorboard: bool = setting(
-        True, "Write the figures to the run folder's tensorboard/ too, where tensorboard is installed."
+        True, "Also write metrics to the run folder's tensorboard/, where tensorboard is installed."
     )
     wandb: str = setting(
         "",
-        "Project of Weights & Biases that figures and scores go to as well; empty: none. It needs `wandb login` "
-        "once, or WANDB_MODE=offline, which needs no account.",
+        "Weights & Biases project that also gets metrics and scores; empty: none. Requires `wandb login` once, or "
+        "WANDB_MODE=offline, which needs no account.",
     )
 
     def __post_init__(self) -> None:
@@ -577,51 +592,52 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole run."""
+    """The settings of a run."""
 
-    out: str = setting("", "Run folder; empty: runs/ and the name of the config file.")
+    out: str = setting("", "Run folder; empty: runs/ followed by the name of the config file.")
     seed: int = setting(
         0,
-        "Of the weights at the start, the order of the data and everything that is drawn.",
+        "Seed of the initial weights, the data order and all random draws.",
         Within(words="0 to 2^63", holds=lambda value: 0 <= value < 2**63),
     )
-    steps: int = setting(10_000, "Updates of the whole run; may be raised later.", at_least(1))
+    steps: int = setting(10_000, "Number of updates; may be raised later.", at_least(1))
     batch_size: int = setting(
         256,
-        "Pairs of a step over all ranks.",
+        "Pairs per step, over all ranks.",
         Within(
-            words="at least 2, as each pair is compared with the others of its batch",
+            words="at least 2, since each pair is compared with the others of its batch",
             holds=lambda value: value >= 2,
         ),
     )
     accumulate: int = setting(
         1,
-        "Parts that a rank's share of the batch is computed in, for less memory; the loss stays that of the whole.",
+        "Parts in which each rank computes its rows of the batch, to save memory; the loss and its gradients do "
+        "not change.",
         at_least(1),
     )
     precision: str = setting(
         "auto",
-        "What the towers compute in; auto: bf16 on a GPU that has it, else fp32. Losses are float32 always.",
+        "Precision of the towers; auto: bf16 on GPUs that support it, else fp32. Losses are always float32.",
         one_of("auto", "fp32", "bf16"),
     )
     sharding: str = setting(
         "none",
-        "Spreads weights, gradients and optimizer state of a model too large for one GPU: full, over all; hybrid, "
-        "over those of each host.",
+        "Shard weights, gradients and optimizer state of a model too large for one GPU: full, over all GPUs; "
+        "hybrid, over those of each host.",
         one_of("none", "full", "hybrid"),
     )
     reshard: bool = setting(
         True,
-        "With sharding, let go of others' weights after the forward pass; false: faster, for more memory.",
+        "With sharding, free gathered weights after the forward pass; false: faster, with more memory.",
     )
     recompute: int = setting(
         0,
-        "Every so many blocks, one is computed again in the backward pass, not kept, for less memory: 1 all of "
-        "them, 2 every other one; 0: none.",
+        "Activation checkpointing: recompute one of every so many blocks in the backward pass to save memory; 1: "
+        "all blocks, 2: every other one, 0: none.",
         at_least(0),
     )
     compile: bool = setting(
-        False, "Blocks through torch.compile: faster steps after a minute or more at the start."
+        False, "Compile blocks with torch.compile: faster steps after a minute or more at the start."
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -635,16 +651,16 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require("\0" not in self.out, "out", self.out, "a path holds no NUL")
+        require("\0" not in self.out, "out", self.out, "a path cannot contain NUL")
         check(self)
-        most = f"at most batch_size = {self.batch_size}"
+        most = f"expected at most batch_size = {self.batch_size}"
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
         if not self.reshard:
             require_use("reshard", False, "sharding=full or sharding=hybrid", self.sharding != "none")
         self._check_objective()
         optimizer = imported("clipkit.training:OPTIMIZERS")[self.optim.name]
         joins_late = optimizer.parameters_join_late or not self.lock.unfreeze_every
-        never = f"0 with optim.name={self.optim.name}"
+        never = f"expected 0 with optim.name={self.optim.name}"
         require(joins_late, "lock.unfreeze_every", self.lock.unfreeze_every, never)
 
     def _check_objective(self) -> None:
@@ -652,26 +668,25 @@ class Config:
         objectives = imported("clipkit.objectives:OBJECTIVES")
         name, objective = self.loss.name, objectives[self.loss.name]
         if self.model.text.startswith("classes:") != objective.over_classes:
-            require(not objective.over_classes, "loss.name", name, "not without model.text=classes:FILE")
+            require(not objective.over_classes, "loss.name", name, "requires model.text=classes:FILE")
             over_classes = " or ".join(
                 f"loss.name={one}" for one in objectives if objectives[one].over_classes
             )
-            require(False, "model.text", self.model.text, f"with {over_classes} alone")
+            require(False, "model.text", self.model.text, f"requires {over_classes}")
         same, teacher = self.loss.same, self.distill.teacher or self.distill.features
         negatives = objective.uses_same or same == "negatives"
-        require(negatives, "loss.same", same, f"negatives with loss.name={name}")
-        require(
-            objective.with_teacher or not teacher, "distill", teacher, f"no teacher with loss.name={name}"
-        )
+        require(negatives, "loss.same", same, f"expected negatives with loss.name={name}")
+        where = "distill.teacher" if self.distill.teacher else "distill.features"
+        alone = f"cannot be combined with loss.name={name}"
+        require(objective.with_teacher or not teacher, where, teacher, alone)
 
 
 # --------------------------------------------------------------------------------------------------------------
 # Configurations as TOML: reading a file with ``dotted.key=value`` overrides, writing one, comparing two.
-#
-# A value comes from the defaults, then from the file, then from the command line. Nothing here loads torch.
+# Precedence: command line, file, defaults.
 
-# what may differ when a run is resumed: it changes neither the data's order nor the maths, but for ``steps``, which
-# a run is extended by, and whose schedule of the rate train.py then tells of
+# Settings that may differ when a run is resumed: they change neither the order of the data nor the result, except
+# ``steps``, which extends a run; train.py then reports the learning rates.
 RESUMABLE = (
     "out",
     "steps",
@@ -680,11 +695,11 @@ RESUMABLE = (
     "reshard",
     "recompute",
     "compile",
-    "model.weights",  # may be moved or gone: a checkpoint holds all weights
-    "data.train",  # data may be moved; the manifest tells whether they are the same
+    "model.weights",  # may be moved or deleted: checkpoints contain all weights
+    "data.train",  # data may be moved; the manifest shows whether it is the same
     "data.workers",
     "data.max_bad",
-    "data.truncated",  # the manifest tells whether it makes a difference
+    "data.truncated",  # the manifest shows whether it makes a difference
     "data.cache_gb",
     "checkpoint",
     "eval",
@@ -692,14 +707,14 @@ RESUMABLE = (
 )
 _SHORT_FRACTION = re.compile(
     r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?"
-)  # .5 and 5. are no numbers of TOML
+)  # .5 and 5. are not numbers in TOML
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply ``dotted.key=value`` overrides.
 
     Raises:
-        ConfigError: the file is missing or not TOML, a key is unknown or given twice, or a value does not fit.
+        ConfigError: the file is missing or not TOML, a key is unknown or given twice, or a value is invalid.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
@@ -716,7 +731,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
-    """The configuration as a TOML file that ``load_config`` reads back: the whole, or what differs from another."""
+    """Return a configuration as TOML for ``load_config``: all settings, or those that differ from another's."""
     lines: list[str] = []
     sections: list[str] = []
     for name, value in _items(config):
@@ -731,7 +746,7 @@ def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
 
 
 def changes(before: Config, after: Config) -> list[str]:
-    """The settings that differ and may not when a run is resumed, as ``key: before → after``."""
+    """Return the differing settings that must not differ when a run is resumed, as ``key: before → after``."""
     old, new = _flat(before), _flat(after)
     return [
         f"{key}: {literal(old[key])} → {literal(new[key])}"
@@ -755,7 +770,7 @@ def _flat(config: Config) -> dict[str, Any]:
 
 
 def literal(value: Any) -> str:
-    """A value as TOML has it."""
+    """Return a value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -775,18 +790,18 @@ def _refuse_given_twice(overrides: Sequence[str]) -> None:
             given[key] = text
         elif key == "data.train":
             raise ConfigError(
-                "data.train is given twice: quote a brace pattern, which the shell takes apart otherwise, and "
-                f"write several sources as {_list_form(key, ['a', 'b'])}"
+                "data.train is given twice: quote brace patterns to prevent shell expansion, and write several "
+                f"sources as {_list_form(key, ['a', 'b'])}"
             )
         else:
             takes_list = isinstance(_flat(Config()).get(key), tuple)
-            instead = f"give one list, {_list_form(key, ['a', 'b'])}" if takes_list else "leave one out"
+            instead = f"pass one list, {_list_form(key, ['a', 'b'])}" if takes_list else "remove one"
             first, second = (shown(urls.shown(one)) for one in (given[key], text))
             raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
 
 
 def _list_form(key: str, values: Sequence[Any]) -> str:
-    """How a list is written on a command line."""
+    """Return a list as it is written on a command line."""
     return f"{key}='[{','.join(map(literal, values))}]'"
 
 
@@ -799,21 +814,21 @@ def _set(values: dict[str, Any], override: str) -> None:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         parsed = {}
-    # what has more lines, or is a date, was meant as text
+    # several lines and dates are meant as text
     is_value = parsed.keys() == {"value"} and isinstance(
         parsed["value"], bool | int | float | str | list | dict
     )
     if not is_value and text.startswith("[") and text.endswith("]"):
         raise ConfigError(
-            f"{override!r} is no list: write its strings in quotes, as in {_list_form(key, ['a', 'b'])}, and its "
-            "numbers as 0.5"
+            f"{override!r} is not a list: write strings in quotes, as in {_list_form(key, ['a', 'b'])}, "
+            "and numbers as 0.5"
         )
     value = parsed["value"] if is_value else text
     *sections, name = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{key} is unknown: {section} is no section")
+            raise ConfigError(f"{key} is unknown: {section} is not a section")
     values[name] = value
 
 
@@ -822,7 +837,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     for key, value in values.items():
         if key not in hints:
             unknown = prefix + key
-            while isinstance(value, Mapping) and value:  # of an unknown section, the setting that was meant
+            while isinstance(value, Mapping) and value:  # in an unknown section, the setting that is meant
                 inner, value = next(iter(value.items()))
                 unknown += f".{inner}"
             raise ConfigError(f"{unknown} is unknown: {nearest_key(unknown)}")
@@ -830,7 +845,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
     return kind(**given)
 
 
-# what other trainers call the same
+# other trainers' names of the same settings
 _ALSO_CALLED = {
     "learning_rate": "optim.lr", "wd": "optim.weight_decay", "warmup_steps": "optim.warmup",
     "num_workers": "data.workers", "train_data": "data.train", "max_steps": "steps", "epochs": "steps",
@@ -840,7 +855,7 @@ _ALSO_CALLED = {
 
 
 def nearest_key(key: str) -> str:
-    """A hint for an unknown setting: the one that may be meant."""
+    """Return a hint for an unknown setting: the closest known one."""
     known = list(_flat(Config()))
     if also := _ALSO_CALLED.get(key.rsplit(".", 1)[-1]):
         return f"did you mean {also!r}?"
@@ -851,23 +866,21 @@ def nearest_key(key: str) -> str:
 
 
 def _fit(hint: Any, value: Any, key: str) -> Any:
-    """A TOML value as the field's type wants it."""
+    """Convert a TOML value to the field's type."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
-            raise ConfigError(
-                f"{key} = {shown(value)} does not fit: it is a section, set {key}.<name> instead"
-            )
+            raise ConfigError(f"{key} = {shown(value)} is invalid: it is a section, set {key}.<name> instead")
         return _build(typing.cast(type[Any], hint), value, key + ".")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and isinstance(value, str) and _SHORT_FRACTION.fullmatch(value):
         value = float(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and not abs(value) <= sys.float_info.max:  # infinite, not a number, or a giant whole one
-        raise ConfigError(f"{key} = {shown(value)} does not fit: a finite number")
+        raise ConfigError(f"{key} = {shown(value)} is invalid: expected a finite number")
     if float in kinds and is_number:
         return float(value)
     if int in kinds and is_number and value == int(value):  # 1e4 is a whole number too
-        require(abs(value) < 2**63, key, value, "less than 2^63")
+        require(abs(value) < 2**63, key, value, "expected less than 2^63")
         return int(value)
     for kind in (bool, str):
         if kind in kinds and isinstance(value, kind):
@@ -877,7 +890,7 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
         many = value if isinstance(value, list | tuple) else [value]
         if isinstance(value, str) and (several := _several(value, of, key)):
             raise ConfigError(
-                f"{key} = {shown(value)} does not fit: write several as {_list_form(key, several)}"
+                f"{key} = {shown(value)} is invalid: write several as {_list_form(key, several)}"
             )
         if all(isinstance(one, str) for one in many) and of is str:
             return tuple(_text(one, key) for one in many)
@@ -886,11 +899,11 @@ def _fit(hint: Any, value: Any, key: str) -> Any:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
     lists = {tuple[str, ...]: "a list of strings", tuple[float, ...]: "a list of numbers"}
     wanted = " or ".join((names | lists)[kind] for kind in kinds)
-    raise ConfigError(f"{key} = {shown(value)} does not fit: {wanted}")
+    raise ConfigError(f"{key} = {shown(value)} is invalid: expected {wanted}")
 
 
 def _several(value: str, of: type, key: str) -> list[Any]:
-    """What a text lists with commas between, where that cannot be one value; empty otherwise."""
+    """Return the items of a comma-separated text that cannot be one value; empty otherwise."""
     parts = [part.strip() for part in value.split(",")]
     if len(parts) < 2 or not all(parts):
         return []
@@ -903,24 +916,22 @@ def _several(value: str, of: type, key: str) -> list[Any]:
 
 
 def _text(value: str, key: str) -> str:
-    """A string that can be written to a file: an argument of other bytes than UTF-8 cannot."""
-    require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "valid Unicode")
+    """Return a string that can be written to a file, unlike an argument of bytes that are not UTF-8."""
+    require(not any("\ud800" <= c <= "\udfff" for c in value), key, value, "expected valid Unicode")
     return value
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Every setting with its default, what it does and which values fit, as ``train.py --settings`` prints it.
-#
-# All of it is read from the dataclasses of clipkit/config.py; nothing here loads torch.
+# The settings reference of ``train.py --settings``.
 
 _WIDTH, _INDENT = 80, "    "
 
 
 def settings_reference(prefix: str = "") -> list[str]:
-    """Lines of at most 80 columns.
+    """Return every setting with its default, meaning and valid values, in lines of at most 80 columns.
 
     Args:
-        prefix: what the names begin with, such as "optim" or "optim.l"; or a name without its section, as "lr".
+        prefix: only names that start with it, such as "optim" or "optim.l"; or a name without its section, as "lr".
 
     Raises:
         ConfigError: no name does.
@@ -930,7 +941,7 @@ def settings_reference(prefix: str = "") -> list[str]:
         if kept := [one for one in section if _begins(one[0], prefix)]:
             chosen.append((heading, kept))
     if not chosen:
-        raise ConfigError(f"--settings {prefix}: no setting begins so: {nearest_key(prefix)}")
+        raise ConfigError(f"--settings {prefix}: no setting starts with it: {nearest_key(prefix)}")
     lines: list[str] = []
     for heading, section in chosen:
         lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)] if heading else []
@@ -944,7 +955,7 @@ def _begins(name: str, prefix: str) -> bool:
 
 
 def _sections() -> Iterator[tuple[str, list[tuple[str, Field[Any]]]]]:
-    """The heading of each section and its settings, those of no section first."""
+    """Yield the heading of each section and its settings, first those without a section."""
     hints = typing.get_type_hints(Config)
     yield "", [(one.name, one) for one in fields(Config) if not is_dataclass(hints[one.name])]
     for section in fields(Config):

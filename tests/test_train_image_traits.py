@@ -131,7 +131,7 @@ def test_options_are_trained_with_and_recorded(train: Train, tmp_path: Path) -> 
     wrong = error_of(train("wrong", "data.background=wite", status=1))
     assert wrong == "error: data.background = 'wite' is not a color: give one as white or #ffffff"
     wrong = error_of(train("wrong", "data.upright=yes", status=1))
-    assert wrong.endswith("data.upright = 'yes' does not fit: auto, true or false")
+    assert wrong.endswith("data.upright = 'yes' is invalid: expected auto, true or false")
 
 
 def test_what_pack_did_is_recorded_and_done_to_raw_images(

@@ -27,7 +27,7 @@ def test_an_objective_from_outside_is_trained_saved_resumed_and_scored(
     unknown = run("loss.name=margins")
     assert error_of(unknown.stderr) == "error: loss.name = 'margins' is unknown: did you mean 'margin'?"
     refused = run("loss.name=margin", "distill.teacher=another")
-    assert "no teacher with loss.name=margin" in error_of(refused.stderr)
+    assert "cannot be combined with loss.name=margin" in error_of(refused.stderr)
     estimate = run("loss.name=margin", "--dry-run")
     assert estimate.returncode == 0 and 'name = "margin"' in estimate.stdout and " loss\n" in estimate.stdout
 

@@ -279,7 +279,7 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
     for tower, setting in zip(TOWERS, (image, text), strict=True):
         wanted = str(setting)
         fits = wanted in ("", ALL) or (wanted.isascii() and wanted.isdecimal())
-        require(fits, f"lock.{tower}", setting, 'empty, "all" or a number of depths')
+        require(fits, f"lock.{tower}", setting, 'expected empty, "all" or a number of depths')
         if wanted:
             kept[tower] = 0 if wanted == ALL else int(wanted)
     where: Mapping[str, Place] = places(model) if any(kept.values()) else {}
@@ -290,7 +290,7 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
                 depths <= count,
                 f"lock.{tower}",
                 depths,
-                f"at most {count}, the tower's layers, both ends counted",
+                f"expected at most {count}, the tower's layers, both ends counted",
             )
     for name, parameter in model.named_parameters():
         depths = kept.get(tower_of(name), -1)
@@ -346,8 +346,8 @@ class Unfreezing:
         Raises:
             ConfigError: a number is too small, or a tower's depths are not known.
         """
-        require(every >= 1, "lock.unfreeze_every", every, "at least 1")
-        require(first >= 1, "lock.unfreeze_first", first, "at least 1")
+        require(every >= 1, "lock.unfreeze_every", every, "expected at least 1")
+        require(first >= 1, "lock.unfreeze_first", first, "expected at least 1")
         self.every, self.first = every, first
         self._model = model
         where = places(model)

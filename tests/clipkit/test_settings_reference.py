@@ -18,7 +18,7 @@ def test_every_setting_has_an_explanation_and_a_default_that_fits() -> None:
         for one in fields(value) if is_dataclass(value) else [section]:
             text, within = text_of(one), fits(one)
             assert len(text.split()) >= 2 and text.endswith((".", "}.")), one.name
-            assert text[0].isupper() or text.startswith(('"', "clip:")), one.name
+            assert text[0].isupper() or text.startswith('"'), one.name
             assert within is None or within.holds(one.default), one.name
 
 

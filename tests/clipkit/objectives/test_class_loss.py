@@ -68,8 +68,8 @@ def test_a_class_is_found_by_its_name(head: CLIP, tmp_path: Path) -> None:
         (("a", "b", "a"), "class name 'a' occurs twice"),
         (("a", ""), "class name '' is empty"),
         (("a  b",), "class name 'a  b' is empty, or has spaces"),
-        (("a", 3), "names is no list"),
-        ("ab", "names is no list"),
+        (("a", 3), "names is not a list"),
+        ("ab", "names is not a list"),
     ],
 )
 def test_names_that_a_caption_cannot_tell_apart_are_refused(names: object, said: str) -> None:
@@ -95,12 +95,12 @@ def test_an_architecture_reads_the_names_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["loss.name=classes"], "loss.name = 'classes' does not fit: not without model.text=classes:FILE"),
-        (["model.text=classes:x"], "model.text = 'classes:x' does not fit: with loss.name=classes alone"),
+        (["loss.name=classes"], "loss.name = 'classes' is invalid: requires model.text=classes:FILE"),
+        (["model.text=classes:x"], "model.text = 'classes:x' is invalid: requires loss.name=classes"),
         (["loss.name=classes", "model.text=classes:x", "loss.same=positives"], "loss.same = 'positives'"),
         (
             ["loss.name=classes", "model.text=classes:x", "distill.teacher=y"],
-            "no teacher with loss.name=classes",
+            "cannot be combined with loss.name=classes",
         ),
     ],
 )

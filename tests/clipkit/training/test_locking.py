@@ -96,11 +96,11 @@ def test_statistics_of_a_locked_tower_stay() -> None:
     [
         ("all", "all", "leave nothing to train"),
         ("all", 0, "leave nothing to train"),
-        (7, "", "lock.image = 7 does not fit: at most 5"),
-        ("", 5, "lock.text = 5 does not fit: at most 4"),
-        (-1, "", "lock.image = -1 does not fit"),
-        ("some", "", "lock.image = 'some' does not fit"),
-        ("", "1.5", "lock.text = '1.5' does not fit"),
+        (7, "", "lock.image = 7 is invalid: expected at most 5"),
+        ("", 5, "lock.text = 5 is invalid: expected at most 4"),
+        (-1, "", "lock.image = -1 is invalid"),
+        ("some", "", "lock.image = 'some' is invalid"),
+        ("", "1.5", "lock.text = '1.5' is invalid"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(image: str | int, text: str | int, message: str) -> None:
@@ -150,5 +150,5 @@ def test_an_optimizer_made_before_takes_what_joins_later() -> None:
 
 @pytest.mark.parametrize("values", [{"every": 0}, {"every": 3, "first": 0}])
 def test_unfreezing_needs_whole_numbers_above_zero(values: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"lock\.unfreeze_.* = 0 does not fit: at least 1"):
+    with pytest.raises(ConfigError, match=r"lock\.unfreeze_.* = 0 is invalid: expected at least 1"):
         Unfreezing(create(TINY, seed=0), **values)
