@@ -43,7 +43,7 @@ from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import create
 from clipkit.model.flops import step_flops
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.machines import measured_peak, published_peak
+from clipkit.training.machines import measured_peak, published_gpu
 from clipkit.training.parallel import compile_blocks
 
 RESULTS = Path(__file__).parent / "results"
@@ -277,7 +277,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "measured_bf16": measured_peak(device, torch.bfloat16),
         "measured_fp32": measured_peak(device, torch.float32),
-        "data_sheet_bf16": published_peak(name),
+        "data_sheet_bf16": None if (sheet := published_gpu(name)) is None else sheet.bf16,
     }
 
 

@@ -1,6 +1,6 @@
-"""The only place besides ``train.py`` that knows torch.distributed: who we are, and collectives.
+"""The process group: rank and world size, collectives, and how all ranks end when one fails.
 
-Everything works without a process group too, as the single process of a world of one.
+Without a process group everything works as with a single process.
 """
 
 import os
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import count
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -49,27 +48,26 @@ __all__ = [
 
 
 # --------------------------------------------------------------------------------------------------------------
-# When one rank fails, all end, and the mistake is told once: through the store that the ranks met in.
+# When one rank fails, all end, and the error is reported once, through the store that the ranks met in.
 #
-# A rank that fails leaves a note. Those that then lose the connection to it, or wait for it in vain, read the
-# note and end without a word. A mistake that all ranks make is told by the chief alone; one that only some
-# make, by them.
+# A rank that fails leaves a note. Ranks that then lose the connection to it, or wait for it in vain, read the note
+# and exit silently. An error that all ranks make is reported by rank 0 alone, one that only some make by each.
 
 Answer = TypeVar("Answer")
 
 _NOTE = "clipkit/failed"
-_POLL_SECONDS = 0.1  # while a rank that has failed waits for others
+_POLL_SECONDS = 0.1  # between looks while waiting for others
 _WATCH_SECONDS = 2.0  # between looks for a note while all is well
-_CHIEF_FIRST_SECONDS = 3.0  # for the chief to meet the same mistake
+_RANK0_FIRST_SECONDS = 3.0  # for rank 0 to make the same error
 _NOTE_SECONDS = 5.0  # for the note of a rank whose connection has closed
 _END_SECONDS = 5.0  # from the note until a rank that still waits for the others is ended
-_END_CHIEF_SECONDS = 30.0  # it may be saving; torchrun gives as long
+_END_RANK0_SECONDS = 30.0  # it may be saving; torchrun gives as long
 _NO_WORD = (
-    "the connection to another process was lost, and it has left no word: it was killed, often for want of memory; "
-    "the last checkpoint is kept, and the same command resumes"
+    "the connection to another process was lost: it died without an error, probably out of memory; the last "
+    "checkpoint is kept, and the same command resumes"
 )
 _NO_ANSWER = (
-    "another process does not answer: it was stopped, or its machine is lost; the last checkpoint is kept, and the "
+    "another process does not respond: it was stopped, or its machine failed; the last checkpoint is kept, and the "
     "same command resumes"
 )
 _SILENT = re.compile("(gloo|nccl).*timed out", re.I | re.S)
@@ -79,7 +77,7 @@ _LOST = re.compile(
 
 
 class KeyValueStore(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The methods of ``torch.distributed.Store`` that are used."""
 
     def add(self, key: str, value: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
@@ -91,43 +89,43 @@ class Failures:
     """The notes that ranks leave for each other.
 
     Args:
-        store: which all ranks share. One that cannot be reached any more holds no notes.
+        store: shared by all ranks. One that cannot be reached any more has no notes.
         rank: of this process.
-        host: whether the store ends with this process, which then waits a while for the others when it fails.
+        host: whether the store ends with this process, which then waits for the others when it fails.
     """
 
     def __init__(self, store: KeyValueStore, *, rank: int, host: bool) -> None:
         self._store, self._rank, self._host = store, rank, host
         self._note = ""
-        # whether the store is: asked then, torch writes a long C++ stack to stderr each time
+        # the store cannot be reached; every further request would print a long C++ stack to stderr
         self._gone = False
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="failures", daemon=True).start()
 
     def close(self) -> None:
-        """All has gone well: look for notes no longer."""
+        """Stop looking for notes."""
         self._over.set()
 
     def note(self, seconds: float = 0.0) -> str:
-        """What the first rank that failed has said; empty where none has within some seconds."""
+        """Return the error of the first rank that failed; "" if none does within some seconds."""
         self._until(seconds, self._look)
         return self._note
 
     def leave(self, message: str) -> None:
-        """Leave a note that this rank has failed, unless another was before it."""
+        """Leave a note that this rank has failed, unless another rank was first."""
         who = "error" if self._rank == 0 else f"error (rank {self._rank})"
         self._ask(lambda: self._store.compare_set(_NOTE, "", f"{who}: {message}"))
 
     def tells(self, message: str) -> bool:
-        """Whether it is this rank that tells the user of a mistake: the chief, if it makes the same one soon."""
+        """Whether this rank reports an error to the user: rank 0, if it makes the same one soon."""
         key = f"clipkit/told/{message}"
         if self._rank:
-            self._until(_CHIEF_FIRST_SECONDS, lambda: bool(self._ask(lambda: self._store.check([key]))))
+            self._until(_RANK0_FIRST_SECONDS, lambda: bool(self._ask(lambda: self._store.check([key]))))
         times = self._ask(lambda: self._store.add(key, 1))
         return times is None or times == 1
 
     def wait_for_readers(self) -> None:
-        """Before a store ends with this process, let the others see the note."""
+        """Give the others time to read the note if the store ends with this process."""
         if self._host:
             time.sleep(2 * _WATCH_SECONDS)
 
@@ -138,7 +136,7 @@ class Failures:
         return bool(self._note)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """What the store answers; None for good once it cannot be reached, as it ended with the chief."""
+        """Return the store's answer; None once it cannot be reached, because it ended with rank 0."""
         if self._gone:
             return None
         try:
@@ -153,10 +151,10 @@ class Failures:
             time.sleep(_POLL_SECONDS)
 
     def _watch(self) -> None:
-        """End a process that waits for one that has failed, as NCCL does for many minutes."""
+        """End a process that waits for a failed one, as NCCL does for many minutes."""
         while not self._gone and not self._over.wait(_WATCH_SECONDS):
             if self._look():
-                if not self._over.wait(_END_SECONDS if self._rank else _END_CHIEF_SECONDS):
+                if not self._over.wait(_END_SECONDS if self._rank else _END_RANK0_SECONDS):
                     tell_torchrun(self._note, late=True)
                     os._exit(1)
                 return
@@ -165,58 +163,51 @@ class Failures:
 def failing_together(
     command: Callable[[], int], failures: Callable[[], Failures | None]
 ) -> Callable[[], int]:
-    """A program's main function, with whose failure on one rank all ranks end.
+    """Return a main function that ends all ranks when one fails.
 
     Args:
-        command: raises what ``clipkit.errors.run_command`` tells of.
+        command: the main function; raises what ``clipkit.errors.run_command`` reports.
         failures: the notes, or None as long as there is no other rank.
     """
 
     def program() -> int:
-        with _FailingTogether(failures):
+        try:
             return command()
+        except SystemExit:
+            raise
+        except KeyboardInterrupt:  # perhaps by torchrun, because another rank has ended: then say nothing
+            _end_if_another_failed(failures(), 0.0)
+            raise
+        except BaseException as error:
+            _report(error, failures())
+            raise
 
     return program
 
 
-class _FailingTogether:
-    def __init__(self, failures: Callable[[], Failures | None]) -> None:
-        self._failures = failures
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, SystemExit):
-            return
-        failures = self._failures()
-        if isinstance(error, KeyboardInterrupt):
-            # perhaps by torchrun, because another has ended; then nothing more need be said
-            _end_if_another_failed(failures, 0.0)
-            return
-        # torchrun ends the others as soon as one has ended, and what is left to do here takes seconds
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        told = error
-        if failures is not None and isinstance(error, RuntimeError):
-            lost = _LOST.search(str(error))
-            if lost or _SILENT.search(str(error)):
-                _end_if_another_failed(failures, _NOTE_SECONDS)
-                told = ClipkitError(_NO_WORD if lost else _NO_ANSWER)
-        # what is no user's mistake is ours, and each rank shows its traceback
-        mistake = isinstance(told, ClipkitError | OSError)
-        message = " ".join((str(told) if mistake else f"{type(told).__name__}: {told}").split())
-        tell_torchrun(f"error: {message}")
-        if failures is not None:
-            failures.leave(message)
-            tells = not mistake or failures.tells(message)
-            failures.wait_for_readers()
-            if not tells:
-                tell_torchrun(f"error: {message}", late=True)
-                raise SystemExit(1)
-        if told is not error:
-            raise told from None
+def _report(error: BaseException, failures: Failures | None) -> None:
+    """Leave a note of this rank's error; exit silently if another rank reports it."""
+    # torchrun ends the others as soon as one has ended, and the rest takes seconds
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    reported = error
+    if failures is not None and isinstance(error, RuntimeError):
+        lost = _LOST.search(str(error))
+        if lost or _SILENT.search(str(error)):
+            _end_if_another_failed(failures, _NOTE_SECONDS)
+            reported = ClipkitError(_NO_WORD if lost else _NO_ANSWER)
+    # everything else is a bug, and each rank shows its traceback
+    users = isinstance(reported, ClipkitError | OSError)
+    message = " ".join((str(reported) if users else f"{type(reported).__name__}: {reported}").split())
+    tell_torchrun(f"error: {message}")
+    if failures is not None:
+        failures.leave(message)
+        tells = not users or failures.tells(message)
+        failures.wait_for_readers()
+        if not tells:
+            tell_torchrun(f"error: {message}", late=True)
+            raise SystemExit(1)
+    if reported is not error:
+        raise reported from None
 
 
 def _end_if_another_failed(failures: Failures | None, seconds: float) -> None:
@@ -231,14 +222,14 @@ _TIMEOUT = timedelta(minutes=10)
 _LONG_TIMEOUT = timedelta(hours=6)  # of what a thread waits for while shards of many gigabytes are joined
 _failures: Failures | None = None  # of the process group
 _store: Store | None = None  # that its ranks met in
-_messages = count()  # of the chief
+_messages = count()  # broadcast by rank 0
 
 
 def check_launch() -> None:
-    """See that the environment names all that a process needs to find the others, as torchrun sets it.
+    """Check the environment variables that a process needs to find the others, as torchrun sets them.
 
     Raises:
-        ConfigError: it names several processes, but not which one this is, or is no number.
+        ConfigError: there are several processes and one is missing, or one is not a number.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if world != "1" else ()
@@ -255,7 +246,7 @@ def check_launch() -> None:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's number and how many there are, as torchrun says; 0 and 1 where nothing is said.
+    """Return rank and world size from torchrun's environment variables; 0 and 1 without them.
 
     Raises:
         ConfigError: the environment says something impossible.
@@ -271,7 +262,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def start() -> torch.device:
-    """Join the process group that ``torchrun`` announces, if any, and choose this process's device.
+    """Join the process group that torchrun announces, if any, and return this process's device.
 
     Raises:
         ConfigError: the machine has fewer GPUs than processes.
@@ -285,7 +276,7 @@ def start() -> torch.device:
         store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
         _store = PrefixStore(f"attempt {_attempt()}", store)
         _failures = Failures(_store, rank=rank, host=rank == 0 and not _store_is_torchruns())
-        # tensors on the CPU go by gloo, so that agreeing on a flag never waits for a GPU's queue
+        # CPU tensors use gloo, so that agreeing on a flag never waits for a GPU's queue
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=PrefixStore("clipkit", _store),
@@ -293,7 +284,7 @@ def start() -> torch.device:
             world_size=world,
             timeout=_TIMEOUT,
         )
-    if cuda and local_rank >= gpus:  # said only now, when it can be said once
+    if cuda and local_rank >= gpus:  # only now, when it can be reported once
         raise ConfigError(
             f"{os.environ.get('LOCAL_WORLD_SIZE')} processes on a machine with {gpus} GPUs: "
             "set --nproc-per-node to the number of GPUs"
@@ -302,7 +293,7 @@ def start() -> torch.device:
 
 
 def stop() -> None:
-    """Leave the process group, all ranks together: one that leaves early can abort one that still talks to it."""
+    """Leave the process group, all ranks together: one that leaves early can abort the others."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         if _failures is not None:
@@ -311,49 +302,49 @@ def stop() -> None:
 
 
 def together(command: Callable[[], int]) -> Callable[[], int]:
-    """A program's main function, after whose ``start`` no rank fails alone, see clipkit/distributed.py."""
+    """Return a main function of which no rank fails alone after ``start``, see ``failing_together``."""
     return failing_together(command, lambda: _failures)
 
 
 def _store_is_torchruns() -> bool:
-    """Whether the store that the ranks meet in outlives them."""
+    """Whether torchrun hosts the store that the ranks meet in, so that it outlives them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _attempt() -> str:
-    """Which start of the ranks this is, as far as one torchrun can say it.
+    """Return torchrun's count of restarts of the ranks.
 
-    Torchrun keeps its store when it starts the ranks again (torch 2.15): addresses and notes of the former ones are
-    still there. With several torchruns each counts for itself, and the numbers differ.
+    Torchrun keeps its store when it restarts the ranks (torch 2.15), with their old addresses and notes. With
+    several torchruns each has its own count, and the numbers differ.
     """
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone and _store_is_torchruns() else "0"
 
 
 def rank() -> int:
-    """This process's number, 0 ≤ rank < world_size."""
+    """Return this process's rank, 0 ≤ rank < world_size."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
-    """Have every rank hold the chief's values."""
+    """Copy rank 0's values to every rank, in place."""
     if world_size() > 1:
         for buffer in buffers:
             dist.broadcast(buffer, src=0)
 
 
 def ranks_of_host() -> int:
-    """How many processes this machine has, as torchrun says."""
+    """Return the number of processes on this machine, as torchrun says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def background_group() -> dist.ProcessGroup:
-    """A group of all ranks for what a thread does beside the training; all ranks call this."""
+    """Return a group of all ranks for collectives of a background thread; all ranks call this."""
     group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -366,7 +357,7 @@ def barrier() -> None:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The elementwise sum of every rank's tensor, on each rank; no gradient."""
+    """Return the elementwise sum over ranks, on each rank; no gradient."""
     if world_size() == 1:
         return values
     total = values.detach().clone()
@@ -375,13 +366,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def totals(**counts: int) -> dict[str, int]:
-    """The sum of every rank's counts by name, on each rank; a bool counts as 0 or 1."""
+    """Return the sums over ranks of counts by name, on each rank; a bool counts as 0 or 1."""
     values = torch.tensor([int(count) for count in counts.values()], dtype=torch.int64)
     return dict(zip(counts, sum_over_ranks(values).tolist(), strict=True))
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value of plain kinds (numbers, strings, lists), in the order of ranks."""
+    """Return every rank's value (numbers, strings, lists), in the order of ranks."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -390,9 +381,9 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def broadcast_bytes(content: bytes) -> bytes:
-    """Rank 0's bytes, on each rank; what the others give is ignored.
+    """Return rank 0's bytes on each rank; the others' are ignored.
 
-    The others wait for them as long as it takes, so that the chief may count shards for hours.
+    They wait without a time limit, so that rank 0 may count shards for hours.
     """
     if world_size() == 1:
         return content
@@ -414,7 +405,7 @@ def broadcast_bytes(content: bytes) -> bytes:
 
 
 def greatest_over_ranks(values: Tensor) -> Tensor:
-    """The elementwise maximum of every rank's tensor, on each rank; no gradient."""
+    """Return the elementwise maximum over ranks, on each rank; no gradient."""
     if world_size() == 1:
         return values
     greatest = values.detach().clone()
@@ -423,7 +414,7 @@ def greatest_over_ranks(values: Tensor) -> Tensor:
 
 
 def counts_of_rows(own: int) -> list[int]:
-    """How many rows each rank has, in the order of ranks; no GPU is waited for."""
+    """Return the number of rows of each rank, in the order of ranks, without waiting for a GPU."""
     if world_size() == 1:
         return [own]
     # a group that someone else made may have no way for tensors on the CPU
@@ -434,7 +425,7 @@ def counts_of_rows(own: int) -> list[int]:
 
 
 def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
-    """Every rank's (B, …) rows as (N, …), in the order of ranks; no gradient.
+    """Return every rank's (B, …) rows as (N, …), in the order of ranks; no gradient.
 
     Args:
         rows: this rank's; of the same shape and dtype on all ranks, but for B.
@@ -453,7 +444,7 @@ def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
 
 
 def scatter_sums_of_rows(rows: Tensor, counts: list[int]) -> Tensor:
-    """This rank's (B, …) rows of the sum over all ranks' (N, …); no gradient.
+    """Return this rank's (B, …) rows of the sum over ranks of (N, …); no gradient.
 
     Args:
         rows: of the same shape and dtype on all ranks.

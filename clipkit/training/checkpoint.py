@@ -3,7 +3,7 @@
 The state is copied at once (on a GPU: while the next step is computed), written aside by a thread, synced and
 renamed, and only then LATEST moves: whatever ends the process, the former checkpoint stays whole. Weights that are
 not finite are not written, so that they never take the place of good ones. A model on one rank or replicated is
-written by the chief; of a sharded one every rank writes its shards to the folder, which all share, and the chief
+written by rank 0; of a sharded one every rank writes its shards to the folder, which all share, and rank 0
 joins them to the same files, so that it does not matter later how many ranks there were.
 """
 
@@ -227,7 +227,7 @@ def manifest_file(run: Path) -> Path:
 def drop_bad_samples_after(run: Path, step: int) -> None:
     """Take the bad samples of steps beyond ``step`` out of the lists, also of ranks that are no more.
 
-    The chief does this for all, before any rank appends to its own.
+    Rank 0 does this for all, before any rank appends to its own.
     """
     for path in run.glob("bad_samples*.jsonl"):
         drop_lines_after(path, step)
@@ -607,12 +607,12 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _check_shared(self, aside: Path) -> None:
-        """Every rank writes its shards to one folder, or the chief would join only those that it sees."""
+        """Every rank writes its shards to one folder, or rank 0 would join only those that it sees."""
         blind = sum_over_ranks(torch.tensor(int(not (aside / "state.json").exists())))
         if blind:
             raise CheckpointError(
-                f"{int(blind)} ranks do not see {aside}: with sharding, the run folder must lie on a disk that all "
-                "hosts share"
+                f"{int(blind)} ranks do not see {aside}: with sharding, put the run folder on a filesystem shared "
+                "by all hosts"
             )
 
     def _begin_whole(self, files: Files, aside: Path, folder: Path) -> _Saving:

@@ -38,12 +38,12 @@ from clipkit.objectives import OBJECTIVES
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import check_split, lock, patch_counts, shape_of
 from clipkit.training.machines import (
-    PUBLISHED_BF16,
+    GPUS,
     Machine,
     computes_in_bf16,
     measured_peak,
+    published_gpu,
     published_memory,
-    published_peak,
 )
 
 if TYPE_CHECKING:
@@ -435,10 +435,12 @@ def dry_run(
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
     if gpu:
-        peak, bf16 = published_peak(gpu), config.precision != "fp32"
-        if peak is None:
-            raise ConfigError(f"--gpu {gpu} is unknown: {nearest(gpu, PUBLISHED_BF16)}")
-        machine = Machine(gpu=gpu, memory=published_memory(gpu), peak=peak if bf16 else None, measured=False)
+        bf16, sheet = config.precision != "fp32", published_gpu(gpu)
+        if sheet is None:
+            raise ConfigError(f"--gpu {gpu} is unknown: {nearest(gpu, GPUS)}")
+        machine = Machine(
+            gpu=gpu, memory=published_memory(gpu), peak=sheet.bf16 if bf16 else None, measured=False
+        )
     else:
         peak = measured_peak(device, torch.bfloat16 if bf16 else torch.float32)
         machine = Machine(gpu="", memory=None, peak=peak, measured=True)

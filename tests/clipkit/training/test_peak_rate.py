@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from clipkit.training.machines import PUBLISHED_BF16, measured_peak, published_peak
+from clipkit.training.machines import GPUS, measured_peak, published_gpu
 
 
 def test_the_measured_peak_is_what_a_product_reaches() -> None:
@@ -41,9 +41,9 @@ def test_half_precision_has_a_peak_of_its_own() -> None:
     ],
 )
 def test_a_published_peak_is_found_by_name(device: str, name: str) -> None:
-    assert published_peak(device) == PUBLISHED_BF16[name]
+    assert published_gpu(device) is GPUS[name]
 
 
 @pytest.mark.parametrize("device", ["NVIDIA A10G", "Tesla V100-SXM2-16GB", "NVIDIA RTX A4000", ""])
 def test_an_unknown_device_has_no_published_peak(device: str) -> None:
-    assert published_peak(device) is None
+    assert published_gpu(device) is None

@@ -8,7 +8,7 @@ import pytest
 from clipkit.config import Config, DistillConfig, ModelConfig, load_config
 from clipkit.training.build import shape_of
 from clipkit.training.costs import GPU_MFU, PUBLISHED_MFU, Costs, cost_table, duration, run_costs
-from clipkit.training.machines import PUBLISHED_BF16, PUBLISHED_GB, Machine, published_memory
+from clipkit.training.machines import GPUS, Machine, published_memory
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 A100 = Machine(gpu="A100", memory=80 << 30, peak=312e12, measured=False)
@@ -128,9 +128,9 @@ def test_a_teacher_that_encodes_along_costs_memory_and_time(tmp_path: Path) -> N
 
 
 def test_every_gpu_with_a_rate_has_a_size() -> None:
-    assert all(published_memory(name) for name in PUBLISHED_BF16)
+    assert all(published_memory(name) for name in GPUS)
     assert published_memory("NVIDIA A100-PCIE-40GB") == 40 << 30
-    assert published_memory("NVIDIA H100 NVL") == PUBLISHED_GB["H100 NVL"] << 30
+    assert published_memory("NVIDIA H100 NVL") == GPUS["H100 NVL"].gb << 30
     assert published_memory("Tesla K80") is None
 
 
