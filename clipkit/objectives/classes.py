@@ -1,4 +1,4 @@
-"""Cross-entropy of pictures over a head of classes, and how many it gets right; see ``ClassTable``.
+"""Cross-entropy of images over a head of classes, and how many it gets right; see ``ClassTable``.
 
 Letters: B rows of this rank, C classes, O embedding dimension.
 """
@@ -24,7 +24,7 @@ def class_loss(
     *,
     labels: Tensor,
 ) -> Tensor:
-    """The mean over the pictures of all ranks of softmax's cross-entropy over all classes.
+    """The mean over the images of all ranks of softmax's cross-entropy over all classes.
 
     Value and gradients hold on any number of ranks as those of ``clip_loss`` do. All ranks call it together.
 
@@ -49,7 +49,7 @@ def class_loss(
 
 @torch.no_grad()
 def right_classes(image_features: Tensor, class_features: Tensor, labels: Tensor) -> float:
-    """The share of the pictures of all ranks whose nearest class is theirs; shapes as for ``class_loss``."""
+    """Return the fraction of images, over all ranks, whose nearest class is their own; see ``class_loss``."""
     nearest = (at_least_float32(image_features) @ at_least_float32(class_features).T).argmax(dim=1)
     right = torch.stack([(nearest == labels).sum(), labels.new_tensor(len(labels))])
     correct, count = sum_over_ranks(right).tolist()

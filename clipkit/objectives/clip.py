@@ -42,7 +42,7 @@ _ROUNDING = 8  # of the dtype's steps at 1: equal rows have products that differ
 
 @torch.no_grad()
 def in_batch_recall(image_features: Tensor, text_features: Tensor) -> Tensor:
-    """Which share of the batch's pictures have their own text as the nearest of all, and the same for texts.
+    """Return the fraction of images whose own text is the nearest of the global batch, and the same for texts.
 
     A tie (a lead below 8 steps of the dtype, 1e-6 in float32) counts as wrong, so that features that are all equal
     recall nothing. All ranks call it together. It costs one of the four products of ``clip_loss``.
@@ -52,8 +52,8 @@ def in_batch_recall(image_features: Tensor, text_features: Tensor) -> Tensor:
         text_features: (B, O) the matching rows.
 
     Returns:
-        (2,) float32 (float64 for float64 features) in [0, 1], the same on all ranks: picture to text, text to
-        picture. No gradient.
+        (2,) float32 (float64 for float64 features) in [0, 1], the same on all ranks: image to text, text to
+        image. No gradient.
 
     Raises:
         ValueError: the features are not two matrices of one shape.
@@ -89,7 +89,7 @@ def clip_loss(
     identities: Tensor | None = None,
     same: Same = "positives",
 ) -> Tensor:
-    """Symmetric cross-entropy of every picture against all texts and of every text against all pictures.
+    """Symmetric cross-entropy of every image against all texts and of every text against all images.
 
     The value is the loss of the global batch across the default process group, the same on all ranks. The
     gradient is such that the mean over ranks, which is what DistributedDataParallel takes, is the
@@ -97,7 +97,7 @@ def clip_loss(
     differentiated once. All ranks call it together.
 
     Two pairs of the batch that show the same thing are negatives of each other, unless ``identities`` tells. With
-    ``same="positives"`` the target of a picture is then uniform over all texts that are the same, and so for
+    ``same="positives"`` the target of an image is then uniform over all texts that are the same, and so for
     texts (UniCL, Yang et al. 2022, https://arxiv.org/abs/2204.03610); with ``same="ignored"`` the own text
     remains the only target and the others that are the same are left out of the softmax.
 
@@ -107,7 +107,7 @@ def clip_loss(
         logit_scale: one number, exp(t).
         logit_bias: is not looked at: softmax does not see a number that is added to all logits. So what a model
             with SigLIP's bias returns can be given as it is.
-        identities: (B, K) int64, such as the numbers of the picture and of the caption. Two pairs that agree in
+        identities: (B, K) int64, such as the numbers of the image and of the caption. Two pairs that agree in
             at least one of the K show the same thing. Given on all ranks or on none.
         same: "positives" or "ignored".
 
@@ -127,7 +127,7 @@ def clip_loss(
 
 
 class _Contrastive(torch.autograd.Function):
-    """Rows are this rank's pictures, columns the texts of all ranks."""
+    """Rows are this rank's images, columns the texts of all ranks."""
 
     @staticmethod
     def forward(

@@ -57,8 +57,8 @@ def distillation_loss(
 ) -> Tensor:
     """The Kullback–Leibler divergence from the teacher's softmax over the batch to the student's.
 
-    The mean over the N pictures, of their distributions over all texts, and that over the N texts, of theirs over
-    all pictures, in equal parts (MobileCLIP, Vasu et al. 2024, https://arxiv.org/abs/2311.17049). Value and
+    The mean over the N images, of their distributions over all texts, and that over the N texts, of theirs over
+    all images, in equal parts (MobileCLIP, Vasu et al. 2024, https://arxiv.org/abs/2311.17049). Value and
     gradients hold on any number of ranks as those of ``clip_loss`` do; the teacher gets no gradient. All ranks
     call it together.
 
@@ -66,7 +66,7 @@ def distillation_loss(
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
         text_features: (B, O) the matching rows.
         logit_scale: one number, exp(t).
-        teacher_image_features: (B, P) the teacher's of the same pictures, unit norm.
+        teacher_image_features: (B, P) the teacher's of the same images, unit norm.
         teacher_text_features: (B, P) of the same texts.
         teacher_logit_scale: one number.
 
@@ -93,7 +93,7 @@ def distillation_loss(
 
 
 class _Divergence(torch.autograd.Function):
-    """Rows are this rank's pictures, columns the texts of all ranks."""
+    """Rows are this rank's images, columns the texts of all ranks."""
 
     @staticmethod
     def forward(

@@ -42,10 +42,10 @@ def siglip_loss(
     identities: Tensor | None = None,
     same: Same = "positives",
 ) -> Tensor:
-    """Every picture with every text is a question of its own: do they belong together?
+    """Treat each image–text pair as an independent binary classification: do they belong together?
 
-    The sum over all texts of −log σ(z · (scale · cosine + bias)), z = 1 for a picture's own text and −1 for the
-    others, is averaged over the N pictures of the global batch. Value and gradients hold on any number of ranks
+    The sum over all texts of −log σ(z · (scale · cosine + bias)), z = 1 for an image's own text and −1 for the
+    others, is averaged over the N images of the global batch. Value and gradients hold on any number of ranks
     as those of ``clip_loss`` do. All ranks call it together.
 
     Args:
@@ -73,7 +73,7 @@ def siglip_loss(
 
 
 class _Sigmoid(torch.autograd.Function):
-    """Rows are this rank's pictures, columns the texts of all ranks.
+    """Rows are this rank's images, columns the texts of all ranks.
 
     A logit's derivative depends on no other, so that the gradients are made along with the value: three products
     of N × N × O, and nothing is computed again.

@@ -4,7 +4,7 @@ Of the N × N logits only some rows exist at a time: what softmax needs is summe
 of rows come and go, and the backward pass computes each tile again (as FlashAttention does, Dao et al. 2022; for
 the contrastive loss Cheng et al. 2024, https://arxiv.org/abs/2410.17243). So memory grows with N, not its square.
 
-Every loss is a mean over the N rows of all ranks. A rank takes the derivatives by the logits of its own pictures
+Every loss is a mean over the N rows of all ranks. A rank takes the derivatives by the logits of its own images
 with all texts, times the number of ranks: the mean over ranks, which DistributedDataParallel and FSDP take, is then
 the gradient of the whole batch, however the rows are spread.
 
@@ -208,7 +208,7 @@ def check_features(image_features: Tensor, text_features: Tensor) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Which pictures and texts of the global batch belong together, as the losses ask tile by tile.
+# Positive pairs of the global batch, one tile at a time.
 #
 # Letters: B rows of this rank, N rows of all ranks, R rows of a tile, K identities of a pair.
 
@@ -216,12 +216,12 @@ Same = Literal["positives", "ignored"]
 
 
 def belonging(batch: GlobalBatch, features: Tensor, identities: Tensor | None, same: Same) -> "OwnPairs":
-    """What belongs together, to be asked tile by tile.
+    """Build the positive pairs, which losses read one tile at a time.
 
     Args:
         batch: the rows.
         features: (B, O), for dtype and device.
-        identities: (B, K) int64, see ``clip_loss``; None: every picture belongs to its own text alone.
+        identities: (B, K) int64, see ``clip_loss``; None: every image belongs to its own text alone.
         same: what becomes of two pairs that show the same thing.
 
     Raises:
@@ -241,7 +241,7 @@ def belonging(batch: GlobalBatch, features: Tensor, identities: Tensor | None, s
 
 
 class OwnPairs:
-    """Every picture belongs to its own text alone.
+    """Every image belongs to its own text alone.
 
     A loss shows it the logits tile by tile with ``see``; then ``mean_targets`` and, after it, ``subtract_targets``.
     """
@@ -251,7 +251,7 @@ class OwnPairs:
         self._of_rows = features.new_empty(len(features))
 
     def leave_out(self, logits: Tensor, tile: slice, filling: float) -> None:
-        """Put ``filling`` where a picture and a text are to be no pair at all."""
+        """Put ``filling`` where an image and a text are to be no pair at all."""
 
     def negate(self, values: Tensor, tile: slice) -> None:
         """Change the sign of what belongs together."""
@@ -262,11 +262,11 @@ class OwnPairs:
         self._of_rows[tile] = self._own(logits, tile)
 
     def mean_targets(self) -> Tensor:
-        """(B,) the mean of a picture's logits with its texts plus that of its text's with their pictures."""
+        """(B,) the mean of an image's logits with its texts plus that of its text's with their images."""
         return self._of_rows * 2
 
     def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
-        """Take away the share of each target by row and by column."""
+        """Subtract the targets' probabilities by row and by column."""
         self._own(slopes, tile).sub_(2)
 
     def _own(self, values: Tensor, tile: slice) -> Tensor:
@@ -282,7 +282,7 @@ class _SamePairs(OwnPairs):
         self._all_identities = batch.gather(self._identities)
 
     def _same(self, tile: slice) -> Tensor:
-        """(R, N) whether a picture and a text are the same."""
+        """(R, N) whether an image and a text are the same."""
         same = self._identities[tile, 0, None] == self._all_identities[:, 0]
         for k in range(1, self._identities.shape[1]):
             same |= self._identities[tile, k, None] == self._all_identities[:, k]
@@ -290,7 +290,7 @@ class _SamePairs(OwnPairs):
 
 
 class _Ignored(_SamePairs):
-    """Every picture belongs to its own text, and has nothing to do with others that are the same."""
+    """Every image belongs to its own text, and has nothing to do with others that are the same."""
 
     def leave_out(self, logits: Tensor, tile: slice, filling: float) -> None:
         others = self._same(tile)
@@ -299,14 +299,14 @@ class _Ignored(_SamePairs):
 
 
 class _Positives(_SamePairs):
-    """Every picture belongs in equal parts to all texts that are the same."""
+    """Every image belongs in equal parts to all texts that are the same."""
 
     _all_parts: Tensor  # (N,)
 
     def __init__(self, batch: GlobalBatch, features: Tensor, identities: Tensor) -> None:
         super().__init__(batch, features, identities)
         self._of_columns = features.new_zeros(batch.size)
-        self._parts = torch.empty_like(self._of_rows)  # one over how many texts a picture has
+        self._parts = torch.empty_like(self._of_rows)  # one over how many texts an image has
 
     def negate(self, values: Tensor, tile: slice) -> None:
         values.addcmul_(values, self._same(tile).to(values.dtype), value=-2)
@@ -321,7 +321,7 @@ class _Positives(_SamePairs):
     def mean_targets(self) -> Tensor:
         self._all_parts = self._batch.gather(self._parts.reciprocal_())
         of_columns = sum_over_ranks(self._of_columns)[self._batch.own]
-        return (self._of_rows + of_columns) * self._parts  # as many pictures as texts are the same
+        return (self._of_rows + of_columns) * self._parts  # as many images as texts are the same
 
     def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
         same = self._same(tile).to(slopes.dtype)

@@ -49,7 +49,7 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
     """Return the architecture that settings name, with a bias if the objective needs one.
 
     Raises:
-        ConfigError: a name is unknown, or this image tower cannot drop patches or see smaller pictures.
+        ConfigError: a name is unknown, or this image tower cannot drop patches or see smaller images.
     """
     shape = architecture(
         model.name,
@@ -201,7 +201,7 @@ def _resumed(checkpoint: Path, shape: Architecture, model: ModelConfig) -> CLIP:
 
 
 def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> tuple[int, int] | None:
-    """How many patches a picture has, and how many of them are seen; None for all."""
+    """Return the number of patches of an image, and how many are kept; None for all."""
     if not patch_dropout:
         return None
     patches = shape.vision.resized(image_size).patches
@@ -212,7 +212,7 @@ def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> 
 def flops_of_steps(
     model: CLIP, patch_dropout: float, global_rows: int
 ) -> Callable[[Sequence[int], int], int] | None:
-    """A function of a batch's caption lengths and picture size to the model FLOPs of this rank's share of a step.
+    """Return a function of a batch's caption lengths and image size: the FLOPs of this rank's part of a step.
 
     None where a tower's FLOPs are not known.
     """

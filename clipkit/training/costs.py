@@ -1,4 +1,4 @@
-"""What a run will cost before it starts: parameters, FLOPs, memory of each GPU, hours.
+"""What a run will cost: parameters, FLOPs, memory of each GPU, hours.
 
 Activations are counted by formula: what autograd keeps of clipkit's blocks from the forward to the backward pass,
 uncompiled, with attention that keeps its output and one number for each query instead of the whole square. Compiled
@@ -81,7 +81,7 @@ class Memory:
     average: int  # of the weights, if one is kept
     activations: int | None
     loss: int
-    pictures: int
+    images: int
     teacher: int = 0  # that encodes along, if one does
 
     @property
@@ -93,7 +93,7 @@ class Memory:
             self.optimizer,
             self.average,
             self.loss,
-            self.pictures,
+            self.images,
             self.teacher,
         )
         return sum(known) + (self.activations or 0)
@@ -101,12 +101,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run needs. FLOPs are the model's (``clipkit.model.flops``); None where they are not known.
+    """What a run needs. FLOPs count the model's operations (``clipkit.model.flops``); None if not known.
 
     Attributes:
         parameters: by "image", "text" and "other" (the temperature).
         trained: how many of them are.
-        image_flops: of one picture, both passes; ``text_flops`` of one caption.
+        image_flops: of one image, both passes; ``text_flops`` of one caption.
         step_flops: of a step, on all ranks together.
         memory: of each GPU.
         hours: of all steps at ``mfu`` of ``peak``; None where no peak is given.
@@ -147,7 +147,7 @@ def estimate(
     peak: float | None = None,
     counted: Mapping[str, Flops] | None = None,
 ) -> Estimate:
-    """What a run of these settings needs; computes nothing.
+    """Estimate what a run of these settings needs, without computing anything.
 
     Args:
         model: may be on the meta device. What ``requires_grad`` says decides what is trained.
@@ -156,7 +156,7 @@ def estimate(
         world: how many GPUs, one to a rank.
         parts: how many pieces a rank's share is computed in (``accumulate``).
         tokens: mean length of a caption, packed; 0 is the whole context length.
-        patches: of a picture that patch dropout keeps; None is all.
+        patches: of an image that patch dropout keeps; None is all.
         bf16: whether the towers compute in bfloat16.
         recompute: every so-manieth block keeps its input alone and is computed again in the backward pass; 0: none.
         optimizer: a name in ``OPTIMIZERS``.
@@ -165,7 +165,7 @@ def estimate(
         sharding: "none", "full" (weights, gradients and states spread over all ranks), or "hybrid" (over
             ``shard_ranks`` of them, such as those of one node).
         shard_ranks: with "hybrid", how many ranks share one copy.
-        mfu: share of the peak that the run is expected to reach, 0–1.
+        mfu: fraction of the peak that the run is expected to reach, 0–1.
         peak: FLOP/s of a GPU, published or measured (``clipkit.training.machines``); None leaves the hours out.
         counted: FLOPs of the towers that other libraries build, see ``clipkit.model.flops.counted_flops``.
 
@@ -186,7 +186,7 @@ def estimate(
         activations=_activations(model, part, tokens, patches, bf16=bf16, recompute=recompute),
         loss=_loss(rows, len(shape.text.classes) or batch_size, shape.embed_dim, tiled=tiled),
         # of this step and the next as they are stored, and a part of them as the tower takes it
-        pictures=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
+        images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
     )
     image, text, of_rank = _flops_of(model, rows, batch_size, tokens, patches, counted or {})
     return Estimate(
@@ -209,7 +209,7 @@ def estimate(
 def _flops_of(
     model: "CLIP", rows: int, all_rows: int, tokens: int, patches: int | None, counted: Mapping[str, Flops]
 ) -> tuple[Flops, Flops, int] | tuple[None, None, None]:
-    """Of a picture, of a caption, and of one rank's step; None where a tower's are not known."""
+    """Of an image, of a caption, and of one rank's step; None where a tower's are not known."""
     shape = model.architecture
     image_blocks, text_blocks = trained_blocks(model)
     try:
@@ -331,7 +331,7 @@ class Costs:
     Attributes:
         whole: of all steps; memory is that of the full size.
         machine: computed on.
-        mfu: share of its peak that is reached.
+        mfu: fraction of its peak that is reached.
         assumed: whether ``mfu`` is a default.
         instead: settings with which it would fit the memory, each a group for a command line.
         unknown_teacher: whether a teacher's costs are left out, as it is not on this machine.
@@ -365,7 +365,7 @@ def run_costs(
     bf16: bool,
     mfu: float | None = None,
 ) -> Costs:
-    """What a run costs; computes nothing.
+    """Estimate what a run costs, without computing anything.
 
     Args:
         config: of the run.
@@ -374,7 +374,7 @@ def run_costs(
         world: processes.
         shard_ranks: with sharding=hybrid, how many share one copy.
         bf16: whether the towers compute in bfloat16.
-        mfu: share of the peak, above 0 and at most 1; None is a cautious default.
+        mfu: fraction of the peak, above 0 and at most 1; None: a cautious default.
 
     Raises:
         ConfigError: it is not.
@@ -579,7 +579,7 @@ def _model(found: Estimate) -> Iterator[Row]:
         yield "FLOPs", "not known for a tower of another library"
         return
     of_text = f"{_flops(found.text_flops.both)} a caption of {found.tokens} tokens"
-    yield "FLOPs", f"{_flops(found.image_flops.both)} a picture, {of_text}"
+    yield "FLOPs", f"{_flops(found.image_flops.both)} an image, {of_text}"
     teacher = ", a teacher's too" if found.memory.teacher else ""
     yield "", f"{_flops(found.step_flops)} a step of {found.batch_size:,} pairs, both passes{teacher}"
 
@@ -594,7 +594,7 @@ def _memory(costs: Costs) -> Iterator[Row]:
         (memory.teacher, "the teacher's weights"),
         (memory.activations, "activations"),
         (memory.loss, "loss"),
-        (memory.pictures, "pictures"),
+        (memory.images, "images"),
     ]
     for size, name in rows:
         if size is None:

@@ -1,4 +1,4 @@
-"""A loss, gradient or weight that is no number: which samples it was made of, where in the model it begins.
+"""Values that are not finite, gradient spikes, and stopping: what protects a run.
 
 RUN/not_finite.jsonl          the samples of that batch, a line each; of rank 3: not_finite-3.jsonl
 """
@@ -64,13 +64,13 @@ def write_down(run: Path, names: Sequence[tuple[str, str]], *, step: int, rank: 
 
 
 def line(run: Path, step: int, loss: float, norm: float) -> str:
-    """What is said of it; ``step`` updates were made before."""
+    """Return the error message for a loss or gradient that is not finite, after ``step`` updates."""
     what = f"the loss of step {step + 1} is {loss}"
     if math.isfinite(loss):
         what = f"the gradient of step {step + 1} is {norm}"
     return (
         f"{what}; step {step} is saved, and {run}/not_finite*.jsonl lists the samples: the same command with "
-        f"--replay, in one process, computes the step again and tells where it begins; {_ADVICE}"
+        f"--replay, in one process, repeats the step and reports where it starts; {_ADVICE}"
     )
 
 
@@ -87,7 +87,7 @@ def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, nor
 
 
 def line_of_weights(run: Path, step: int, name: str, *, saved: int | None) -> str:
-    """What is said of weights that are not saved, as they are not finite.
+    """Return the error message for weights that are not saved because they are not finite.
 
     Args:
         run: the run folder.
@@ -125,7 +125,7 @@ def spoilt_weight(tensors: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a step that was computed again has shown.
+    """The result of repeating a step.
 
     Attributes:
         where: the first number that is not finite, in words; "" where all are.
@@ -141,7 +141,7 @@ class Finding:
 def replayed(
     model: CLIP, compute: TrainingStep, batch: PairBatch, step: int, names: Sequence[tuple[str, str]]
 ) -> list[str]:
-    """Compute a step again, in its precision and in fp32, and tell what is not finite; no weight changes.
+    """Repeat a step in its precision and in fp32, and report what is not finite; no weight changes.
 
     Args:
         model: in one process, with the weights of that moment; its gradients are replaced.

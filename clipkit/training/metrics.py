@@ -1,4 +1,4 @@
-"""What a training shows and records: a live bar or plain lines, ``metrics.jsonl``, TensorBoard and wandb."""
+"""What a training prints and records: a progress bar or lines, ``metrics.jsonl``, TensorBoard and wandb."""
 
 import json
 import os

@@ -202,7 +202,7 @@ def seeds_of(seed: int, step: int, rank: int, parts: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------------------
 # A model that is learned from: it encodes every batch along with the one in training (online distillation).
 #
-# Letters in shape comments: B batch, S side of the pictures, L tokens.
+# Letters in shape comments: B batch, S side of the images, L tokens.
 
 
 class Teacher:
@@ -237,7 +237,7 @@ class Teacher:
             )
 
     def __call__(self, images: Tensor, tokens: Tensor) -> Teaching:
-        """What it makes of uint8 pictures (B, 3, S, S), resized to its own size, and of tokens (B, L)."""
+        """Encode uint8 images (B, 3, S, S), resized to its own size, and tokens (B, L)."""
         side = self._model.architecture.vision.image_size
         length = self._model.architecture.text.context_length
         with torch.no_grad(), torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
@@ -290,9 +290,9 @@ class TrainingStep:
         loss: what is minimized.
         distill: how much of it is a teacher's.
         teacher: which encodes along, if one does.
-        patch_dropout: share of the patches that is left out.
+        patch_dropout: fraction of the patches that is dropped.
         seed: of the run.
-        accumulate: pieces that this rank's share is computed in.
+        accumulate: parts in which this rank's rows are computed.
         bf16: whether the towers run in bfloat16.
     """
 
