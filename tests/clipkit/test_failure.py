@@ -92,7 +92,7 @@ def test_a_lost_connection_is_one_line(
         raise RuntimeError(of_gloo)
 
     monkeypatch.setattr("clipkit.distributed._NOTE_SECONDS", 0.0)
-    monkeypatch.setattr("clipkit.distributed._CHIEF_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("clipkit.distributed._RANK0_FIRST_SECONDS", 0.0)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     store, _, _ = next(rendezvous(f"file://{tmp_path}/store", rank=0, world_size=1))
     failures = Failures(PrefixStore("notes", store), rank=1, host=False)
