@@ -1,7 +1,7 @@
-"""What a model and its export are both asked to encode, so that the two can be compared.
+"""Samples to compare a model with its export, and the folder of an export.
 
-The pictures have exactly the model's size: then no library resizes them, and what differs is the model alone.
-Letters: N pictures or texts, S image side, O embedding dimension.
+The images have exactly the model's size, so that no library resizes them and only the models are compared.
+Letters: N images or texts, S image side, O embedding dimension.
 """
 
 import hashlib
@@ -58,17 +58,17 @@ TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Inputs and what the model makes of them.
+    """Inputs and the model's outputs for them.
 
     Attributes:
-        pictures: N of S x S pixels.
-        texts: N, one of which is longer than any context; of a head of classes, names of these.
-        pixels: the pictures as the model sees them, normalized float32 (N, 3, S, S).
+        images: N of S x S pixels.
+        texts: N, one of which exceeds every context length; for a head of classes, class names.
+        pixels: the preprocessed images, normalized float32 (N, 3, S, S).
         image_features: (N, O) float32, not normalized.
         text_features: likewise.
     """
 
-    pictures: tuple["Image", ...]
+    images: tuple["Image", ...]
     texts: tuple[str, ...]
     pixels: Tensor
     image_features: Tensor
@@ -87,12 +87,12 @@ class Samples:
 
 @torch.no_grad()
 def draw_samples(model: CLIP) -> Samples:
-    """Draw pictures, and encode them and ``texts_of`` the model, which is in evaluation mode."""
+    """Draw images and encode them and ``texts_of`` the model, which is in evaluation mode."""
     texts = texts_of(model)
-    pictures = tuple(_picture(number, model.preprocess.image_size) for number in range(len(TEXTS)))
-    pixels = normalized(batch_of(pictures, model.preprocess), model)
+    images = tuple(_image(number, model.preprocess.image_size) for number in range(len(TEXTS)))
+    pixels = normalized(batch_of(images, model.preprocess), model)
     return Samples(
-        pictures=pictures,
+        images=images,
         texts=texts,
         pixels=pixels,
         image_features=model.encode_image(pixels, normalize=False),
@@ -101,7 +101,7 @@ def draw_samples(model: CLIP) -> Samples:
 
 
 def texts_of(model: CLIP) -> tuple[str, ...]:
-    """As many texts as ``TEXTS``: these, or for a head of classes, which reads nothing else, names of its own."""
+    """``TEXTS``, or as many class names for a head of classes, which reads nothing else."""
     if not isinstance(model.tokenizer, ClassTokenizer):
         return TEXTS
     names = model.tokenizer.names
@@ -115,14 +115,14 @@ def normalized(pixels: Tensor, model: CLIP) -> Tensor:
 
 
 def difference(found: object, expected: Tensor) -> float:
-    """The largest difference of two equally large arrays; not a number counts as infinite."""
+    """The largest difference of two arrays of one shape; NaN counts as infinite."""
     other = torch.as_tensor(found, dtype=torch.float32)
     assert other.shape == expected.shape, (tuple(other.shape), tuple(expected.shape))
     return float((other - expected).abs().max().nan_to_num(nan=torch.inf))
 
 
-def _picture(number: int, size: int) -> "Image":
-    """A gradient with a rectangle on it, and noise: another one for each number."""
+def _image(number: int, size: int) -> "Image":
+    """Draw a gradient with a rectangle and noise, different for each number."""
     from PIL import Image
 
     random = np.random.default_rng(number)

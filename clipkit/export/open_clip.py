@@ -80,7 +80,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     with torch.random.fork_rng(devices=[]):  # it draws weights before it reads them
         theirs, transform, tokenize = load_folder(folder)
     theirs.eval()
-    pixels = torch.stack([transform(picture) for picture in samples.pictures])
+    pixels = torch.stack([transform(picture) for picture in samples.images])
     tokens = tokenize(list(samples.texts))
     images = difference(theirs.encode_image(pixels, normalize=True), samples.image_embeddings)
     texts = difference(theirs.encode_text(tokens, normalize=True), samples.text_embeddings)

@@ -58,7 +58,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
 
     with without_bars():
         theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-    images = theirs.encode(list(samples.pictures), show_progress_bar=False)
+    images = theirs.encode(list(samples.images), show_progress_bar=False)
     texts = theirs.encode(list(samples.texts), show_progress_bar=False)
     return max(difference(images, samples.image_embeddings), difference(texts, samples.text_embeddings))
 

@@ -197,7 +197,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     theirs.eval()
     config: dict[str, Any] = resolve_model_data_config(theirs)  # type: ignore[no-untyped-call]
     transform = create_transform(**config, is_training=False)
-    features = theirs(torch.stack([transform(picture) for picture in samples.pictures]))
+    features = theirs(torch.stack([transform(picture) for picture in samples.images]))
     scale = samples.image_features.norm(dim=-1).max()
     return difference(features / scale, samples.image_features / scale)
 

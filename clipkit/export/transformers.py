@@ -176,7 +176,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
     inputs = processor(
         text=list(samples.texts),
-        images=list(samples.pictures),
+        images=list(samples.images),
         return_tensors="pt",
         padding=True,
         truncation=True,

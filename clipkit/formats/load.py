@@ -1,4 +1,4 @@
-"""What ``clipkit.load`` takes: finds out what a source is, reads its weights without running anything of it.
+"""Load a model from any supported source without running code from it.
 
     a clipkit run or checkpoint       model.json + model.safetensors
     a hub-style folder of open_clip   open_clip_config.json + open_clip_model.safetensors
@@ -8,8 +8,8 @@
     open_clip:NAME[/TAG]              open_clip's registry of published weights
     hf-hub:OWNER/REPOSITORY           a repository on the Hugging Face hub
 
-The activation follows what is stored with the weights. Where nothing says whether it is GELU or QuickGELU, the
-caller has to: the two have the same tensors, and the wrong one is a worse score and no error.
+The activation is the one stored with the weights. If it is not stored, the caller must say whether it is GELU or
+QuickGELU: the tensors are the same, and the wrong one gives worse scores without an error.
 """
 
 import json
@@ -51,7 +51,7 @@ _LARGEST_JSON = 16 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What the caller asks for besides the source."""
+    """What the caller requested besides the source."""
 
     name: str = ""
     image_size: int = 0
@@ -63,17 +63,17 @@ class _Wanted:
 
 
 def open_source(source: str, *, name: str = "", image_size: int = 0, context_length: int = 0) -> CLIP:
-    """The model that a source holds, on the CPU in float32, in evaluation mode; ``origin`` says what was found.
+    """Load a model on the CPU in float32, in evaluation mode; ``origin`` describes what was found.
 
     Args:
         source: see above.
-        name: the architecture, for weights that come without one; it must agree with what is stored.
-        image_size: side of the pictures; 0 leaves it. Position embeddings are resampled.
-        context_length: longest text in tokens; 0 leaves it.
+        name: the architecture, for weights stored without one; must agree with a stored one.
+        image_size: side of the images in pixels; position embeddings are resampled. 0 keeps the stored size.
+        context_length: longest text in tokens. 0 keeps the stored length.
 
     Raises:
-        CheckpointError: nothing is there, it is damaged, or does not fit together.
-        ConfigError: a name is unknown, or cannot be had without a network.
+        CheckpointError: the source does not exist, is damaged, or does not fit together.
+        ConfigError: a name is unknown, or needs a network.
     """
     wanted = _Wanted(name=name, image_size=image_size, context_length=context_length)
     if name:
@@ -119,7 +119,7 @@ def _local(path: Path, wanted: _Wanted) -> CLIP:
 
 
 def _published(source: str, wanted: _Wanted) -> CLIP:
-    """Weights of open_clip's registry."""
+    """Load published weights of open_clip's registry."""
     name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
     check_names(OPEN_CLIP + name, called="model")
     tags = published_tags(name)
@@ -183,7 +183,7 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
 
 
 def _file(path: Path, wanted: _Wanted) -> CLIP:
-    """Weights alone: the architecture is asked for, recorded beside them, or OpenAI's by its marks."""
+    """Load a weights file: the architecture is given by name, recorded beside it, or OpenAI's."""
     folder = path.parent
     if path.name == "model.safetensors" and (folder / "model.json").is_file():
         return _local(folder, wanted)
@@ -223,10 +223,7 @@ def _how_to_name(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
-    """An architecture that was asked for must be the one that was found; a wrong activation is no detail.
-
-    Sizes may differ, as they do where training has changed them.
-    """
+    """Refuse an architecture other than the requested one, also in its activation; sizes may differ."""
     if not wanted.name or found is None:
         return
     asked = architecture(wanted.name)
@@ -303,9 +300,9 @@ def from_open_clip_tensors(
 
 
 def _check_finite(model: CLIP) -> None:
-    """Refuse what a diverged training leaves: then every tensor has NaN, so the first of each many numbers tell.
+    """Refuse weights of a diverged training, which have NaN in every tensor.
 
-    All of ViT-L's would take a sixth of the time of loading; embeddings are checked where they are made.
+    Only the first values of each tensor are checked; all of ViT-L's would take a sixth of the loading time.
     """
     for name, value in model.named_parameters():
         if not value.detach().reshape(-1)[:_FIRST_NUMBERS].isfinite().all():
@@ -315,7 +312,7 @@ def _check_finite(model: CLIP) -> None:
 
 
 def _try_sizes(model: CLIP) -> None:
-    """Towers of other libraries may have been built and yet take nothing of another size."""
+    """Encode once at the new sizes, which some towers of other libraries accept only when built."""
     size, length = model.architecture.vision.image_size, model.architecture.text.context_length
     token = 0 if model.architecture.text.classes else 3  # a head may have one class only
     tries: tuple[tuple[str, Callable[[], Tensor]], ...] = (
@@ -332,7 +329,7 @@ def _try_sizes(model: CLIP) -> None:
 
 @contextmanager
 def _naming(origin: object) -> Iterator[None]:
-    """What does not fit in something stored is told with its place."""
+    """Prefix errors about stored values with their origin."""
     try:
         yield
     except ClipkitError as error:

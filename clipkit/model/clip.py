@@ -1,8 +1,8 @@
-"""CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020): two towers into one space.
+"""CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020): an image and a text encoder for one space.
 
 Letters in shape comments: B batch, L tokens of a row, T tokens of a packed batch, K patches, D text width, O
 embedding dimension, S image side in pixels.
-The text tower's parameters lie at the top of the module, where OpenAI's and open_clip's state dicts have them.
+The text transformer's parameters are at the top of the module, as in OpenAI's and open_clip's state dicts.
 """
 
 import math
@@ -36,15 +36,15 @@ class CLIP(nn.Module):
     """An image encoder and a text encoder with learned projections and temperature.
 
     Attributes:
-        architecture: the shape.
-        name: what the architecture is called, or "" where it has no name.
-        preprocess: how pictures become its input.
-        tokenizer: how texts do.
+        architecture: its towers and their sizes.
+        name: name of the architecture, or "".
+        preprocess: how images are preprocessed.
+        tokenizer: how texts are tokenized.
         visual: the image tower, normalized float images (B, 3, S, S) → (B, O).
-        text: the text tower, tokens (B, L) → (B, O); None where it is our own transformer, which lies here.
-        origin: where it was loaded from, in words; "" for fresh weights.
+        text: the text tower, tokens (B, L) → (B, O); None for the plain transformer, see above.
+        origin: description of the source it was loaded from; "" for fresh weights.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
-        logit_bias: SigLIP's number that is added to them, or None. It has a gradient where a training asks for it.
+        logit_bias: SigLIP's bias, which is added to them, or None. Requires a gradient only when trained with it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CLIP(nn.Module):
         self.transformer = Transformer(
             text.width, text.layers, text.heads, mlp_ratio=text.mlp_ratio, quick_gelu=quick_gelu
         )
-        # given values, or it would draw its own, which loads a compiler and is overwritten
+        # with values given, as nn.Embedding would initialize its own, which imports a compiler
         values = torch.empty(text.vocab_size, text.width)
         self.token_embedding = nn.Embedding(text.vocab_size, text.width, _weight=values)
         self.positional_embedding = nn.Parameter(torch.empty(text.context_length, text.width))
@@ -84,13 +84,13 @@ class CLIP(nn.Module):
         self.text_projection = nn.Parameter(torch.empty(text.width, self.architecture.embed_dim))
 
     def reset_constants(self) -> None:
-        """Fill in what is not stored with the weights: the pictures' mean and standard deviation."""
+        """Set the buffers that are not stored with the weights: mean and standard deviation of images."""
         for name, values in (("_mean", self.preprocess.mean), ("_std", self.preprocess.std)):
             self.get_buffer(name).copy_(torch.tensor(values, device="cpu").view(3, 1, 1))
 
     @property
     def transformers(self) -> dict[str, Transformer]:
-        """Those of clipkit's own towers, as "image" and "text"."""
+        """Clipkit's transformers in the towers "image" and "text"."""
         own: dict[str, Transformer] = {}
         if isinstance(transformer := getattr(self.visual, "transformer", None), Transformer):
             own["image"] = transformer
@@ -129,15 +129,14 @@ class CLIP(nn.Module):
     def encode_image(
         self, images: Tensor, *, normalize: bool = True, patches: Tensor | None = None
     ) -> Tensor:
-        """(B, 3, S, S) uint8, or normalized float → (B, O), unit norm unless told otherwise.
+        """(B, 3, S, S) uint8, or normalized float → (B, O), unit norm by default.
 
-        Features are float32 whatever the tower runs in (float64 for a float64 model).
+        Features are float32 whatever dtype the tower uses (float64 for a float64 model).
 
         Args:
-            images: the pictures.
+            images: see above.
             normalize: whether features have unit norm.
-            patches: (B, K) int64, the patches of each picture that are computed, as ``kept_patches`` draws them in
-                training; None for all.
+            patches: (B, K) int64, the patches of each image to compute, see ``kept_patches``; None for all.
 
         Raises:
             ConfigError: ``patches`` with an image tower that cannot compute some patches only.
@@ -157,17 +156,17 @@ class CLIP(nn.Module):
     def encode_text(
         self, tokens: Tensor, *, normalize: bool = True, lengths: Sequence[int] | None = None
     ) -> Tensor:
-        """(B, L) int64 → (B, O), unit norm unless told otherwise; float32 or float64 as for images.
+        """(B, L) int64 → (B, O), unit norm by default; float32 or float64 as for images.
 
-        Under a causal mask nothing behind end-of-text reaches the features, so rows are computed to their true
-        length where that is known here: where ``lengths`` are given, and on a CPU. To ask another device would
-        stop its queue, so there rows are else computed to the width given (the tokenizer trims). A library's
-        tower takes what its tokenizer gives.
+        Under a causal mask nothing after end-of-text reaches the features, so texts are computed to their true
+        length where it is known: if ``lengths`` is given, or on a CPU. Reading it from another device would
+        synchronize, so there texts are computed to the width given (the tokenizer trims). Other towers compute what
+        the tokenizer gives.
 
         Args:
-            tokens: the texts.
+            tokens: see ``forward``.
             normalize: whether features have unit norm.
-            lengths: of each text, up to its end of text and with it (its largest token).
+            lengths: of each text, including its end of text (its largest token).
         """
         if self.text is not None:
             features = self.text(tokens)
@@ -183,7 +182,7 @@ class CLIP(nn.Module):
         return F.normalize(features, dim=-1) if normalize else features
 
     def _packing(self, tokens: Tensor, lengths: Sequence[int] | None) -> Packed | None:
-        """How the own text tower computes a batch: packed in a certain way, or as it is padded."""
+        """Choose how the plain text transformer computes a batch: packed, or None for padded."""
         on_cpu = tokens.device.type == "cpu"
         if lengths is None:
             if not on_cpu:
@@ -205,7 +204,7 @@ class CLIP(nn.Module):
     def initialize(self) -> "CLIP":
         """Draw fresh weights, as OpenAI's implementation does (D is a tower's width, N its layers).
 
-        Towers of other libraries keep what these have drawn when they made them.
+        Towers of other libraries keep the weights drawn by these libraries.
 
         ============================================  =========================================
         class and image position embeddings, proj     normal, std D^-½
@@ -253,7 +252,7 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def reset_bias(self) -> None:
-        """The temperature and the bias as the sigmoid loss begins with them; a model without a bias gets one."""
+        """Set temperature and bias to the initial values for the sigmoid loss, adding a bias if there is none."""
         if self.logit_bias is None:
             self.logit_bias = nn.Parameter(torch.empty_like(self.logit_scale), requires_grad=False)
             self.architecture = replace(self.architecture, logit_bias=True)
@@ -266,16 +265,16 @@ def _at_least_float32(features: Tensor) -> Tensor:
 
 
 def create(shape: str | Architecture, *, name: str = "", seed: int | None = None) -> CLIP:
-    """A model with random weights.
+    """Create a model with random weights.
 
     Args:
         shape: a name, such as "ViT-B-32" (a key of ``clipkit.model.architectures.ARCHITECTURES``) or
             "open_clip:RN50"; or an architecture, see ``clipkit.architecture``.
-        name: what an architecture is called.
-        seed: of the weights; None draws from torch's global generator.
+        name: name of an architecture given as an object.
+        seed: of the weights; None uses torch's global generator.
 
     Raises:
-        ConfigError: the name is unknown, or what the architecture needs cannot be had.
+        ConfigError: the name is unknown, or a library that it needs is missing.
     """
     if isinstance(shape, str):
         name, shape = shape, architecture(shape)
@@ -293,10 +292,10 @@ def build(
     preprocess: Preprocess | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> CLIP:
-    """A model on the CPU whose own towers hold no values yet; ``initialize`` or a checkpoint gives them."""
+    """Build a model on the CPU; own towers hold no values until ``initialize`` or loading a checkpoint."""
     if not shape.is_own:
         return CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
-    with torch.device("meta"):  # layers would draw weights of their own, for nothing
+    with torch.device("meta"):  # skips the initialization of layers
         model = CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     model = model.to_empty(device="cpu")
     model.reset_constants()
