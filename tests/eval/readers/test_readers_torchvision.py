@@ -228,7 +228,7 @@ def every_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'CIFAR10'"):
         open_torchvision("CIFAR", tmp_path)
-    with pytest.raises(DataError, match="say in which folder torchvision's files lie"):
+    with pytest.raises(DataError, match="name the folder of torchvision's files"):
         open_dataset("torchvision:CIFAR10")
     for kind in TORCHVISION_SETS:
         splits = TORCHVISION_SETS[kind]
