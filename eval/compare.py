@@ -1,7 +1,7 @@
 """Whether one model is better than another beyond chance: paired tests on what each item got, dataset by dataset.
 
 Accuracies and recalls are tested by McNemar's exact test, means and other metrics by a paired bootstrap (see
-eval/metrics/intervals.py). What does not compare is refused with a line that says why: other pictures, other
+eval/metrics/intervals.py). What does not compare is refused with a line that says why: other images, other
 prompts, another number of items. Testing many datasets finds differences by chance alone, so p is corrected by
 Holm's procedure (1979, "A simple sequentially rejective multiple test procedure") over the datasets of each
 task, setting and metric: in such a family, the chance of naming any difference that is none stays below 5%.
@@ -308,7 +308,7 @@ def _compare_kind(
     """Test one dataset, task and setting, with every prompt set that both models were scored with."""
     dataset, split, task, setting = kind
     if task == "few-shot":
-        findings.refuse(kind, "few-shot scores are means over draws of pictures, without details of each")
+        findings.refuse(kind, "few-shot scores are means over draws of images, without details of each")
         return
     prompts = [list(dict.fromkeys(row.prompt_set for row in own)) for own in rows]
     common = [one for one in prompts[0] if one in prompts[1]]

@@ -81,7 +81,7 @@ def evaluate(
     origin: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Score]:
-    """Score a model on a dataset; the pictures are encoded once for all tasks.
+    """Score a model on a dataset; the images are encoded once for all tasks.
 
     With several ranks all of them call this, share the work, and return the same scores. It draws no random
     numbers and leaves the model in the mode it had, so a training may call it between two steps.
@@ -91,13 +91,13 @@ def evaluate(
             autocast the towers run in its type, similarities never do.
         data: a dataset, or what ``open_dataset`` takes; None for a subject's own.
         tasks: of ``TASKS``; None for those that the dataset itself names.
-        batch_size: pictures that the model takes at a time.
+        batch_size: images that the model takes at a time.
         ranks: who shares the work.
         out: a results file to which rank 0 appends a line a score.
         step: of the training, for those lines.
         weights: what the weights are, for those lines; else the model's hash tells.
         origin: further facts for them, such as the name of the model.
-        progress: called with the number of pictures after each batch.
+        progress: called with the number of images after each batch.
 
     Warns:
         UserWarning: images are transparent or have an EXIF orientation, and the model's preprocessing has neither a
@@ -209,10 +209,10 @@ def run_model(
             they are.
         store: where features are kept; None keeps them in memory while this runs.
         ranks: who shares the work.
-        batch_size: pictures that the model takes at a time.
+        batch_size: images that the model takes at a time.
         origin: facts for the lines: what the user calls the model, which weights they are.
         step: of the training, for the lines.
-        started: told of each dataset before its pictures are encoded; gives what is told of each batch.
+        started: told of each dataset before its images are encoded; gives what is told of each batch.
         scored: what came of it is added here, so that it is there too where something ends the work early.
 
     Raises:
@@ -309,7 +309,7 @@ def _planned(
 
 
 def _inputs(subject: Subject, task: str, options: Options) -> str:
-    """A digest of all that a task's scores depend on besides the model: pictures, labels, texts, metrics, options.
+    """A digest of all that a task's scores depend on besides the model: images, labels, texts, metrics, options.
 
     Raises:
         Lacks: the task learns from a split that the dataset does not have.
@@ -322,7 +322,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
         splits += [one for one in (subject.split("train"), subject.split("val")) if one is not None]
         if len(splits) == 1 or splits[1].split != "train":
             raise NoSplit(
-                f"dataset {subject.dataset.name} has no train split, which {task} learns from: put its pictures "
+                f"dataset {subject.dataset.name} has no train split, which {task} learns from: put its images "
                 "into FOLDER/train/CLASS and FOLDER/test/CLASS, or pack a train split beside its test shards"
             )
     for dataset in splits:
@@ -357,7 +357,7 @@ def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _gflops(model: CLIP) -> float | None:
-    """Of one picture through the image tower, in 10⁹ FLOPs; None where that cannot be counted."""
+    """Of one image through the image tower, in 10⁹ FLOPs; None where that cannot be counted."""
     counted = counted_flops(model)
     if counted is None:
         return None
@@ -369,7 +369,7 @@ def _gflops(model: CLIP) -> float | None:
 # Scores one model again and again while it changes, and keeps what a run's page shows of it.
 #
 # RUN/results.jsonl             a line a score, see eval/results/scores.py
-# RUN/snapshots/                pictures and guesses of each moment, see eval/results/records.py
+# RUN/snapshots/                images and guesses of each moment, see eval/results/records.py
 
 _TOLD = ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1")
 
@@ -383,7 +383,7 @@ class Scorer:
         datasets: what it is scored on.
         run: the folder that rank 0 writes to.
         ranks: who shares the work.
-        batch_size: pictures encoded at a time on each rank.
+        batch_size: images encoded at a time on each rank.
         bf16: whether the towers run in bfloat16.
         say: is given a line for each of the main scores.
         record: is given the step and all scores of a dataset by ``dataset/task/metric``; called on rank 0 only.

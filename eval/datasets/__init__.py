@@ -1,7 +1,7 @@
 """A card per dataset, and suites of cards: what a dataset is, how it is scored, what others measured.
 
 A card is a TOML file: ``eval/datasets/NAME.toml`` for the datasets that clipkit knows, ``card.toml`` beside a
-user's own pictures. ``eval/datasets/suites.toml`` lists the suites. Class names are bound to the dataset's own
+user's own images. ``eval/datasets/suites.toml`` lists the suites. Class names are bound to the dataset's own
 class keys, because published lists of them are not all in the order of the labels.
 
 card.py         Card and Suite

@@ -401,7 +401,7 @@ def _meant_for(name: str) -> str:
 # The parts of a dataset's card, and how each is read from its table in the card's file.
 
 DATASETS = Path(__file__).parent  # the cards that clipkit brings
-FOLDER = "folder"  # names or templates that are those beside the pictures
+FOLDER = "folder"  # names or templates that are those beside the images
 _TEMPLATES = ("OPENAI_IMAGENET_TEMPLATES", "SIMPLE_IMAGENET_TEMPLATES")  # open_clip's
 
 
@@ -434,7 +434,7 @@ class Prompts:
 
     Attributes:
         name: such as "openai".
-        names: by class key, for the classes whose name is not their key; or "folder" for those beside the pictures;
+        names: by class key, for the classes whose name is not their key; or "folder" for those beside the images;
             or "open_clip:" with the list's name there; or the name of another prompt set of the card.
         templates: the templates; or one of the same words.
         source: where the list is from.
@@ -469,7 +469,7 @@ class Hub:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where the pictures are; "" or None where they are not.
+    """Where the images are; "" or None where they are not.
 
     Attributes:
         clip_benchmark: a folder in the published layout, at ``hf://datasets/clip-benchmark/``.
@@ -503,8 +503,8 @@ class Paper:
 
     Attributes:
         name: there.
-        train: pictures.
-        test: pictures.
+        train: images.
+        test: images.
         zero_shot_minus_resnet50: ViT-L/14@336px zero-shot less a linear probe on a supervised ResNet-50, in -1 … 1.
         doubtful: what of these its other tables or the dataset contradict, or nobody can check; "" where nothing.
     """
@@ -733,20 +733,20 @@ class Card:
         label_is_line: some class names stand for two classes, so a ``classnames.txt`` is bound line by line; and
             the number of a class is a key of it.
         superclasses: by name, the keys of their classes.
-        multilabel: whether a picture may have several labels.
-        splits: how many pictures each has; of the others the card does not know.
+        multilabel: whether an image may have several labels.
+        splits: how many images each has; of the others the card does not know.
         captions: how many captions each split has.
-        items: how many things are asked of each split where these are not its pictures: pairs of pictures, cues.
+        items: how many things are asked of each split where these are not its images: pairs of images, cues.
         prompt_sets: as stated; the first is the one to use unless the user says otherwise.
         caption_prompts: by the name of a prompt set, what retrieval reads of a caption, ``{c}``; captions stand as
             they are unless the user names one.
         sources: where it is to be had.
-        metadata: facts about each picture, the columns of the ``npy`` beside it; metrics may group by one, as
+        metadata: facts about each image, the columns of the ``npy`` beside it; metrics may group by one, as
             ``worst_region_acc1`` does.
         stand_in: the card of what others score in its place where its own data are not to be had; or "".
         get: how to get it.
         home: where its authors publish it.
-        license: of the pictures.
+        license: of the images.
         citation: to cite.
         note: pitfalls.
         paper: what the CLIP paper prints of it; None for what is not one of its 27.
@@ -787,14 +787,14 @@ class Card:
         """The primary metric, then the further ones."""
         return (self.metric, *self.further)
 
-    def check_size(self, split: str, pictures: int) -> None:
-        """DataError if a split has not as many pictures as the card states: partial or other data."""
-        if (stated := self.splits.get(split, pictures)) != pictures:
+    def check_size(self, split: str, images: int) -> None:
+        """DataError if a split has not as many images as the card states: partial or other data."""
+        if (stated := self.splits.get(split, images)) != images:
             how = f"fetch it again: {self.get or self.home}"
             if not (self.get or self.home):  # a user's own, which nobody publishes
-                how = f"bring back what is missing, or set {split!r} of [splits] in its card to {pictures}"
+                how = f"bring back what is missing, or set {split!r} of [splits] in its card to {images}"
             raise DataError(
-                f"dataset {self.name}: split {split!r} has {counted(pictures, 'picture')}, "
+                f"dataset {self.name}: split {split!r} has {counted(images, 'image')}, "
                 f"its card says {stated:,}; {how}"
             )
 
@@ -820,7 +820,7 @@ class Card:
             prompt_set: its name, one of ``self.prompt_sets``.
             keys: what the dataset itself calls its classes, in the order of its labels; none where it only numbers
                 them, which binds them if their numbers are keys or aliases.
-            templates: those beside its pictures, for prompt sets that take them from there.
+            templates: those beside its images, for prompt sets that take them from there.
 
         Raises:
             DataError: there is no such prompt set; or keys and classes do not go together.
@@ -839,7 +839,7 @@ class Card:
         found = self._templates(prompt_set) or tuple(templates)
         if not found:
             raise DataError(
-                f"card {self.name}: the templates of prompts {prompt_set!r} are those beside the pictures, "
+                f"card {self.name}: the templates of prompts {prompt_set!r} are those beside the images, "
                 "and there are none"
             )
         return PromptSet(name=prompt_set, class_names=class_names, templates=found, source=stated.source)
@@ -857,7 +857,7 @@ class Card:
         return self._names(names)
 
     def _templates(self, prompt_set: str) -> tuple[str, ...]:
-        """Its templates; () if they are those beside the pictures."""
+        """Its templates; () if they are those beside the images."""
         templates = self.prompt_sets[prompt_set].templates
         if not isinstance(templates, str):
             return templates

@@ -4,7 +4,7 @@ Which tasks a dataset is scored on unless the user names one: those of its card'
 its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labelled sets often carry captions that
 are made from the class, and retrieval among hundreds of equal captions measures nothing.
 
-Letters in shape comments: N pictures, C classes.
+Letters in shape comments: N images, C classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ __all__ = [
     "SPLITS",
     "TEST",
     "EvalDataset",
+    "Images",
     "Lacks",
     "NoSplit",
-    "Pictures",
     "by_class_names",
     "captions_of",
     "choices_of",
@@ -47,19 +47,19 @@ class NoSplit(Lacks):
     """A dataset has no split of the name that is asked for."""
 
 
-class Pictures(Protocol):
-    """Random access to encoded pictures; ``data.shards.samples.Shards`` and ``ImageFolder`` are ones."""
+class Images(Protocol):
+    """Random access to encoded images; ``data.shards.samples.Shards`` and ``ImageFolder`` are ones."""
 
     def __len__(self) -> int: ...
 
     def read(self, number: int) -> Sample:
-        """The picture's bytes with what lies beside it; DataError if it cannot be read."""
+        """The image's bytes with what lies beside it; DataError if it cannot be read."""
 
     def locate(self, number: int) -> tuple[str, str]:
-        """Shard (or folder) and key (or file), to name a picture in a message."""
+        """Shard (or folder) and key (or file), to name an image in a message."""
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change when the pictures do."""
+        """16 hexadecimal digits that change when the images do."""
 
     def stamp(self) -> str:
         """Likewise, and it changes too when files were written anew, or lie elsewhere."""
@@ -74,19 +74,19 @@ class EvalDataset:
         split: which part of the dataset it is.
         class_names: the line number is the label; a name may be empty or stand there twice.
         templates: prompts with ``{c}`` for the class name.
-        shards: the N pictures.
-        labels: (N,) int64; (N, C) bool where a picture has several; or None for a dataset without labels.
-        captions: of each picture, one or more; or None for a dataset without captions.
-        choices: of each picture, a right caption and then wrong ones, of which a model is to tell the right; or
-            None. Pictures of one ``item`` (Winoground) are told apart by each other's captions too.
-        items: (N,) int64, which pictures belong together; or None.
-        metadata: by name, (N,) int64 facts about each picture, such as the region it is from.
+        shards: the N images.
+        labels: (N,) int64; (N, C) bool where an image has several; or None for a dataset without labels.
+        captions: of each image, one or more; or None for a dataset without captions.
+        choices: of each image, a right caption and then wrong ones, of which a model is to tell the right; or
+            None. Images of one ``item`` (Winoground) are told apart by each other's captions too.
+        items: (N,) int64, which images belong together; or None.
+        metadata: by name, (N,) int64 facts about each image, such as the region it is from.
         synonyms: of each class, all its names, if a prompt set gives it several; the first are ``class_names``.
         superclasses: of each class, the group that it is of (an animal, a vehicle); () where there are none.
-        prompt_set: the name under which ``class_names`` and ``templates`` go, "own" for those beside the pictures.
+        prompt_set: the name under which ``class_names`` and ``templates`` go, "own" for those beside the images.
         caption_template: what retrieval has a model read of a caption, with ``{c}`` for it.
         caption_prompt_set: the name under which that goes, "" for captions as they stand.
-        revision: the pictures' fingerprint.
+        revision: the images' fingerprint.
         tasks: what it is scored on unless the user says otherwise, of ``eval.tasks.TASKS``.
     """
 
@@ -94,7 +94,7 @@ class EvalDataset:
     split: str = TEST
     class_names: tuple[str, ...]
     templates: tuple[str, ...]
-    shards: Pictures
+    shards: Images
     labels: Tensor | None
     captions: tuple[tuple[str, ...], ...] | None
     revision: str
@@ -125,7 +125,7 @@ class EvalDataset:
         return fill_template(self.caption_template, caption)
 
     def caption_prompts(self) -> list[list[str]]:
-        """Of each picture, what retrieval has a model read of its captions; none where it has none."""
+        """Of each image, what retrieval has a model read of its captions; none where it has none."""
         return [[self.caption_prompt(caption) for caption in own] for own in self.captions or ()]
 
     def superclass_numbers(self) -> Tensor:
@@ -135,13 +135,13 @@ class EvalDataset:
 
     @property
     def stamp(self) -> str:
-        """Changes whenever the pictures may have, also where the revision, which moves with them, does not."""
+        """Changes whenever the images may have, also where the revision, which moves with them, does not."""
         return self.shards.stamp()
 
     def where(self, number: int) -> str:
-        """Names a picture in a message."""
+        """Names an image in a message."""
         shard, key = self.shards.locate(number)
-        return f"dataset {self.name}: picture {key} of {shard}"
+        return f"dataset {self.name}: image {key} of {shard}"
 
 
 def labels_of(dataset: EvalDataset) -> Tensor:

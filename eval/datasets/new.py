@@ -87,7 +87,7 @@ def _folder(source: str) -> Path:
     except (OSError, RuntimeError):  # a name too long; there is no such user
         path = Path(source[:_SHOWN])
     takes = (
-        "a card is made of a folder of this machine: pictures by class, the published layout or parquet files"
+        "a card is made of a folder of this machine: images by class, the published layout or parquet files"
     )
     if is_table(path):
         raise ConfigError(f"{source} is a table: {how_to_pack(path)}; {takes}")
@@ -107,7 +107,7 @@ def _comments(card: Card, where: str) -> dict[str, str]:
         "metric": f"the one that tables are about; for {card.tasks[0]} of {', '.join(first)}",
         "further": f"reported besides: {also}",
         "keys": "the classes as the folder calls them, in the order of the labels: leave them as they are",
-        "splits": "pictures; any other number is refused",
+        "splits": "images; any other number is refused",
         "prompts.own": "templates have {c} for the name; more sets as [prompts.NAME], for --prompts NAME",
         "prompts.own.names": "what prompts call a class: one name, or a list of synonyms",
     }
@@ -242,7 +242,7 @@ def cards_in_no_suite() -> tuple[str, ...]:
 
 
 def is_of_card(dataset: str, counts: Collection[object]) -> bool:
-    """Whether scores under this name, of so many pictures, are of the card's dataset, not of a folder called so."""
+    """Whether scores under this name, of so many images, are of the card's dataset, not of a folder called so."""
     if dataset not in card_names():
         return False
     stated = load_card(dataset).splits.get("test")
@@ -265,11 +265,11 @@ def card_lines(name: str) -> list[str]:
         "tasks": ", ".join(card.tasks) or "none: it cannot be scored here",
         "metric": card.metric,
         "further": ", ".join(card.further),
-        "pictures": _counts(card.splits),
+        "images": _counts(card.splits),
         "captions": _counts(card.captions),
         "items": _counts(card.items),
         "classes": "" if card.classes is None else f"{card.classes:,}{_some_keys(card)}",
-        "labels": "several a picture" if card.multilabel else "",
+        "labels": "several per image" if card.multilabel else "",
         "groups": ", ".join(card.metadata),
         "prompts": ", ".join(_prompts(card)),
         "suites": ", ".join(suite for suite in suite_names() if name in load_suite(suite).cards),

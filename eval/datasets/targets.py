@@ -48,7 +48,7 @@ class Target:
         card: what is known of it, if anything is.
         keys: what the dataset itself calls its classes.
         opener: opens any of its splits as it lies there.
-        own_card: whether the card lies beside the pictures, and so knows all their splits.
+        own_card: whether the card lies beside the images, and so knows all their splits.
     """
 
     dataset: EvalDataset
@@ -66,7 +66,7 @@ class Target:
             DataError: it is broken, or its classes are others.
         """
         found, bound = self.opener(split), self.dataset
-        if self.own_card and self.card is not None:  # others may be of another edition's training pictures
+        if self.own_card and self.card is not None:  # others may be of another edition's training images
             self.card.check_size(split, len(found))
         if found.class_names != self.keys:
             raise DataError(
@@ -255,7 +255,7 @@ def _of_card(
 
 
 def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, prompts: str) -> Target:
-    """A dataset without a card, or with one of its own beside its pictures."""
+    """A dataset without a card, or with one of its own beside its images."""
 
     own = Path(source).expanduser() / OWN_CARD
     card = read_card(own, name=dataset.name) if own.is_file() else None
@@ -281,7 +281,7 @@ def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, promp
 
 
 def _check_metrics(file: Path, card: Card, dataset: EvalDataset) -> None:
-    """Whether the metrics of a user's card, which fit its tasks, fit the pictures too.
+    """Whether the metrics of a user's card, which fit its tasks, fit the images too.
 
     Raises:
         DataError: one does not.
@@ -292,7 +292,7 @@ def _check_metrics(file: Path, card: Card, dataset: EvalDataset) -> None:
         return
     several = dataset.labels.dim() == 2
     if several != card.multilabel:
-        how = "pictures have several labels" if several else "each picture has one label"
+        how = "images have several labels" if several else "each image has one label"
         raise DataError(
             f"{file}: {how}, so it must have multilabel = {str(several).lower()}, and metrics of that"
         )
@@ -303,7 +303,7 @@ def _check_metrics(file: Path, card: Card, dataset: EvalDataset) -> None:
         superclasses=bool(dataset.superclasses),
     )
     if must := kind.fault(card.metrics, card.tasks):
-        raise DataError(f"{file}: metric and further do not fit the pictures: each must be {must}")
+        raise DataError(f"{file}: metric and further do not fit the images: each must be {must}")
 
 
 def _tell_default_prompts(dataset: EvalDataset) -> None:
@@ -373,7 +373,7 @@ def _check_labels(card: Card, dataset: EvalDataset, classes: int) -> None:
     there = dataset.labels.shape[1] if dataset.labels.dim() == 2 else int(dataset.labels.max()) + 1
     if there > classes:
         raise DataError(
-            f"card {card.name} has {classes} classes, the pictures of {dataset.name} are of {there}"
+            f"card {card.name} has {classes} classes, the images of {dataset.name} are of {there}"
         )
 
 

@@ -1,8 +1,8 @@
-"""One model and what it has encoded: every picture and text goes through its towers once, for all tasks.
+"""One model and what it has encoded: every image and text goes through its towers once, for all tasks.
 
-picture_pass.py is the work on pictures, feature_store.py keeps what comes of it.
+``ImagePass`` encodes images; store.py keeps the features.
 
-Letters in shape comments: N pictures or texts, D embedding dimension, W width before the projection.
+Letters in shape comments: N images or texts, D embedding dimension, W width before the projection.
 """
 
 import json
@@ -41,7 +41,7 @@ __all__ = [
     "Encoder",
     "Gather",
     "ImageFeatures",
-    "PicturePass",
+    "ImagePass",
     "Ranks",
     "check_finite",
     "dtype_name",
@@ -77,22 +77,22 @@ ONE_RANK = Ranks()
 
 
 # --------------------------------------------------------------------------------------------------------------
-# One pass over a dataset's pictures: read, digest, decode, encode, keep.
+# One pass over a dataset's images: read, digest, decode, encode, keep.
 #
-# Pictures are split over ranks, read and decoded ahead of the model by a few threads, and encoded in pieces of
+# Images are split over ranks, read and decoded ahead of the model by a few threads, and encoded in pieces of
 # some thousand; each piece is kept as soon as it is there, so that whatever interrupts the work, no piece is
-# done twice. A picture whose features are known is not decoded.
+# done twice. An image whose features are known is not decoded.
 #
-# Letters in shape comments: N pictures, B batch, S image side in pixels.
+# Letters in shape comments: N images, B batch, S image side in pixels.
 
 _MAX_THREADS = 8
 _BATCHES_AHEAD = 3
-_PIECE = 1024  # pictures, about, that an interruption may cost
+_PIECE = 1024  # images, about, that an interruption may cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Loaded:
-    """A picture that was read, and decoded if its features were not known."""
+    """An image that was read, and decoded if its features were not known."""
 
     number: int
     digest: bytes
@@ -100,28 +100,28 @@ class _Loaded:
     traits: Traits = NO_TRAITS
 
 
-class _BrokenPicture(Exception):
-    """Carries the number of a picture that does not decode to the end of this rank's work."""
+class _BrokenImage(Exception):
+    """Carries the number of an image that does not decode to the end of this rank's work."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-class PicturePass:
-    """One pass over the pictures of a dataset, by all ranks.
+class ImagePass:
+    """One pass over the images of a dataset, by all ranks.
 
     Args:
         model: the model.
-        dataset: the N pictures.
-        table: where features are looked for and kept; its columns say which features of a picture
+        dataset: the N images.
+        table: where features are looked for and kept; its columns say which features of an image
         layers: blocks of the image tower to look behind, for columns ``layer_K``.
         ranks: who shares the work.
-        batch_size: pictures that the model takes at a time.
-        progress: called with the number of this rank's pictures after each batch.
+        batch_size: images that the model takes at a time.
+        progress: called with the number of this rank's images after each batch.
 
     Attributes:
-        encoded: how many pictures the model was given by this rank.
+        encoded: how many images the model was given by this rank.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PicturePass:
         self.encoded = 0
 
     def run(self) -> npt.NDArray[np.int64]:
-        """Encode what is not known yet; the row of each picture, (N,)."""
+        """Encode what is not known yet; the row of each image, (N,)."""
         count = len(self.dataset)
         own = range(self.ranks.rank, count, self.ranks.world)
         found: list[int] = []
@@ -158,14 +158,14 @@ class PicturePass:
         return np.array(found, dtype=np.int64)
 
     def _piece(self, numbers: range, loaded: Iterator[_Loaded]) -> list[int]:
-        """Encode and keep some consecutive pictures; their rows."""
+        """Encode and keep some consecutive images; their rows."""
         own = numbers[self.ranks.rank :: self.ranks.world]
-        failed = torch.zeros(self.ranks.world, dtype=torch.int64)  # by rank: 1 + the number of the picture
+        failed = torch.zeros(self.ranks.world, dtype=torch.int64)  # by rank: 1 + the number of the image
         digests: list[bytes] = []
         fresh: dict[bytes, dict[str, Tensor]] = {}
         try:
             digests = self._encode(islice(loaded, len(own)), fresh)
-        except _BrokenPicture as error:
+        except _BrokenImage as error:
             failed[self.ranks.rank] = error.number + 1
         # ranks that succeeded must not wait for features that will never come
         broken = [number - 1 for number in self.ranks.gather(failed).tolist() if number]
@@ -183,7 +183,7 @@ class PicturePass:
         return [row for row in rows if row is not None]
 
     def _encode(self, loaded: Iterable[_Loaded], fresh: dict[bytes, dict[str, Tensor]]) -> list[bytes]:
-        """The digests of pictures; the features of those that no one has encoded come into ``fresh``."""
+        """The digests of images; the features of those that no one has encoded come into ``fresh``."""
         digests: list[bytes] = []
         waiting: dict[bytes, tuple[Tensor, Traits]] = {}
         told = 0
@@ -252,7 +252,7 @@ class PicturePass:
         return self.table.column(name, np.array([row]))[0]
 
     def _loaded(self, numbers: Sequence[int]) -> Generator[_Loaded, None, None]:
-        """The numbered pictures in order, the next ones read and decoded meanwhile."""
+        """The numbered images in order, the next ones read and decoded meanwhile."""
         preprocess = self.model.preprocess
 
         def load(number: int) -> _Loaded:
@@ -264,7 +264,7 @@ class PicturePass:
                 pixels, traits = pixels_and_traits(content, preprocess)
                 return _Loaded(number=number, digest=digest, pixels=pixels, traits=traits)
             except DataError as error:
-                raise _BrokenPicture(number) from error
+                raise _BrokenImage(number) from error
 
         remaining = iter(numbers)
         pool = ThreadPoolExecutor(_threads(), thread_name_prefix="eval-decode")
@@ -284,12 +284,12 @@ class PicturePass:
             self.progress(pictures)
 
     def _broken(self, number: int) -> DataError:
-        """What to say about a picture that failed, perhaps on another rank: it is read again for the cause."""
+        """What to say about an image that failed, perhaps on another rank: it is read again for the cause."""
         where = self.dataset.where(number)
         try:
             eval_pixels(self.dataset.shards.read(number).image, self.model.preprocess)
         except DataError as error:
-            return DataError(f"{where}: {error}; mend or remove it, a score is never of fewer pictures")
+            return DataError(f"{where}: {error}; mend or remove it, a score is never of fewer images")
         return DataError(f"{where} could not be read at first, and could at second try: check the disk")
 
 
@@ -309,7 +309,7 @@ def _threads() -> int:
 
 # --------------------------------------------------------------------------------------------------------------
 
-_FORMAT = 3  # of what is kept; another number where the same model and picture give other features
+_FORMAT = 3  # of what is kept; another number where the same model and image give other features
 _TEXT_PIECE = 8192
 _WAIT = 0.5  # seconds between two looks at what another process does
 _log = logging.getLogger("eval")
@@ -348,11 +348,11 @@ class Encoder:
         store: the folder where features of all models are kept; None keeps them in memory, for as long as this
             object lives.
         ranks: who shares the work.
-        batch_size: pictures that the model takes at a time.
-        progress: called with the number of pictures after each batch, and of those that are found in the store.
+        batch_size: images that the model takes at a time.
+        progress: called with the number of images after each batch, and of those that are found in the store.
 
     Attributes:
-        encoded: how many pictures and texts this rank's model has been given, by "images" and "texts".
+        encoded: how many images and texts this rank's model has been given, by "images" and "texts".
         counts: how many images are transparent or rotated by EXIF, by dataset and split, of all asked for so far.
     """
 
@@ -379,10 +379,10 @@ class Encoder:
         return self.model.logit_scale.device
 
     def images(self, dataset: EvalDataset) -> ImageFeatures:
-        """The features of every picture of a dataset.
+        """The features of every image of a dataset.
 
         Raises:
-            DataError: a picture cannot be read or decoded; it is named, on every rank. Or the features are not
+            DataError: an image cannot be read or decoded; it is named, on every rank. Or the features are not
                 finite, or cannot be kept.
         """
         widths = {
@@ -474,7 +474,7 @@ class Encoder:
 
     @cached_property
     def _width(self) -> int:
-        """W, found by a picture of zeros."""
+        """W, found by an image of zeros."""
         size = self.model.preprocess.image_size
         with evaluating(self.model), torch.inference_mode():
             nothing = torch.zeros(1, 3, size, size, dtype=torch.uint8, device=self.device)
@@ -509,7 +509,7 @@ class Encoder:
             with self._alone_with(dataset, table, key):
                 rows = table.rows_of(key, len(dataset)) if self.ranks.world == 1 else None
                 if rows is None:  # and no other process has encoded them meanwhile
-                    work = PicturePass(
+                    work = ImagePass(
                         self.model,
                         dataset,
                         table,

@@ -3,7 +3,7 @@
 Figure 5 of the CLIP paper compares with such a one: a ResNet-50 trained with ImageNet's labels. Weights come from
 the Hugging Face hub, or its cache on this machine.
 
-Letters in shape comments: B batch, P side of the prepared pictures, S side of what the network takes, W width.
+Letters in shape comments: B batch, P side of the prepared images, S side of what the network takes, W width.
 """
 
 import math
@@ -36,7 +36,7 @@ _RESIZE_MODES = {"center": "shortest", "squash": "squash"}  # timm's crop_mode â
 
 @dataclass(frozen=True, kw_only=True)
 class CroppedPreprocess(Preprocess):
-    """Pictures are prepared with a margin, ``image_size`` wide, of which the model cuts the middle.
+    """Images are prepared with a margin, ``image_size`` wide, of which the model cuts the middle.
 
     So timm evaluates most models: the shorter side becomes floor(S / crop_pct), then the middle S x S is cut out.
     In two cuts, as here, that gives the same pixels where the margin is a multiple of 4 (224 of 256, 160 of 168).
@@ -52,14 +52,14 @@ class CroppedPreprocess(Preprocess):
 class ImageModel(CLIP):
     """The image half of a CLIP, whose tower is another library's and whose features are what that tower pools.
 
-    It encodes pictures as any CLIP does; texts are refused with a ``ConfigError``.
+    It encodes images as any CLIP does; texts are refused with a ``ConfigError``.
 
     Args:
         trunk: normalized float images (B, 3, S, S) â†’ (B, W).
         name: what it is called, such as "timm:resnet50.tv_in1k".
         tower: the same for a program.
         width: W.
-        preprocess: how pictures become its input.
+        preprocess: how images become its input.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ def no_text_tower(name: str) -> ConfigError:
 def load_image_model(source: str, *, device: str | torch.device = "cpu") -> ImageModel:
     """A model of timm with its published weights, in evaluation mode.
 
-    Pictures are prepared as timm's evaluation does at the size that the model was trained at
+    Images are prepared as timm's evaluation does at the size that the model was trained at
     (``timm.data.resolve_model_data_config``), and features are what the model pools ahead of its classifier. As for
-    every model here, grey pictures and palettes become RGB after resizing, with timm before it.
+    every model here, grey images and palettes become RGB after resizing, with timm before it.
 
     Args:
         source: ``timm:`` and a name of ``timm.list_pretrained()``; without a tag timm's default weights are meant.
@@ -165,7 +165,7 @@ def _preprocess(name: str, trunk: nn.Module) -> CroppedPreprocess:
     ):
         if not right:
             raise ConfigError(
-                f"{TIMM}{name} cannot be scored: its pictures have {what}, which is not supported"
+                f"{TIMM}{name} cannot be scored: its images have {what}, which is not supported"
             )
     return CroppedPreprocess(
         image_size=prepared,
@@ -178,7 +178,7 @@ def _preprocess(name: str, trunk: nn.Module) -> CroppedPreprocess:
 
 
 def _width(trunk: nn.Module, tower: TimmVision) -> int:
-    """W, found by a picture of zeros."""
+    """W, found by an image of zeros."""
     with torch.inference_mode():
         features = trunk(torch.zeros(1, 3, tower.image_size, tower.image_size))
     if not isinstance(features, Tensor) or features.dim() != 2:

@@ -52,7 +52,7 @@ __all__ = ["DIGEST_BYTES", "PIECE", "FeatureTable", "chosen_rows", "digest_of", 
 # Tables of numbers mapped from a file, whose memory is given back once it was read.
 #
 # What is read of a mapped file stays in a process's memory until others need the room, so that one pass over
-# the features of a million pictures would look as if it took all of them, and where such pages are counted it
+# the features of a million images would look as if it took all of them, and where such pages are counted it
 # would. A pass that reads each row once says ``release`` behind it: the next reader has it from the file again.
 #
 # Letters in shape comments: T rows of a table, N rows that are asked for, W numbers a row.

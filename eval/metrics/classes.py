@@ -1,6 +1,6 @@
-"""Accuracies of single-label classification: over pictures, over classes, and by class.
+"""Accuracies of single-label classification: over images, over classes, and by class.
 
-Letters in shape comments: N pictures, C classes, R resamples.
+Letters in shape comments: N images, C classes, R resamples.
 """
 
 from collections.abc import Collection
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
-    """The share of pictures whose right class is among the first k; ``acc1`` and ``acc5`` in CLIP_benchmark.
+    """The fraction of images whose right class is among the first k; ``acc1`` and ``acc5`` in CLIP_benchmark.
 
     CLIP_benchmark takes equal similarities in whatever order ``topk`` gives them; here the class of lower index
     comes first.
@@ -70,7 +70,7 @@ def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
 
 
 def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
-    """The mean over classes of the share of their pictures that are right; classes without a picture do not count.
+    """The mean over classes of the fraction of their images that are right; classes without an image do not count.
 
     Also called mean per class accuracy, macro recall and balanced accuracy; ``mean_per_class_recall`` in
     CLIP_benchmark, ``recall-macro_all`` in WILDS. ARO's mean accuracy by relation and by pair of attributes is this
@@ -87,8 +87,8 @@ def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
 def mean_per_class_interval(correct: Tensor, labels: Tensor) -> tuple[float, float]:
     """The 95% interval of ``mean_per_class_recall``, seeded: the same predictions give the same interval.
 
-    At each end the wider of two: percentiles over 1,000 resamples of the pictures, and Wilson's interval at the
-    number of pictures that counts, C² / Σ 1/nᵢ. The first alone is far too narrow where most classes are all right
+    At each end the wider of two: percentiles over 1,000 resamples of the images, and Wilson's interval at the
+    number of images that counts, C² / Σ 1/nᵢ. The first alone is far too narrow where most classes are all right
     or all wrong, as of a model that always gives one answer, the second where small classes are the unsure ones.
     """
     right, total = _by_class(correct, labels)
@@ -101,7 +101,7 @@ def mean_per_class_interval(correct: Tensor, labels: Tensor) -> tuple[float, flo
         result: Floats = (hits / np.maximum(all_of, 1)).sum(axis=1) / (all_of > 0).sum(axis=1)
         return result
 
-    # drawing pictures with replacement is drawing from the (class, right or wrong) cells
+    # drawing images with replacement is drawing from the (class, right or wrong) cells
     low, high = bootstrap_interval(mean, np.concatenate([right, total - right]).astype(np.int64))
     return min(low, wilson[0]), max(high, wilson[1])
 
@@ -112,7 +112,7 @@ def counting_of(sizes: Floats | Ints) -> float:
 
 
 def mean_per_class_statistic(correct: Tensor, labels: Tensor) -> Statistic:
-    """``mean_per_class_recall`` as a statistic of the drawn pictures, for a comparison of two models.
+    """``mean_per_class_recall`` as a statistic of the drawn images, for a comparison of two models.
 
     Args:
         correct: (N,) bool.
@@ -134,7 +134,7 @@ def mean_per_class_statistic(correct: Tensor, labels: Tensor) -> Statistic:
 
 
 def _by_class(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
-    """Right and all pictures of every class that has any."""
+    """Right and all images of every class that has any."""
     label = labels.cpu().numpy()
     total = np.bincount(label)
     right = np.bincount(label, weights=correct.cpu().numpy(), minlength=len(total))
@@ -147,11 +147,11 @@ class PerClass:
     """How each class does.
 
     Attributes:
-        right: (C,) int64, pictures of the class that are right.
-        total: (C,) int64, pictures of the class.
-        accuracy: (C,) float64 in 0 … 1; not a number for a class without pictures.
-        low: (C,) float64, lower end of Wilson's 95% interval; 0 for a class without pictures.
-        high: (C,) float64, upper end; 1 for a class without pictures.
+        right: (C,) int64, images of the class that are right.
+        total: (C,) int64, images of the class.
+        accuracy: (C,) float64 in 0 … 1; not a number for a class without images.
+        low: (C,) float64, lower end of Wilson's 95% interval; 0 for a class without images.
+        high: (C,) float64, upper end; 1 for a class without images.
     """
 
     right: Ints
@@ -167,7 +167,7 @@ def per_class_accuracy(correct: Tensor, labels: Tensor, classes: int) -> PerClas
     Args:
         correct: (N,) bool.
         labels: (N,) int64 in 0 … classes-1.
-        classes: how many there are, those without pictures too.
+        classes: how many there are, those without images too.
     """
     label = labels.cpu().numpy()
     total = np.bincount(label, minlength=classes)
@@ -184,8 +184,8 @@ def per_class_accuracy(correct: Tensor, labels: Tensor, classes: int) -> PerClas
 def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
     """The mean over classes of 2 TP / (2 TP + FP + FN): iWildCam's metric (WILDS, Koh et al. 2021, 2012.07421).
 
-    Only classes that have a picture count, as in WILDS and DataComp (``F1-macro_all``). scikit-learn's own
-    ``average="macro"`` also counts a class that was only predicted, with 0; a rare animal that no picture of the
+    Only classes that have an image count, as in WILDS and DataComp (``F1-macro_all``). scikit-learn's own
+    ``average="macro"`` also counts a class that was only predicted, with 0; a rare animal that no image of the
     split shows would then cost a model a whole share of the mean.
 
     Args:
@@ -197,7 +197,7 @@ def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
 
 
 def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
-    """``f1_macro`` as a statistic of the drawn pictures."""
+    """``f1_macro`` as a statistic of the drawn images."""
     label, guess = labels.cpu().numpy(), predicted.cpu().numpy()
     present = np.unique(label)
     by_label = np.argsort(label, kind="stable")
@@ -225,19 +225,19 @@ def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
 # --------------------------------------------------------------------------------------------------------------
 # Calibration: whether a model that is 80% sure is right 80% of the time.
 #
-# Letters in shape comments: N pictures, B bins, R resamples.
+# Letters in shape comments: N images, B bins, R resamples.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CalibrationBins:
-    """The bars of a reliability diagram; bins without pictures do not appear.
+    """The bars of a reliability diagram; bins without images do not appear.
 
     Attributes:
         low: (B,) float64, where the bin begins; with equal mass, its least confidence.
         high: (B,) float64, where it ends; with equal mass, its greatest confidence.
-        count: (B,) int64, pictures, at least 1.
+        count: (B,) int64, images, at least 1.
         confidence: (B,) float64, their mean confidence.
-        accuracy: (B,) float64, the share of them that is right.
+        accuracy: (B,) float64, the fraction of them that is right.
     """
 
     low: Floats
@@ -250,14 +250,14 @@ class CalibrationBins:
 def calibration_bins(
     confidence: Tensor, correct: Tensor, *, bins: int = 15, equal_mass: bool = False
 ) -> CalibrationBins:
-    """Pictures grouped by how sure the model is.
+    """Images grouped by how sure the model is.
 
     Args:
         confidence: (N,) in 0 … 1, the probability of the predicted class, as ``top_classes`` gives it. What is not
             a number counts as sure and wrong.
         correct: (N,) bool.
         bins: how many; an edge belongs to the bin below it, as in Guo et al. (2017).
-        equal_mass: as many pictures in every bin, but for those of equal confidence, which stay together (Nguyen
+        equal_mass: as many images in every bin, but for those of equal confidence, which stay together (Nguyen
             and O'Connor 2015, arXiv 1508.05154); else bins of equal width.
     """
     sure, right = _sure_and_right(confidence, correct)
@@ -281,18 +281,18 @@ def calibration_bins(
 def expected_calibration_error(
     confidence: Tensor, correct: Tensor, *, bins: int = 15, equal_mass: bool = False
 ) -> Estimate:
-    """ECE: how far confidence and accuracy are apart, as a mean over bins weighted by their pictures.
+    """ECE: how far confidence and accuracy are apart, as a mean over bins weighted by their images.
 
     (Guo et al. 2017, "On Calibration of Modern Neural Networks", arXiv 1706.04599: 15 bins of equal width. With
-    bins of equal mass it is the adaptive one, which does not put a sure model's pictures all in one bin.) Also of a
-    perfect model it is above 0, the more so the fewer pictures a bin has, and resampling adds to that once more. So
+    bins of equal mass it is the adaptive one, which does not put a sure model's images all in one bin.) Also of a
+    perfect model it is above 0, the more so the fewer images a bin has, and resampling adds to that once more. So
     the interval is the basic bootstrap's: it lies as far below the value as resamples lie above it.
 
     Args:
         confidence: (N,) in 0 … 1, N ≥ 1; see ``calibration_bins``.
         correct: (N,) bool.
         bins: how many.
-        equal_mass: as many pictures in every bin, else bins of equal width.
+        equal_mass: as many images in every bin, else bins of equal width.
 
     Returns:
         A value in 0 … 1, lower is better.
@@ -303,7 +303,7 @@ def expected_calibration_error(
 
 
 def _statistic(confidence: Tensor, correct: Tensor, bins: int, *, equal_mass: bool) -> Statistic:
-    """ECE of the drawn pictures, the bins staying as all pictures made them."""
+    """ECE of the drawn images, the bins staying as all images made them."""
     sure, right = _sure_and_right(confidence, correct)
     index = _bin_of(sure, bins, equal_mass=equal_mass)
     order = np.argsort(index, kind="stable")
@@ -326,7 +326,7 @@ def _sure_and_right(confidence: Tensor, correct: Tensor) -> tuple[Floats, Floats
 
 
 def _bin_of(sure: Floats, bins: int, *, equal_mass: bool) -> Ints:
-    """The bin of each picture, 0 … bins-1."""
+    """The bin of each image, 0 … bins-1."""
     if equal_mass:
         first = np.searchsorted(np.sort(sure), sure, side="left")  # the place of the first that is as sure
         return first * bins // len(sure)
@@ -338,19 +338,19 @@ def _bin_of(sure: Floats, bins: int, *, equal_mass: bool) -> Ints:
 # What is taken for what: confusion by class and by superclass, kept as the pairs that occur.
 #
 # Thousands of classes would make a matrix of millions, nearly all zeros; there are at most as many pairs as
-# pictures.
+# images.
 #
-# Letters in shape comments: N pictures, C classes, P pairs that occur.
+# Letters in shape comments: N images, C classes, P pairs that occur.
 
 _LARGEST = 1 << 12  # classes that a whole matrix is made for: 128 MiB
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Confusion:
-    """How often a picture of one class was taken for another, the most frequent first.
+    """How often an image of one class was taken for another, the most frequent first.
 
     Attributes:
-        label: (P,) int64, the class of the pictures.
+        label: (P,) int64, the class of the images.
         predicted: (P,) int64, what they were taken for; -1 where nothing was predicted.
         count: (P,) int64, how many, at least 1; their sum is N.
     """
@@ -360,7 +360,7 @@ class Confusion:
     count: Ints
 
     def accuracy(self) -> Estimate:
-        """The share of pictures taken for what they are: top-1 accuracy, in the hierarchy where of superclasses."""
+        """Top-1 accuracy, or the accuracy by superclass."""
         return proportion(int(self.count[self.label == self.predicted].sum()), int(self.count.sum()))
 
     def mistakes(self, most: int) -> list[tuple[int, int, int]]:
@@ -372,7 +372,7 @@ class Confusion:
     def matrix(self, classes: int) -> Ints:
         """The whole (classes, classes) matrix, a row a true class, as scikit-learn has it.
 
-        A picture without a prediction is not in it.
+        An image without a prediction is not in it.
 
         Args:
             classes: at most 4,096; more would not be looked at, see ``mistakes``.
@@ -400,10 +400,10 @@ def confusion(predicted: Tensor, labels: Tensor) -> Confusion:
 
 
 def superclass_confusion(of_classes: Confusion, superclass: Tensor) -> Confusion:
-    """The same pictures by superclass: with "dog" for every breed, a breed for another is no mistake.
+    """The same images by superclass: with "dog" for every breed, a breed for another is no mistake.
 
     Its ``accuracy`` is top-1 accuracy in the hierarchy (as of CIFAR-100's 20 superclasses); less the accuracy by
-    class, it is the share of pictures whose mistake stays within the family.
+    class, it is the fraction of images whose mistake stays within the family.
 
     Args:
         of_classes: of the classes.
@@ -420,9 +420,9 @@ def superclass_confusion(of_classes: Confusion, superclass: Tensor) -> Confusion
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Accuracy by group of pictures and in the worst one: WILDS, and DataComp's fairness datasets.
+# Accuracy by group of images and in the worst one: WILDS, and DataComp's fairness datasets.
 #
-# Letters in shape comments: N pictures, G groups that have pictures.
+# Letters in shape comments: N images, G groups that have images.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -431,8 +431,8 @@ class GroupAccuracy:
 
     Attributes:
         group: (G,) int64, their numbers in the metadata.
-        right: (G,) int64, pictures that are right.
-        total: (G,) int64, pictures, at least 1.
+        right: (G,) int64, images that are right.
+        total: (G,) int64, images, at least 1.
         accuracy: (G,) float64 in 0 … 1.
     """
 
@@ -443,11 +443,11 @@ class GroupAccuracy:
 
 
 def group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[int] = ()) -> GroupAccuracy:
-    """Accuracy by group; groups without pictures do not appear.
+    """Accuracy by group; groups without images do not appear.
 
     Args:
         correct: (N,) bool; ``ranks < 5`` for a top-5 accuracy.
-        groups: (N,) whole numbers, what group each picture is of.
+        groups: (N,) whole numbers, what group each image is of.
         ignore: numbers of groups to leave out.
     """
     number = groups.cpu().numpy().astype(np.int64)
@@ -465,16 +465,16 @@ def worst_group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[
     Dollar Street by income group in top-5 (``acc_top5_wg``; Gadre et al. 2023, DataComp, arXiv 2304.14108).
 
     WILDS leaves FMoW's region "Other" out, by its name. DataComp calls the same code without the names, so that
-    nothing is left out, and a region of 4 pictures can decide the number: one of them moves it by 0.25. Give
+    nothing is left out, and a region of 4 images can decide the number: one of them moves it by 0.25. Give
     ``ignore`` for WILDS' number, nothing for DataComp's.
 
     Args:
         correct: (N,) bool; ``ranks < 5`` for a top-5 accuracy.
-        groups: (N,) whole numbers, what group each picture is of.
+        groups: (N,) whole numbers, what group each image is of.
         ignore: numbers of groups to leave out.
 
     Returns:
-        The worst group's accuracy; ``n`` is its number of pictures. The interval is of the worst group's true
+        The worst group's accuracy; ``n`` is its number of images. The interval is of the worst group's true
         accuracy, whichever that is: from the lowest lower end of the groups' Wilson intervals, to the lowest upper
         end, each taken wide enough for all groups together.
 
@@ -484,7 +484,7 @@ def worst_group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[
     by_group = group_accuracy(correct, groups, ignore=ignore)
     number = len(by_group.group)
     if not number:
-        raise DataError("the accuracy of the worst group needs a picture in one of the groups")
+        raise DataError("the accuracy of the worst group needs an image in one of the groups")
     worst = int(by_group.accuracy.argmin())
     pairs = list(zip(by_group.right.tolist(), by_group.total.tolist(), strict=True))
     return Estimate(

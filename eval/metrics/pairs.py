@@ -42,7 +42,7 @@ __all__ = [
 def recall_at_k(
     ranks: Tensor, k: int, weight: Tensor | None = None, *, cluster: Tensor | None = None
 ) -> Estimate:
-    """R@k: the share of queries with a right candidate among the first k.
+    """R@k: the fraction of queries with a right candidate among the first k.
 
     One right candidate is enough, however many there are (Karpathy and Fei-Fei 2015, arXiv 1412.2306, and all
     CLIP papers). CLIP_benchmark's ``image_retrieval_recall@k`` and ``text_retrieval_recall@k`` name what is
@@ -53,7 +53,7 @@ def recall_at_k(
         ranks: (Q,) int64 of ``match_ranks``, Q ≥ 1.
         k: at least 1.
         weight: (Q,) int64, how often each query stands in the list; once if not given.
-        cluster: (Q,) int64, which queries go together, as the captions of one picture do: the interval is then of
+        cluster: (Q,) int64, which queries go together, as the captions of one image do: the interval is then of
             a bootstrap over clusters, not Wilson's, which takes queries as independent and is too narrow for them.
     """
     copies = torch.ones_like(ranks) if weight is None else weight
@@ -147,7 +147,7 @@ def chance_of_recall(right: Tensor, candidates: int, k: int) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Compositional understanding: captions that differ in the order of their words, and associations of pictures.
+# Compositional understanding: captions that differ in the order of their words, and associations of images.
 #
 # A tie is counted as wrong everywhere: a model that cannot tell two captions apart has not understood one of
 # them. So is a similarity that is not a number.
@@ -160,8 +160,8 @@ class Winoground:
     """The three scores of Winoground; chance is 1/4, 1/4 and 1/6.
 
     Attributes:
-        text: for both pictures, the own caption is the more similar one.
-        image: for both captions, the own picture is the more similar one.
+        text: for both images, the own caption is the more similar one.
+        image: for both captions, the own image is the more similar one.
         group: both.
     """
 
@@ -177,7 +177,7 @@ def winoground(similarity: Tensor) -> Winoground:
     whatever stands first.
 
     Args:
-        similarity: (N, 2, 2), of picture i with caption j of each case; picture i belongs to caption i. N ≥ 1.
+        similarity: (N, 2, 2), of image i with caption j of each case; image i belongs to caption i. N ≥ 1.
     """
     own = similarity.diagonal(dim1=1, dim2=2)  # (N, 2)
     text = (own[:, 0] > similarity[:, 0, 1]) & (own[:, 1] > similarity[:, 1, 0])
@@ -191,7 +191,7 @@ def winoground(similarity: Tensor) -> Winoground:
 
 
 def pairwise_correct(right: Tensor, wrong: Tensor) -> Tensor:
-    """Whether the right caption is more similar to its picture than every wrong one.
+    """Whether the right caption is more similar to its image than every wrong one.
 
     Args:
         right: (N,) similarity of the right caption.
@@ -209,7 +209,7 @@ def pairwise_accuracy(right: Tensor, wrong: Tensor) -> Estimate:
 
     SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) has one wrong caption and takes "more similar" strictly, as
     here. CLIP_benchmark's ``text_acc`` for it gives ties to the caption that stands first, the right one; its
-    ``image_acc`` is of one picture against itself and always 1. ARO (Yuksekgonul et al. 2023, arXiv 2210.01936) has
+    ``image_acc`` is of one image against itself and always 1. ARO (Yuksekgonul et al. 2023, arXiv 2210.01936) has
     one wrong caption (relation, attribution) or four (order): its own code gives ties to the wrong caption in the
     first two and to the right one in the order sets, where a short caption may come out of the shuffling unchanged.
 
@@ -221,7 +221,7 @@ def pairwise_accuracy(right: Tensor, wrong: Tensor) -> Estimate:
 
 
 def jaccard_index(similarity: Tensor, right: Tensor, case: Tensor) -> Floats:
-    """WinoGAViL's score of each case: how far the pictures picked for a cue are those that belong to it.
+    """WinoGAViL's score of each case: how far the images picked for a cue are those that belong to it.
 
     The model picks as many candidates as are right, the most similar first, and gets the number of those picked
     that are right over the number of those that are either (Bitton et al. 2022, arXiv 2207.12576). DataComp's

@@ -1,9 +1,9 @@
-"""Metrics that rank pictures: average precision by two definitions, and the area under the ROC curve.
+"""Metrics that rank images: average precision by two definitions, and the area under the ROC curve.
 
-Pictures of equal score are taken together, so no metric here depends on the order of a file. A score that is not a
-number never helps: it ranks last for a positive picture and first for a negative one.
+Images of equal score are taken together, so no metric here depends on the order of a file. A score that is not a
+number never helps: it ranks last for a positive image and first for a negative one.
 
-Letters in shape comments: N pictures, C classes, R resamples, K positive pictures of a class.
+Letters in shape comments: N images, C classes, R resamples, K positive images of a class.
 """
 
 import numpy as np
@@ -24,20 +24,20 @@ __all__ = [
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor, difficult: Tensor | None = None) -> Estimate:
-    """mAP without interpolation: the mean over classes of the mean precision at each positive picture.
+    """mAP without interpolation: the mean over classes of the mean precision at each positive image.
 
     This is scikit-learn's ``average_precision_score`` with ``average="macro"`` and CLIP_benchmark's
     ``mean_average_precision``, where these have no equal scores (CLIP_benchmark takes them in any order) and every
-    class has a positive picture (there a class without any counts as 0; here it does not count). It is VOC's
+    class has a positive image (there a class without any counts as 0; here it does not count). It is VOC's
     definition from 2010 on but for the interpolation. The number of the CLIP paper is ``map_11_point``.
 
     Args:
-        scores: (N, C) of ``class_scores``; with its ``softmax_scale`` pictures rank otherwise than without.
-        labels: (N, C) bool or 0 and 1, what each picture shows.
-        difficult: (N, C) bool, the pictures left out of a class's ranking, as VOC marks them; none if not given.
+        scores: (N, C) of ``class_scores``; with its ``softmax_scale`` images rank otherwise than without.
+        labels: (N, C) bool or 0 and 1, what each image shows.
+        difficult: (N, C) bool, the images left out of a class's ranking, as VOC marks them; none if not given.
 
     Raises:
-        DataError: no class has a positive picture.
+        DataError: no class has a positive image.
     """
     return _mean(scores, labels, difficult, interpolated=False)
 
@@ -48,16 +48,16 @@ def map_11_point(scores: Tensor, labels: Tensor, difficult: Tensor | None = None
     A class's eleven are the best precision at a recall of at least 0, 0.1, … 1 (Everingham et al. 2010, "The PASCAL
     Visual Object Classes Challenge"). This is the number of the CLIP paper (Radford et al. 2021,
     table 9) and of "11-point" elsewhere. CLIP_benchmark has no such metric; its VOC 2007 number is the plain
-    ``mean_average_precision`` with the difficult pictures in. Recalls are compared as whole numbers: a recall of 3
+    ``mean_average_precision`` with the difficult images in. Recalls are compared as whole numbers: a recall of 3
     in 10 reaches 0.3, which it misses in floating point code.
 
     Args:
-        scores: (N, C) of ``class_scores``; with its ``softmax_scale`` pictures rank otherwise than without.
-        labels: (N, C) bool or 0 and 1, what each picture shows.
-        difficult: (N, C) bool, the pictures left out of a class's ranking, as VOC does; none if not given.
+        scores: (N, C) of ``class_scores``; with its ``softmax_scale`` images rank otherwise than without.
+        labels: (N, C) bool or 0 and 1, what each image shows.
+        difficult: (N, C) bool, the images left out of a class's ranking, as VOC does; none if not given.
 
     Raises:
-        DataError: no class has a positive picture.
+        DataError: no class has a positive image.
     """
     return _mean(scores, labels, difficult, interpolated=True)
 
@@ -73,12 +73,12 @@ def _mean(scores: Tensor, labels: Tensor, difficult: Tensor | None, *, interpola
 def average_precisions(
     scores: Tensor, labels: Tensor, difficult: Tensor | None = None, *, interpolated: bool = False
 ) -> Floats:
-    """The average precision of each class, (C,) in 0 … 1; not a number for a class without a positive picture.
+    """The average precision of each class, (C,) in 0 … 1; not a number for a class without a positive image.
 
     Args:
         scores: (N, C).
         labels: (N, C) bool or 0 and 1.
-        difficult: (N, C) bool, the pictures left out of a class's ranking; none if not given.
+        difficult: (N, C) bool, the images left out of a class's ranking; none if not given.
         interpolated: at eleven points, as VOC 2007; else plain.
     """
     each = np.ones((1, len(scores)), dtype=np.int64)
@@ -100,16 +100,16 @@ def mean_of_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool) ->
 def mean_average_precision_statistic(
     scores: Tensor, labels: Tensor, difficult: Tensor | None = None, *, interpolated: bool = False
 ) -> Statistic:
-    """``mean_average_precision``, or ``map_11_point`` if interpolated, as a statistic of the drawn pictures.
+    """``mean_average_precision``, or ``map_11_point`` if interpolated, as a statistic of the drawn images.
 
     Raises:
-        DataError: no class has a positive picture.
+        DataError: no class has a positive image.
     """
     by_class = _by_class(scores, labels, difficult, interpolated=interpolated)
     each = np.ones((1, len(scores)), dtype=np.int64)
     present = [of for of in by_class if not np.isnan(of(each)[0])]
     if not present:
-        raise DataError("average precision needs a picture that shows one of the classes")
+        raise DataError("average precision needs an image that shows one of the classes")
 
     def mean(drawn: Ints) -> Floats:
         total, number = np.zeros(len(drawn)), np.zeros(len(drawn))
@@ -176,18 +176,18 @@ def _eleven_points(precisions: Floats, found: Ints, total: Ints) -> Floats:
 
 
 def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
-    """The area under the ROC curve: how often a positive picture's score is above a negative one's.
+    """The area under the ROC curve: how often a positive image's score is above a negative one's.
 
     Equal scores count half, as in scikit-learn's ``roc_auc_score``. This is Hateful Memes' metric (Kiela et al.
-    2020, arXiv 2005.04790); its score of a picture is the difference of the two logits, class 1 minus class 0,
-    which orders pictures as the probability of class 1 does. CLIP_benchmark has neither.
+    2020, arXiv 2005.04790); its score of an image is the difference of the two logits, class 1 minus class 0,
+    which orders images as the probability of class 1 does. CLIP_benchmark has neither.
 
     Args:
         scores: (N,), higher for positive; for two classes ``s[:, 1] - s[:, 0]`` of ``class_scores``.
         labels: (N,) bool or 0 and 1.
 
     Raises:
-        DataError: all pictures are of one class.
+        DataError: all images are of one class.
     """
     statistic = roc_auc_statistic(scores, labels)
     positive = int(labels.bool().sum())
@@ -201,14 +201,14 @@ def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
 
 
 def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
-    """``roc_auc`` as a statistic of the drawn pictures.
+    """``roc_auc`` as a statistic of the drawn images.
 
     Raises:
-        DataError: all pictures are of one class.
+        DataError: all images are of one class.
     """
     label = labels.bool().cpu().numpy()
     if label.all() or not label.any():
-        raise DataError("ROC AUC needs pictures of both classes; all of these are of one")
+        raise DataError("ROC AUC needs images of both classes; all of these are of one")
     score = _unhelpful(scores.cpu().numpy(), label)
     order = np.argsort(score, kind="stable")
     starts = np.unique(score[order], return_index=True)[1]

@@ -1,13 +1,13 @@
-"""From features to ranks, scores and predictions: all that multiplies pictures with classes or captions.
+"""From features to ranks, scores and predictions: all that multiplies images with classes or captions.
 
 Similarities are taken in float32 whatever autocast or TF32 setting is in force, and in blocks of rows, so that
-memory stays bounded for any number of pictures. A similarity that is not a number never helps the model.
+memory stays bounded for any number of images. A similarity that is not a number never helps the model.
 
 Features may be a memory-mapped array in half precision (``torch.from_numpy`` of a ``numpy.memmap``): a block at a
 time becomes float32, on the device where the products are taken. Of those that ``map_rows`` gave, what was read is
 let go.
 
-Letters in shape comments: N pictures, C classes, D embedding dimension, Q queries, M candidates, P pairs.
+Letters in shape comments: N images, C classes, D embedding dimension, Q queries, M candidates, P pairs.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
 def _similarity_blocks(
     image_features: Tensor, classifier: Tensor, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of pictures with their (rows, C) float32 similarities; to be used within ``full_float32``."""
+    """Rows of images with their (rows, C) float32 similarities; to be used within ``full_float32``."""
     rows = max(1, _BLOCK // classifier.shape[1])
     classifier = classifier.to(device, torch.float32)
     for start in range(0, len(image_features), rows):
@@ -68,7 +68,7 @@ def _similarity_blocks(
 def class_ranks(
     image_features: Tensor, classifier: Tensor, labels: Tensor, *, device: torch.device | None = None
 ) -> Tensor:
-    """How many classes come before the right one, by picture; rank 0 is a correct prediction.
+    """How many classes come before the right one, by image; rank 0 is a correct prediction.
 
     Among classes of equal similarity the one of lower index comes first, as in ``argmax``. (A class name that a
     dataset lists twice on purpose, as ImageNet does, therefore counts as it does elsewhere.)
@@ -96,7 +96,7 @@ def class_ranks(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TopClasses:
-    """What a model says of each picture, best first.
+    """What a model says of each image, best first.
 
     Attributes:
         classes: (N, k) int64 in 0 … C-1; -1 for a class whose similarity is not a number, which stands first.
@@ -116,7 +116,7 @@ def top_classes(
     logit_scale: float = 100.0,
     device: torch.device | None = None,
 ) -> TopClasses:
-    """The k likeliest classes of each picture, in the order of ``class_ranks``, with their probabilities.
+    """The k likeliest classes of each image, in the order of ``class_ranks``, with their probabilities.
 
     Args:
         image_features: (N, D), unit norm.
@@ -159,16 +159,16 @@ def class_scores(
     softmax_scale: float | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Every picture's score for every class, for the metrics that rank pictures (mean AP, ROC AUC).
+    """Every image's score for every class, for the metrics that rank images (mean AP, ROC AUC).
 
     These datasets are small (VOC 2007: 4,952 × 20); the result is held whole, the rest in blocks.
 
     Args:
         image_features: (N, D), unit norm.
         classifier: (D, C), unit columns.
-        softmax_scale: None for plain similarities, which order pictures as logits do. A number (exp(t) of the
-            model) for logarithms of the softmax over classes of the similarities times that: a picture then ranks
-            high for a class only where no other class fits it better. They order pictures as probabilities do,
+        softmax_scale: None for plain similarities, which order images as logits do. A number (exp(t) of the
+            model) for logarithms of the softmax over classes of the similarities times that: an image then ranks
+            high for a class only where no other class fits it better. They order images as probabilities do,
             and do not run out of digits where those round to 0 or 1.
         device: where to take the products; where the features are if not given.
 

@@ -179,13 +179,13 @@ def open_dataset(
         root: a folder of this machine or a store, in which the set is looked for by its name; for torchvision's
             sets, where their files lie.
         metadata_names: of the columns that a published set's ``npy`` has beside the label, all in their order.
-        images: where the pictures of a ``.json`` file lie, if not in ``images`` or ``val2017`` beside it.
+        images: where the images of a ``.json`` file lie, if not in ``images`` or ``val2017`` beside it.
         arguments: what torchvision's class is told besides its split.
         cache_gb: how much of remote shards this machine keeps.
 
     Raises:
-        DataError: there is no such dataset, or it is incomplete or contradicts itself. Pictures are decoded
-            later; one that does not decode is then an error too, so a score is never of fewer pictures than
+        DataError: there is no such dataset, or it is incomplete or contradicts itself. Images are decoded
+            later; one that does not decode is then an error too, so a score is never of fewer images than
             the dataset has.
     """
     options = OpenOptions(

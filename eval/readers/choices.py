@@ -1,7 +1,7 @@
-"""SugarCrepe and ARO: a JSON file with a right and a wrong caption of each picture, and a folder of the pictures.
+"""SugarCrepe and ARO: a JSON file with a right and a wrong caption of each image, and a folder of the images.
 
 SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) is an object of ``{"filename", "caption", "negative_caption"}``
-with pictures of COCO val2017. ARO's relation and attribution sets (Yuksekgonul et al. 2023, arXiv 2210.01936) are
+with images of COCO val2017. ARO's relation and attribution sets (Yuksekgonul et al. 2023, arXiv 2210.01936) are
 lists of ``{"image_path", "true_caption", "false_caption"}`` with a box, ``"bbox_x", "bbox_y", "bbox_w", "bbox_h"``,
 which is cut out, as its own code does; ``relation_name`` or ``attributes`` become the metadata ``"relation"`` or
 ``"attribute"``, numbered in the order of the names; ``"symmetric"`` is 1 for relations that the authors call so.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit
-from eval.readers.files import Box, FilePictures, checked_set, read_text_file
+from eval.readers.files import Box, FileImages, checked_set, read_text_file
 from eval.results.records import parse_json
 
 __all__ = ["SYMMETRIC_RELATIONS", "open_caption_choices"]
@@ -59,7 +59,7 @@ SYMMETRIC_RELATIONS = frozenset(" ".join(_NAMES.split()).split("; "))
 
 _FOLDERS = ("images", "val2017", "../images", "../val2017", "../coco/val2017", "../../coco/val2017")
 _MAX_BYTES = 256 << 20
-_FORMS = (  # picture, right caption, wrong caption
+_FORMS = (  # image, right caption, wrong caption
     ("filename", "caption", "negative_caption"),
     ("image_path", "true_caption", "false_caption"),
     ("image", "caption", "negative_caption"),
@@ -76,10 +76,10 @@ def open_caption_choices(
         file: the JSON.
         name: of the dataset.
         split: only "test": these sets have no other.
-        images: the folder of its pictures; looked for beside the file if None.
+        images: the folder of its images; looked for beside the file if None.
 
     Raises:
-        DataError: an entry lacks something, or a picture is missing.
+        DataError: an entry lacks something, or an image is missing.
     """
     if split != TEST:
         raise NoSplit(f"dataset {name} has no split {split!r}: {file} is all of it, to test on")
@@ -100,7 +100,7 @@ def open_caption_choices(
         files.append(_inside(folder, picture, name, file, number))
         boxes.append(_box(entry, name, file, number))
         choices.append(tuple(caption.strip() for caption in captions))
-    pictures = FilePictures(folder, files, boxes)
+    pictures = FileImages(folder, files, boxes)
     return checked_set(
         EvalDataset(
             name=name,
@@ -132,20 +132,20 @@ def _folder(file: Path, name: str, images: Path | str | None) -> Path:
     if images is not None:
         folder = Path(images).expanduser()
         if not folder.is_dir():
-            raise DataError(f"dataset {name}: there is no folder {folder} for its pictures")
+            raise DataError(f"dataset {name}: there is no folder {folder} for its images")
         return folder
     for inside in _FOLDERS:
         if (folder := file.parent / inside).is_dir():
             return folder.resolve()
-    raise DataError(f"dataset {name}: no folder images or val2017 beside {file}: put its pictures into one")
+    raise DataError(f"dataset {name}: no folder images or val2017 beside {file}: put its images into one")
 
 
 def _inside(folder: Path, picture: str, name: str, file: Path, number: int) -> Path:
     path = Path(picture)
     if path.is_absolute() or ".." in path.parts:
-        raise DataError(f"dataset {name}: entry {number} of {file} names a picture out of its folder")
+        raise DataError(f"dataset {name}: entry {number} of {file} names an image out of its folder")
     if not (folder / path).is_file():
-        raise DataError(f"dataset {name}: picture {path} of entry {number} of {file.name} is not in {folder}")
+        raise DataError(f"dataset {name}: image {path} of entry {number} of {file.name} is not in {folder}")
     return folder / path
 
 

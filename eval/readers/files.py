@@ -1,4 +1,4 @@
-"""Pictures that are files, wherever they lie; some are parts of them, which a box cuts out."""
+"""Images that are files, wherever they lie; some are parts of them, which a box cuts out."""
 
 import hashlib
 import logging
@@ -24,7 +24,7 @@ __all__ = [
     "ACCEPTED",
     "SPLIT_NAMES",
     "Box",
-    "FilePictures",
+    "FileImages",
     "beside",
     "checked_set",
     "folder_of_split",
@@ -44,16 +44,16 @@ Box = tuple[int, int, int, int]  # left, top, width, height in pixels
 _MAX_BYTES = 256 << 20  # of one file, as of a member of a shard
 
 
-class FilePictures:
+class FileImages:
     """Random access to a list of files, in which one may stand several times.
 
     Args:
         root: the folder that they are named from.
-        files: of each picture.
-        boxes: of each picture, which part of the file it is, as lossless PNG; None for all of it, as it is.
+        files: of each image.
+        boxes: of each image, which part of the file it is, as lossless PNG; None for all of it, as it is.
 
     Raises:
-        DataError: one is missing or no file: a score is never of fewer pictures.
+        DataError: one is missing or no file: a score is never of fewer images.
     """
 
     def __init__(self, root: Path, files: Sequence[Path], boxes: Sequence[Box | None] | None = None) -> None:
@@ -71,7 +71,7 @@ class FilePictures:
         return str(self.root), key if box is None else f"{key} {list(box)}"
 
     def read(self, number: int) -> Sample:
-        """One picture.
+        """One image.
 
         Raises:
             DataError: the file cannot be read; or it must be cut, and does not decode or lacks that part.
@@ -107,7 +107,7 @@ class FilePictures:
 
 
 def state_of(file: Path) -> tuple[int, int, int, int]:
-    """Bytes of a picture, and what tells that it was written anew: see ``written``.
+    """Bytes of an image, and what tells that it was written anew: see ``written``.
 
     Raises:
         DataError: there is none, it is too large, or no file: reading a pipe, say, might wait for ever.
@@ -117,11 +117,11 @@ def state_of(file: Path) -> tuple[int, int, int, int]:
         found = file.stat()
     except FileNotFoundError as error:
         what = "a link to nothing: mend or remove it" if file.is_symlink() else "missing"
-        raise DataError(f"picture {file} is {what}") from error
+        raise DataError(f"image {file} is {what}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"picture {file} is not a regular file: remove it")
+        raise DataError(f"image {file} is not a regular file: remove it")
     if found.st_size > _MAX_BYTES:
-        raise DataError(f"picture {file} has {found.st_size} bytes, the limit is {_MAX_BYTES}")
+        raise DataError(f"image {file} has {found.st_size} bytes, the limit is {_MAX_BYTES}")
     return found.st_size, *written(found)
 
 
@@ -149,7 +149,7 @@ def _part(image: bytes, box: Box) -> bytes:
 
 
 def png_of(image: object) -> bytes:
-    """A picture of Pillow as lossless PNG, as fast as may be."""
+    """An image of Pillow as lossless PNG, as fast as may be."""
     from PIL import Image
 
     assert isinstance(image, Image.Image)
@@ -159,7 +159,7 @@ def png_of(image: object) -> bytes:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Tables of pictures and captions: what they are called, and how a dataset is made of one.
+# Tables of images and captions: what they are called, and how a dataset is made of one.
 
 _TABLES = (
     ".csv",
@@ -199,7 +199,7 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
     """The dataset, if its labels, names, templates and choices go together; what is merely odd is logged.
 
     Raises:
-        DataError: labels without a name, templates without a place for it, or a picture without a choice.
+        DataError: labels without a name, templates without a place for it, or an image without a choice.
     """
     for template in dataset.templates:
         if "{c}" not in template:
@@ -219,7 +219,7 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
 
 
 def _of_one_class(dataset: EvalDataset) -> EvalDataset:
-    """Whoever classifies is always right; so it is captions that such pictures are scored on."""
+    """Whoever classifies is always right; so it is captions that such images are scored on."""
     if dataset.captions is None and dataset.choices is None:
         raise DataError(
             f"dataset {dataset.name} has one class only, {dataset.class_names[0]!r}: classification takes two "
@@ -255,7 +255,7 @@ def _tell_odd_classes(dataset: EvalDataset, labels: Tensor) -> None:
         )
     counts = labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))  # (C,)
     if empty := [shown_name(names, i) for i in (counts == 0).nonzero().flatten().tolist()]:
-        _log.warning("dataset %s: classes without a picture: %s", dataset.name, some(empty))
+        _log.warning("dataset %s: classes without an image: %s", dataset.name, some(empty))
 
 
 def shown_name(names: Sequence[str], number: int) -> str:
@@ -274,7 +274,7 @@ def _check_choices(dataset: EvalDataset, choices: Sequence[Sequence[str]]) -> No
         _log.warning(
             "dataset %s: %s whose right caption is among the wrong ones too, which counts as wrong: %s",
             dataset.name,
-            counted(len(equal), "picture"),
+            counted(len(equal), "image"),
             some([repr(one[:_LONGEST]) for one in equal]),
         )
 
@@ -311,7 +311,7 @@ def folder_of_split(
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Small files of text beside a dataset's pictures, which anybody may have written, here or in a store.
+# Small files of text beside a dataset's images, which anybody may have written, here or in a store.
 
 _MAX_TEXT_BYTES = 16 << 20
 

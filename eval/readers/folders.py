@@ -1,4 +1,4 @@
-"""Pictures in folders by class, ``ROOT/<class>/*.jpg``, of which none is left out silently."""
+"""Images in folders by class, ``ROOT/<class>/*.jpg``, of which none is left out silently."""
 
 import hashlib
 import logging
@@ -26,20 +26,20 @@ from eval.readers.files import (
 __all__ = ["ImageFolder", "open_image_folder", "utf8_name", "visible_folders"]
 
 _OF_SYSTEMS = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information")
-# pictures that are not read: to leave them out would score fewer than there are
+# images that are not read: to leave them out would score fewer than there are
 _UNREAD = ("heic", "heif", "jfif", "jpe", "jxl", "svg", "psd", "dng", "cr2", "nef", "arw")
 _SPLIT_WORDS = frozenset(word for words in SPLIT_NAMES.values() for word in words)
 _log = logging.getLogger("eval")
 
 
 def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
-    """A folder of pictures by class, or of splits of such; to test on, one without splits counts as a whole.
+    """A folder of images by class, or of splits of such; to test on, one without splits counts as a whole.
 
     Splits go by the usual names, see ``eval.readers.files``. Where there is no ``test``, ``val`` stands in
     for it, as in ImageNet's layout, and is no split of its own then.
 
     Raises:
-        DataError: it has no such split, pictures of one class only, or what ``ImageFolder`` refuses.
+        DataError: it has no such split, images of one class only, or what ``ImageFolder`` refuses.
     """
     splits = _splits(folder)
     inside = _folder_of_split(folder, split, splits)
@@ -52,8 +52,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         raise DataError(_of_one_class(folder, pictures.classes[0]))
     if inside == folder and all(one.lower() in _SPLIT_WORDS for one in pictures.classes):
         raise DataError(_of_flat_splits(folder, pictures.classes))
-    if beside := sorted(one.name for one in inside.iterdir() if _is_picture(one.name) and one.is_file()):
-        _log.warning("dataset %s: pictures beside the class folders are left out: %s", name, some(beside))
+    if beside := sorted(one.name for one in inside.iterdir() if _is_image(one.name) and one.is_file()):
+        _log.warning("dataset %s: images beside the class folders are left out: %s", name, some(beside))
     templates = tuple(line for line in lines_of(folder / "zeroshot_classification_templates.txt") if line)
     return checked_set(
         EvalDataset(
@@ -96,35 +96,35 @@ def _folder_of_split(folder: Path, split: str, splits: Mapping[str, Path]) -> Pa
         )
     if "train" in splits:
         raise NoSplit(
-            f"{folder} has the split 'train' only: name the folder of the pictures to score on, or put them beside "
+            f"{folder} has the split 'train' only: name the folder of the images to score on, or put them beside "
             f"it; splits are folders {ACCEPTED}"
         )
     return folder
 
 
 def _of_one_class(folder: Path, name: str) -> str:
-    """What a folder seems to be whose pictures are all in one folder, and what to do with it."""
+    """What a folder seems to be whose images are all in one folder, and what to do with it."""
     if (tables := tables_in(folder)) or (tables := tables_in(folder / name)):
         return (
-            f"{folder} holds pictures in one folder, {name}, and {tables[0].name}, which may be a table of their "
-            f"captions: {how_to_pack(tables[0])}; pictures by class take two folders or more"
+            f"{folder} holds images in one folder, {name}, and {tables[0].name}, which may be a table of their "
+            f"captions: {how_to_pack(tables[0])}; images by class take two folders or more"
         )
     return (
-        f"{folder} holds pictures of one class only, {name!r}: pictures by class take two folders or more, as "
-        f"{folder / 'cat'} and {folder / 'dog'}; for pictures with captions {how_to_pack(None)}"
+        f"{folder} holds images of one class only, {name!r}: images by class take two folders or more, as "
+        f"{folder / 'cat'} and {folder / 'dog'}; for images with captions {how_to_pack(None)}"
     )
 
 
 def _of_flat_splits(folder: Path, names: Sequence[str]) -> str:
-    """What a folder seems to be whose splits hold pictures without folders by class."""
+    """What a folder seems to be whose splits hold images without folders by class."""
     return (
-        f"{folder} holds pictures in {some(names)}, which are called like splits, not like classes: put them into "
-        f"a folder by class, as {folder / names[0] / 'cat'}; for pictures with captions {how_to_pack(None)}"
+        f"{folder} holds images in {some(names)}, which are called like splits, not like classes: put them into "
+        f"a folder by class, as {folder / names[0] / 'cat'}; for images with captions {how_to_pack(None)}"
     )
 
 
 class ImageFolder:
-    """The pictures below ``root/<class>/``, class folders and files in the order of their names.
+    """The images below ``root/<class>/``, class folders and files in the order of their names.
 
     Args:
         root: their folder.
@@ -134,8 +134,8 @@ class ImageFolder:
         classes: the names; the place of each is its label.
 
     Raises:
-        DataError: there is none; or a folder cannot be read, or a picture is no file: a score is never of fewer
-            pictures.
+        DataError: there is none; or a folder cannot be read, or an image is no file: a score is never of fewer
+            images.
     """
 
     def __init__(self, root: Path, *, classes: Sequence[str] = ()) -> None:
@@ -153,7 +153,7 @@ class ImageFolder:
             pairs = (
                 f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
             )
-            raise DataError(f"{root} holds no picture in folders by class, as in {root}/cat/1.jpg{pairs}")
+            raise DataError(f"{root} holds no image in folders by class, as in {root}/cat/1.jpg{pairs}")
         self._states = [state_of(file) for file, _ in self.files]
 
     def __len__(self) -> int:
@@ -219,7 +219,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _OF_SYSTEMS
 
 
-def _is_picture(name: str) -> bool:
+def _is_image(name: str) -> bool:
     return not _is_hidden(name) and _extension(name) in IMAGE_EXTENSIONS
 
 
@@ -231,7 +231,7 @@ def _pictures(folder: Path, root: Path) -> Iterator[Path]:
     """Those in a class folder and in the folders below it, links among them, which lead nowhere above themselves.
 
     Raises:
-        DataError: a link leads to a folder that it lies in; a picture is of a kind that is not read.
+        DataError: a link leads to a folder that it lies in; an image is of a kind that is not read.
         OSError: a folder cannot be read: it is not passed over.
     """
     # folders, and where each, and the links by which one gets there, really lie
@@ -252,7 +252,7 @@ def _pictures(folder: Path, root: Path) -> Iterator[Path]:
                 yield Path(entry.path)
             elif _extension(entry.name) in _UNREAD:
                 raise DataError(
-                    f"picture {entry.path} is of a kind that is not read: write it as JPEG or PNG, or remove it"
+                    f"image {entry.path} is of a kind that is not read: write it as JPEG or PNG, or remove it"
                 )
 
 

@@ -1,17 +1,17 @@
-"""Hugging Face's datasets, as parquet files with their pictures in them; no script of theirs is run.
+"""Hugging Face's datasets, as parquet files with their images in them; no script of theirs is run.
 
 What a set is follows from its columns:
 
     image, label                                  classification; class names from the schema, else the labels
-    image, labels (lists)                         the same with several labels a picture
+    image, labels (lists)                         the same with several labels per image
     image, caption (a text or a list of them)     retrieval
     image, caption, negative_caption              one right caption and a wrong one (SugarCrepe)
     image, true_caption, false_caption            the same (ARO: relation, attribution)
     image, correct_caption, hard_text_1 …         one right caption and several wrong ones (ARO: order)
     image_0, image_1, caption_0, caption_1        Winoground
-    cue, candidates, associations, and pictures   WinoGAViL
+    cue, candidates, associations, and images   WinoGAViL
 
-Letters in shape comments: N pictures, C classes.
+Letters in shape comments: N images, C classes.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ from data.remote.cache_folder import shard_cache
 from data.remote.shard_file import ShardFile
 from data.remote.store import Unreachable
 from data.shards.samples import Sample
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, Pictures, some
-from eval.readers.files import FilePictures, beside, checked_set, how_to_pack
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Images, NoSplit, some
+from eval.readers.files import FileImages, beside, checked_set, how_to_pack
 from eval.readers.shards import CACHE_GB, files_in, versions_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASSOCIATION",
     "ParquetFiles",
-    "ParquetPictures",
+    "ParquetImages",
     "has_parquet",
     "open_hugging_face",
     "open_parquet_files",
@@ -261,22 +261,22 @@ def _parquet_in(folder: str | Path) -> list[ShardFile]:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The pictures in columns of parquet files, a row group at a time, never all of them.
+# The images in columns of parquet files, a row group at a time, never all of them.
 #
-# Letters in shape comments: N pictures.
+# Letters in shape comments: N images.
 
 _KEPT_BYTES = 256 << 20  # of row groups that were read; the last one stays whatever its size
 _MAX_GROUP_BYTES = 4 << 30
-_MAX_PICTURE_BYTES = 256 << 20
+_MAX_IMAGE_BYTES = 256 << 20
 
 
-class ParquetPictures:
-    """Random access to encoded pictures; reading is safe from several threads, also after a fork.
+class ParquetImages:
+    """Random access to encoded images; reading is safe from several threads, also after a fork.
 
     Args:
         files: where they are.
-        columns: that hold pictures: structs with ``bytes``, or bytes, or lists of one of these.
-        cells: (N, 3) int64, of each picture its row, the number of its column, and its place in the list that
+        columns: that hold images: structs with ``bytes``, or bytes, or lists of one of these.
+        cells: (N, 3) int64, of each image its row, the number of its column, and its place in the list that
             stands there, 0 where none does.
 
     Attributes:
@@ -314,14 +314,14 @@ class ParquetPictures:
         return len(self._cells)
 
     def locate(self, number: int) -> tuple[str, str]:
-        """The file, and the picture's row of the dataset and column."""
+        """The file, and the image's row of the dataset and column."""
         row, column, place = self._cells[number].tolist()
         file = self._groups[self._group_of(row)][0]
         inside = f"[{place}]" if place else ""
         return self._files.files[file].shown, f"row {row}, {self._columns[column]}{inside}"
 
     def read(self, number: int) -> Sample:
-        """One picture.
+        """One image.
 
         Raises:
             DataError: its file cannot be read, or it has none.
@@ -393,38 +393,36 @@ class ParquetPictures:
 
 
 def _bytes_of(value: Any, place: int) -> bytes:
-    """The picture of a cell: pyarrow's scalar of bytes, of a struct with them, or of a list of either."""
+    """The image of a cell: pyarrow's scalar of bytes, of a struct with them, or of a list of either."""
     from pyarrow import types
 
     if not value.is_valid:
-        raise DataError("there is no picture")
+        raise DataError("there is no image")
     if types.is_list(value.type) or types.is_large_list(value.type) or types.is_fixed_size_list(value.type):
         if not 0 <= place < len(value.values):
-            raise DataError(f"there are {len(value.values)} pictures, none is number {place}")
+            raise DataError(f"there are {len(value.values)} images, none is number {place}")
         value = value.values[place]
     if types.is_struct(value.type):
         names = [field.name for field in value.type]
         if "bytes" not in names or not value["bytes"].is_valid:
-            raise DataError("it holds no picture, only where one was: write the set with its pictures in it")
+            raise DataError("it holds no image, only where one was: write the set with its images in it")
         value = value["bytes"]
     if not value.is_valid or not (types.is_binary(value.type) or types.is_large_binary(value.type)):
-        raise DataError(f"it holds {value.type if value.is_valid else 'nothing'}, no bytes of a picture")
-    if value.as_buffer().size > _MAX_PICTURE_BYTES:
-        raise DataError(
-            f"a picture of {value.as_buffer().size} bytes is over the limit of {_MAX_PICTURE_BYTES}"
-        )
+        raise DataError(f"it holds {value.type if value.is_valid else 'nothing'}, no bytes of an image")
+    if value.as_buffer().size > _MAX_IMAGE_BYTES:
+        raise DataError(f"an image of {value.as_buffer().size} bytes is over the limit of {_MAX_IMAGE_BYTES}")
     return bytes(value.as_py())
 
 
 # --------------------------------------------------------------------------------------------------------------
-# WinoGAViL: cues, each with some pictures of which a few belong to it (Bitton et al. 2022, arXiv 2207.12576).
+# WinoGAViL: cues, each with some images of which a few belong to it (Bitton et al. 2022, arXiv 2207.12576).
 #
-# Every candidate of every cue stands as a picture of its own, so one picture stands there several times.
+# Every candidate of every cue stands as an image of its own, so one image stands there several times.
 # ``items`` says which candidates belong together, ``captions`` has the cue, and ``metadata["association"]`` is
-# 1 where a picture belongs to it.
+# 1 where an image belongs to it.
 
 ASSOCIATION = "association"
-_PICTURES = ("candidates_images", "candidate_images", "images")  # columns of lists of pictures
+_PICTURES = ("candidates_images", "candidate_images", "images")  # columns of lists of images
 _FOLDERS = (
     "images",
     "winogavil_images",
@@ -433,10 +431,10 @@ _FOLDERS = (
 
 
 def open_winogavil(place: Path | str, name: str, *, split: str, files: ParquetFiles) -> EvalDataset:
-    """The set in parquet files; its pictures in a column ``candidates_images``, or as files in a folder ``images``.
+    """The set in parquet files; its images in a column ``candidates_images``, or as files in a folder ``images``.
 
     Raises:
-        DataError: a case has no association, or one that is not among its candidates; pictures are missing.
+        DataError: a case has no association, or one that is not among its candidates; images are missing.
     """
     cells: list[tuple[int, int, int]] = []
     names: list[str] = []
@@ -483,32 +481,30 @@ def _texts(value: Any) -> list[str]:
     return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
-def _pictures(
-    place: Path | str, name: str, files: ParquetFiles, cells: Any, names: Sequence[str]
-) -> Pictures:
+def _pictures(place: Path | str, name: str, files: ParquetFiles, cells: Any, names: Sequence[str]) -> Images:
     from pyarrow import types
 
     for column in _PICTURES:
         if column in files.schema.names:
             kind = files.schema.field(column).type
             if types.is_list(kind) and not types.is_string(kind.value_type):
-                return ParquetPictures(files, [column], cells)
+                return ParquetImages(files, [column], cells)
     if isinstance(place, Path):
         for folder in (place / inside for inside in _FOLDERS):
             if folder.is_dir():
-                return FilePictures(folder, [_file(folder, name, one) for one in names])
+                return FileImages(folder, [_file(folder, name, one) for one in names])
     raise DataError(
-        f"dataset {name}: it has no column candidates_images with pictures, and no folder images with NAME.jpg"
+        f"dataset {name}: it has no column candidates_images with images, and no folder images with NAME.jpg"
     )
 
 
 def _file(folder: Path, name: str, candidate: str) -> Path:
     if "/" in candidate or candidate.startswith("."):
-        raise DataError(f"dataset {name}: {candidate[:40]!r} is no name of a picture")
+        raise DataError(f"dataset {name}: {candidate[:40]!r} is no name of an image")
     for extension in IMAGE_EXTENSIONS:
         if (file := folder / f"{candidate}.{extension}").is_file():
             return file
-    raise DataError(f"dataset {name}: there is no picture of {candidate[:40]!r} in {folder}")
+    raise DataError(f"dataset {name}: there is no image of {candidate[:40]!r} in {folder}")
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -536,7 +532,7 @@ class _Set:
     files: ParquetFiles
     features: dict[str, Any]  # what the schema's own metadata says of columns
 
-    def dataset(self, pictures: Pictures, tasks: tuple[str, ...], **parts: Any) -> EvalDataset:
+    def dataset(self, pictures: Images, tasks: tuple[str, ...], **parts: Any) -> EvalDataset:
         blank: dict[str, Any] = {"class_names": (), "labels": None, "captions": None}
         return checked_set(
             EvalDataset(
@@ -570,7 +566,7 @@ def open_hugging_face(
         place: the folder; ``hf://datasets/OWNER/NAME`` at Hugging Face.
         name: of the dataset.
         split: which of its splits.
-        image: the column of the pictures, if it is not plain which it is.
+        image: the column of the images, if it is not plain which it is.
         caption: the column of the captions, likewise.
         cache_gb: how much of remote files this machine keeps.
 
@@ -600,7 +596,7 @@ def open_hugging_face(
         return _classification(one, image, label, texts)
     if texts is not None:
         captions = _captions(one, texts)
-        return one.dataset(ParquetPictures(files, [image]), ("retrieval",), captions=captions)
+        return one.dataset(ParquetImages(files, [image]), ("retrieval",), captions=captions)
     raise DataError(
         f"dataset {name}: its columns are {_listed(files.schema.names)}; none is a label or a caption"
     )
@@ -681,7 +677,7 @@ def _classification(one: _Set, image: str, column: str, caption: str | None) -> 
         row = int((labels >= len(names)).nonzero()[0])
         raise one.fault(row, f"has label {values[row]}, but its schema names {len(names)} classes")
     return one.dataset(
-        ParquetPictures(one.files, [image]),
+        ParquetImages(one.files, [image]),
         ("zero-shot",),
         class_names=names,
         labels=labels,
@@ -736,22 +732,22 @@ def _captions(one: _Set, column: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _choices(one: _Set, image: str, columns: Sequence[str]) -> EvalDataset:
-    """One right caption of each picture, and wrong ones."""
+    """One right caption of each image, and wrong ones."""
     choices = []
     for row, own in enumerate(zip(*one.files.columns(*columns), strict=True)):
         if not all(isinstance(text, str) and text.strip() for text in own):
             raise one.fault(row, f"lacks one of {', '.join(columns)}")
         choices.append(tuple(text.strip() for text in own))
-    return one.dataset(ParquetPictures(one.files, [image]), ("compositional",), choices=tuple(choices))
+    return one.dataset(ParquetImages(one.files, [image]), ("compositional",), choices=tuple(choices))
 
 
 def _winoground(one: _Set) -> EvalDataset:
-    """Two pictures an item, each with its own caption and the other's."""
+    """Two images an item, each with its own caption and the other's."""
     choices = []
     for row, (first, second) in enumerate(zip(*one.files.columns("caption_0", "caption_1"), strict=True)):
         if not (isinstance(first, str) and isinstance(second, str)):
             raise one.fault(row, "lacks a caption")
         choices += [(first, second), (second, first)]
     items = torch.arange(len(one.files)).repeat_interleave(2)  # (N,)
-    pictures = ParquetPictures(one.files, ["image_0", "image_1"])
+    pictures = ParquetImages(one.files, ["image_0", "image_1"])
     return one.dataset(pictures, ("compositional",), choices=tuple(choices), items=items)

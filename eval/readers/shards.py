@@ -1,11 +1,11 @@
 """The layout in which the field publishes its sets, WebDataset shards with text files beside them.
 
-CLIP_benchmark and DataComp publish so, and data/shards/writer.py writes it: a sample has its picture and a
+CLIP_benchmark and DataComp publish so, and data/shards/writer.py writes it: a sample has its image and a
 ``cls`` (the number of its class), an ``npy`` (multi-hot, where ``dataset_type.txt`` says ``multilabel``; else
-facts about the picture, in columns that the caller names) or captions, one a line. Additions of our own:
+facts about the image, in columns that the caller names) or captions, one a line. Additions of our own:
 ``card.json`` may list ``"tasks"`` and states how many samples there are; a sample's json may list its captions
 as ``"captions"``, of which the caption file then holds the first; and ``dataset_type.txt`` may say
-``image_caption_selection``: of a picture's captions the first is right and the others are wrong.
+``image_caption_selection``: of an image's captions the first is right and the others are wrong.
 
 Plain shards, as crawls leave them, say nothing of themselves: without ``card.json``, ``dataset_type.txt`` and (in a
 split's own folder) ``nshards.txt``, pairs are scored without the samples that have no caption, and how many those
@@ -44,7 +44,7 @@ from data.shards.manifest import make_manifest
 from data.shards.samples import Sample, Shards
 from data.shards.shard import OpenShard, label_of, meta_of, text_of
 from data.shards.sources import find_shards
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, Pictures, some
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Images, NoSplit, some
 from eval.readers.files import beside, checked_set, folder_of_split, lines_of, read_text_file, written
 from eval.readers.folders import visible_folders
 from eval.results.records import parse_json
@@ -54,8 +54,8 @@ __all__ = [
     "CACHE_GB",
     "MAX_NPY_BYTES",
     "Annotations",
-    "EveryPicture",
-    "SomePictures",
+    "EveryImage",
+    "SomeImages",
     "address_of",
     "annotations_of",
     "array_of",
@@ -70,7 +70,7 @@ __all__ = [
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The ``.npy`` members of a sample: a multi-hot label, or facts about its picture as columns.
+# The ``.npy`` members of a sample: a multi-hot label, or facts about its image as columns.
 #
 # Only plain arrays of whole numbers, floats and booleans are read, and no header is believed before the bytes
 # are there; nothing in them is ever unpickled.
@@ -131,7 +131,7 @@ def _header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What lies beside each picture of shards: label, captions, and the numbers of its ``.npy``; no picture is read.
+# What lies beside each image of shards: label, captions, and the numbers of its ``.npy``; no image is read.
 #
 # Letters in shape comments: N samples, C classes, K columns.
 
@@ -156,7 +156,7 @@ class Annotations:
 
 
 def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
-    """Read what lies beside the pictures of dataset ``name``.
+    """Read what lies beside the images of dataset ``name``.
 
     Raises:
         DataError: a shard or a member cannot be read; a label is no number.
@@ -182,9 +182,9 @@ def annotations_of(name: str, shards: Shards, *, arrays: bool) -> Annotations:
 
 
 def _check_single(name: str, opened: OpenShard) -> None:
-    """Of two pictures or labels that share a name, one would not count."""
+    """Of two images or labels that share a name, one would not count."""
     index = opened.index
-    for what, column, extensions in (("pictures", IMAGE, IMAGE_EXTENSIONS), ("labels", LABEL, ("cls",))):
+    for what, column, extensions in (("images", IMAGE, IMAGE_EXTENSIONS), ("labels", LABEL, ("cls",))):
         there, samples = (
             sum(index.extensions.get(one, 0) for one in extensions),
             int(index.has()[:, column].sum()),
@@ -271,7 +271,7 @@ class _Bytes:
 
 
 def multi_hot(name: str, arrays: Sequence[Array | None], shards: Shards, *, classes: int) -> Tensor:
-    """(N, C) bool: which classes each picture shows.
+    """(N, C) bool: which classes each image shows.
 
     Args:
         name: of the dataset.
@@ -556,10 +556,10 @@ def _check_consecutive(shards: Sequence[ShardFile]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The pictures of shards, and some of them, in their order, as a set of their own.
+# The images of shards, and some of them, in their order, as a set of their own.
 
 
-class EveryPicture(Shards):
+class EveryImage(Shards):
     """All samples of shards."""
 
     def stamp(self) -> str:
@@ -569,7 +569,7 @@ class EveryPicture(Shards):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SomePictures:
+class SomeImages:
     """Random access to those samples of shards that are scored.
 
     Attributes:
@@ -577,7 +577,7 @@ class SomePictures:
         numbers: of these, of the ones that are scored.
     """
 
-    every: EveryPicture
+    every: EveryImage
     numbers: Sequence[int]
 
     def __len__(self) -> int:
@@ -664,23 +664,23 @@ def open_published(
     several = kind == "multilabel"
     if several and metadata_names:
         raise DataError(f"dataset {name} is multilabel, so its npy is its label and holds no metadata")
-    beside_pictures = annotations_of(name, shards, arrays=several or bool(metadata_names))
+    annotations = annotations_of(name, shards, arrays=several or bool(metadata_names))
     if shards.cache is not None:
         shards.cache.close()  # all that is fetched ahead is here; a suite would gather the threads of its datasets
-    pictures: Pictures = shards
+    pictures: Images = shards
     labels, captions = None, None
     if several:
-        labels = multi_hot(name, beside_pictures.arrays, shards, classes=len(class_names))
+        labels = multi_hot(name, annotations.arrays, shards, classes=len(class_names))
     else:
         marks = [beside(one, mark) for one in dict.fromkeys((place, root)) for mark in _MARKS_OF_WHOLE]
         plain = not any(read_text_file(mark) is not None for mark in marks)
-        pictures, labels, captions = _annotated(name, shards, beside_pictures, may_lack_captions=plain)
+        pictures, labels, captions = _annotated(name, shards, annotations, may_lack_captions=plain)
     tasks = _tasks(name, card, kind, pairs_only=labels is None and bool(captions))
-    if beside_pictures.not_utf8:
-        broken = f"{counted(len(beside_pictures.not_utf8), 'sample')} with a caption that is not UTF-8"
+    if annotations.not_utf8:
+        broken = f"{counted(len(annotations.not_utf8), 'sample')} with a caption that is not UTF-8"
         if not several and ({"retrieval", "compositional"} & set(tasks)):
             raise DataError(
-                f"dataset {name}: {broken}, the first is {beside_pictures.not_utf8[0]}: write them in UTF-8"
+                f"dataset {name}: {broken}, the first is {annotations.not_utf8[0]}: write them in UTF-8"
             )
         _log.warning("dataset %s: %s: captions are left out", name, broken)
         captions = None
@@ -688,7 +688,7 @@ def open_published(
     templates = tuple(
         line for line in lines_of(beside(root, "zeroshot_classification_templates.txt")) if line
     )
-    metadata = columns_of(name, beside_pictures.arrays, shards, metadata_names) if metadata_names else {}
+    metadata = columns_of(name, annotations.arrays, shards, metadata_names) if metadata_names else {}
     return checked_set(
         EvalDataset(
             name=name,
@@ -715,35 +715,35 @@ def _described(place: Path | str, split: str) -> tuple[Path | str, str]:
     return (own.parent, own.name) if known == [False, True] else (place, split)
 
 
-def _shards(found: Sequence[ShardFile], cache_gb: float) -> EveryPicture:
+def _shards(found: Sequence[ShardFile], cache_gb: float) -> EveryImage:
     """Their samples; counted anew, since statistics beside them may be of other shards."""
     cache = shard_cache([shard.url for shard in found], cache_gb)
     if cache is not None:
         cache.prefetch([shard for shard in found if shard.is_remote], threads=_FETCHING)
     selection = Selection(need=("image",), captions=CaptionRule())
-    return EveryPicture(make_manifest([found], selection, cache=cache, stats=False), selection, cache=cache)
+    return EveryImage(make_manifest([found], selection, cache=cache, stats=False), selection, cache=cache)
 
 
-def _check_count(name: str, shards: EveryPicture, split: str, card: dict[str, Any]) -> None:
+def _check_count(name: str, shards: EveryImage, split: str, card: dict[str, Any]) -> None:
     stated = card.get("samples", {}).get(split) if isinstance(card.get("samples"), dict) else None
     if shards.skipped or stated not in (None, len(shards)):
         expected = f", its card says {str(stated)[:_SHOWN]}" if stated is not None else ""
         raise DataError(
-            f"dataset {name}: split {split!r} has {counted(len(shards), 'sample')} with a picture, "
+            f"dataset {name}: split {split!r} has {counted(len(shards), 'sample')} with an image, "
             f"{shards.skipped} without"
             f"{expected}; fetch or write it again"
         )
 
 
 def _annotated(
-    name: str, shards: EveryPicture, found: Annotations, *, may_lack_captions: bool
-) -> tuple[Pictures, Tensor | None, tuple[tuple[str, ...], ...] | None]:
-    """The pictures with labels and captions: each either of every sample or of none.
+    name: str, shards: EveryImage, found: Annotations, *, may_lack_captions: bool
+) -> tuple[Images, Tensor | None, tuple[tuple[str, ...], ...] | None]:
+    """The images with labels and captions: each either of every sample or of none.
 
     Args:
         name: of the dataset.
         shards: its samples.
-        found: what lies beside their pictures.
+        found: what lies beside their images.
         may_lack_captions: whether samples without a caption are left out where others have one and none a label.
     """
     labels, captions = found.labels, found.captions
@@ -756,7 +756,7 @@ def _annotated(
             len(shards) - len(numbers),
             len(shards),
         )
-        return SomePictures(every=shards, numbers=numbers), None, tuple(filter(None, captions))
+        return SomeImages(every=shards, numbers=numbers), None, tuple(filter(None, captions))
     for what, present in (
         ("label", [one is not None for one in labels]),
         ("caption", list(map(bool, captions))),

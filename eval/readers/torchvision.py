@@ -1,8 +1,8 @@
-"""torchvision's own datasets, as files of encoded pictures where they are files, else as lossless PNG.
+"""torchvision's own datasets, as files of encoded images where they are files, else as lossless PNG.
 
 Each is listed with its splits and what torchvision calls them; what ImageNet calls ``val`` is what it is tested on.
-Several have none: torchvision gives all their pictures whatever is asked for, so the split of these is ``all``, and
-asking for another one is refused rather than answered with the same pictures.
+Several have none: torchvision gives all their images whatever is asked for, so the split of these is ``all``, and
+asking for another one is refused rather than answered with the same images.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ import torch
 
 from clipkit.errors import ConfigError, DataError, nearest
 from data.shards.samples import Sample
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, Pictures, some
-from eval.readers.files import FilePictures, checked_set, png_of
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Images, NoSplit, some
+from eval.readers.files import FileImages, checked_set, png_of
 
-__all__ = ["ALL", "TORCHVISION_SETS", "ArrayPictures", "NotFetched", "check_known", "open_torchvision"]
+__all__ = ["ALL", "TORCHVISION_SETS", "ArrayImages", "NotFetched", "check_known", "open_torchvision"]
 
 ALL = "all"  # the split of a set that has no splits
 
@@ -118,11 +118,11 @@ def open_torchvision(
     if files is not None and split == ALL:  # SUN397's are in the order in which the disk has them
         order.sort(key=lambda number: files[number])
     _check_labels(name, dataset, labels)
-    pictures: Pictures
+    pictures: Images
     if files is None:
-        pictures = ArrayPictures(dataset, f"torchvision:{kind}", split)
+        pictures = ArrayImages(dataset, f"torchvision:{kind}", split)
     else:
-        pictures = FilePictures(root, [files[number] for number in order])
+        pictures = FileImages(root, [files[number] for number in order])
     return checked_set(
         EvalDataset(
             name=name,
@@ -151,7 +151,7 @@ def check_known(kind: str) -> None:
 def _about_split(name: str, kind: str, split: str, splits: Splits) -> str:
     if ALL in splits:
         return (
-            f"dataset {name} has no split {split!r}: torchvision's {kind} has none and gives all its pictures, "
+            f"dataset {name} has no split {split!r}: torchvision's {kind} has none and gives all its images, "
             f"which is the split {ALL!r}"
         )
     return f"dataset {name} has no split {split!r}, only {some(list(splits))}"
@@ -181,7 +181,7 @@ def _made(name: str, kind: str, root: Path, told: Mapping[str, Any], download: b
 
 
 def _files(dataset: Any) -> list[Path] | None:
-    """The files of its pictures; None for a set of arrays."""
+    """The files of its images; None for a set of arrays."""
     for attribute in _FILES:
         found = getattr(dataset, attribute, None)
         if isinstance(found, list) and found and len(found) == len(dataset):
@@ -208,15 +208,15 @@ def _labels(name: str, dataset: Any) -> list[int]:
 
 
 def _check_labels(name: str, dataset: Any, labels: Sequence[int]) -> None:
-    """That they are those which torchvision gives with its pictures, of a few."""
+    """That they are those which torchvision gives with its images, of a few."""
     if not labels:
-        raise DataError(f"dataset {name} has no picture")
+        raise DataError(f"dataset {name} has no image")
     for number in {0, len(labels) // 2, len(labels) - 1}:
         try:
             image, given = dataset[number]
             image.close()
         except (OSError, SyntaxError) as error:
-            raise DataError(f"dataset {name}: picture {number} does not decode: {error}") from error
+            raise DataError(f"dataset {name}: image {number} does not decode: {error}") from error
         assert int(given) == labels[number], f"torchvision has changed where {name} keeps its labels"
 
 
@@ -226,8 +226,8 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
     return tuple(map(str, found))
 
 
-class ArrayPictures:
-    """Pictures that torchvision has in memory or unpacks itself, as lossless PNG.
+class ArrayImages:
+    """Images that torchvision has in memory or unpacks itself, as lossless PNG.
 
     Args:
         dataset: torchvision's.
@@ -242,11 +242,11 @@ class ArrayPictures:
         return len(self._dataset)
 
     def locate(self, number: int) -> tuple[str, str]:
-        """The set, and the picture's number in its split."""
+        """The set, and the image's number in its split."""
         return f"{self._shown} ({self._split})", str(number)
 
     def read(self, number: int) -> Sample:
-        """One picture.
+        """One image.
 
         Raises:
             DataError: it does not decode.
@@ -269,11 +269,11 @@ class ArrayPictures:
         )
 
     def stamp(self) -> str:
-        """The fingerprint, which is of what the pictures hold."""
+        """The fingerprint, which is of what the images hold."""
         return self.fingerprint()
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of all pixels where there is an array of them; else of some pictures."""
+        """16 hexadecimal digits of all pixels where there is an array of them; else of some images."""
         digest = hashlib.sha256(f"{len(self)}".encode())
         data = getattr(self._dataset, "data", None)
         if data is not None:

@@ -1,6 +1,6 @@
 """Takes what a page and a paired test need beside the scores, from features or predictions that are there already.
 
-Letters in shape comments: N pictures, D embedding dimension, C classes, E examples, T distinct captions, P pairs.
+Letters in shape comments: N images, D embedding dimension, C classes, E examples, T distinct captions, P pairs.
 """
 
 import base64
@@ -55,13 +55,13 @@ __all__ = [
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Small copies of pictures for a page that carries everything in itself.
+# Small copies of images for a page that carries everything in itself.
 
 THUMBNAIL_SIZE = 96  # pixels of the longer side
 
 
 def thumbnail(data: bytes) -> str:
-    """A base64 PNG of at most 96 pixels a side; "" if the picture does not decode (it is then shown as missing)."""
+    """A base64 PNG of at most 96 pixels a side; "" if the image does not decode (it is then shown as missing)."""
     from PIL import Image
 
     from clipkit.files.decode import decode_image
@@ -95,33 +95,31 @@ def zero_shot_details(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> Details:
-    """What zero-shot classification did, picture by picture, class by class.
+    """What zero-shot classification did, image by image, class by class.
 
     The examples are shown as in figure 21 of the CLIP paper (Radford et al. 2021), five labels with their
     probabilities. Each is a random one of the right or of the wrong predictions: a coin decides which kind comes
     first, then the kinds alternate while both last.
 
-    A picture with several labels is right if the first class is one of them. It has no place in a confusion matrix
-    or a count by class, and its metrics are no means over pictures: of these datasets there are examples alone.
+    An image with several labels is right if the first class is one of them. It has no place in a confusion matrix
+    or a count by class, and its metrics are no means over images: of these datasets there are examples alone.
 
-    Memory is bounded by blocks of similarities and a few numbers a picture.
+    Memory is bounded by blocks of similarities and a few numbers per image.
 
     Args:
-        dataset: of N pictures with labels and C class names.
+        dataset: of N images with labels and C class names.
         image_features: (N, D) unit norm, perhaps memory-mapped.
         class_weights: (D, C) unit columns.
         logit_scale: exp(t) of the model.
-        seed: chooses the examples. The order in which pictures are taken follows from it and N alone.
+        seed: chooses the examples. The order in which images are taken follows from it and N alone.
         device: where to take the products; where the features are if not given.
 
     Raises:
-        DataError: the dataset has no pictures, labels or class names.
+        DataError: the dataset has no images, labels or class names.
     """
     labels, classes = dataset.labels, len(dataset.class_names)
     if labels is None or not classes or not len(labels):
-        raise DataError(
-            f"dataset {dataset.name} has no labelled pictures with class names to take details of"
-        )
+        raise DataError(f"dataset {dataset.name} has no labelled images with class names to take details of")
     top = top_classes(image_features, class_weights, k=GUESSES, logit_scale=logit_scale, device=device)
     is_right = _is_right(top.classes, labels)  # (N, k)
     if labels.ndim == 1:
@@ -156,7 +154,7 @@ def prediction_details(
     confidence: Tensor | None = None,
     chosen_c: float | None = None,
 ) -> Details:
-    """What predictions of one class a picture say: by class, what was taken for what, and calibration.
+    """What predictions of one class per image say: by class, what was taken for what, and calibration.
 
     Args:
         dataset: with (N,) labels, N ≥ 1, and class names.
@@ -167,7 +165,7 @@ def prediction_details(
         chosen_c: of a probe, the C that validation chose.
     """
     labels, classes = dataset.labels, len(dataset.class_names)
-    assert labels is not None and labels.ndim == 1, "one label a picture"
+    assert labels is not None and labels.ndim == 1, "one label per image"
     predicted = predicted.cpu()
     correct = predicted == labels  # (N,)
     by_class = per_class_accuracy(correct, labels, classes)
@@ -202,23 +200,23 @@ def retrieval_details(
     values: Mapping[str, Tensor],
     seed: int = 0,
 ) -> Details:
-    """What retrieval did, query by query, and examples: pictures with the five captions most similar to them.
+    """What retrieval did, query by query, and examples: images with the five captions most similar to them.
 
-    The examples are chosen as those of ``zero_shot_details``. A picture is right if the first caption that is found
+    The examples are chosen as those of ``zero_shot_details``. An image is right if the first caption that is found
     is its own; a wrong caption goes before a right one of the same similarity, as in the scores. Ranks are of
     distinct captions, so they may be lower than those of the scores, where each copy counts.
 
     Only the examples are compared again: memory is a few numbers a caption.
 
     Args:
-        dataset: of N pictures with captions.
+        dataset: of N images with captions.
         image_features: (N, D) unit norm, perhaps memory-mapped.
         captions: the T distinct ones, as they stand.
         text_features: (T, D) unit norm.
-        pairs: (P, 2) int64, (picture, number of a caption of its own).
-        right: by metric, (queries,) bool; "image_to_text_R@1" of the N pictures.
+        pairs: (P, 2) int64, (image, number of a caption of its own).
+        right: by metric, (queries,) bool; "image_to_text_R@1" of the N images.
         values: by metric that is a mean of them, (queries,) float.
-        seed: chooses the examples. The order in which pictures are taken follows from it and N alone.
+        seed: chooses the examples. The order in which images are taken follows from it and N alone.
     """
     chosen = _choose_examples(right["image_to_text_R@1"], seed)
     similarity = class_scores(image_features[chosen], text_features.T, device=text_features.device)  # (E, T)
@@ -235,7 +233,7 @@ def retrieval_details(
 
 
 def _found_captions(number: int, captions: Sequence[str], similarity: Tensor, own: Tensor) -> Example:
-    """A picture's five most similar captions; (T,) similarities, and the numbers of those of its own."""
+    """An image's five most similar captions; (T,) similarities, and the numbers of those of its own."""
     is_own = torch.zeros(len(captions), dtype=torch.bool).index_fill(0, own, True)  # (T,)
     wrong_first = is_own.long().argsort(stable=True)
     order = wrong_first[similarity[wrong_first].argsort(descending=True, stable=True)]  # (T,)
@@ -288,7 +286,7 @@ def item_details(
 
 
 def _choose_examples(right: Tensor, seed: int) -> list[int]:
-    """At most six pictures, right and wrong ones in turn, each kind in random order; (N,) bool, whether right."""
+    """At most six images, right and wrong ones in turn, each kind in random order; (N,) bool, whether right."""
     generator = torch.Generator().manual_seed(seed)
     first = bool(torch.randint(2, (), generator=generator))
     order = torch.randperm(len(right), generator=generator)
@@ -320,7 +318,7 @@ def _bins(confidence: Tensor, correct: Tensor) -> tuple[Bin, ...]:
 def _example(
     dataset: EvalDataset, number: int, features: Tensor, class_weights: Tensor, logit_scale: float
 ) -> Example:
-    """One picture's five likeliest labels; ``features`` is (1, D)."""
+    """One image's five likeliest labels; ``features`` is (1, D)."""
     assert dataset.labels is not None
     label = dataset.labels[number]
     true = [int(label)] if label.ndim == 0 else label.nonzero()[:, 0].tolist()
@@ -343,12 +341,12 @@ def _example(
 
 
 def _picture(dataset: EvalDataset, number: int) -> Picture:
-    """A small copy; an empty one of a picture that cannot be read any more."""
+    """A small copy; an empty one of an image that cannot be read any more."""
     try:
         png = thumbnail(dataset.shards.read(number).image)
     except DataError:
         png = ""
-    return Picture(png=png, alt=f"picture {number:,} of {_short(dataset.name)}")
+    return Picture(png=png, alt=f"image {number:,} of {_short(dataset.name)}")
 
 
 def _name(dataset: EvalDataset, label: int) -> str:

@@ -3,7 +3,7 @@
 ``runs/a/results.jsonl`` has its details in ``runs/a/results.details/``. A file is named after the dataset, the task
 and a hash of what else tells it from others (weights, split, prompt set, setting); writing it again replaces it.
 
-Letters in shape comments: N pictures, D embedding dimension, C classes, E examples.
+Letters in shape comments: N images, D embedding dimension, C classes, E examples.
 """
 
 import base64
@@ -145,8 +145,8 @@ def whole(value: object) -> int | None:
 # The snapshots of a run folder: what one is, and how it is written and read.
 #
 # A snapshot is one JSON file, ``snapshots/step_<8 digits>.<dataset>.json``. It holds three things: example
-# predictions, the similarity matrix of a held-out batch, and the pictures nearest to fixed text queries; and
-# small copies of every picture they refer to.
+# predictions, the similarity matrix of a held-out batch, and the images nearest to fixed text queries; and
+# small copies of every image they refer to.
 
 _MAX_SNAPSHOT_BYTES = 16 << 20
 _FILE = re.compile(r"step_(\d{8,})\.(.+)\.json")
@@ -154,7 +154,7 @@ _FILE = re.compile(r"step_(\d{8,})\.(.+)\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A small copy of a picture: a base64 PNG ("" if it does not decode), and words for those who cannot see it."""
+    """A small copy of an image: a base64 PNG ("" if it does not decode), and words for those who cannot see it."""
 
     png: str
     alt: str
@@ -185,7 +185,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """Cosines of M pictures (rows) and their M captions (columns); the pairs are on the diagonal."""
+    """Cosines of M images (rows) and their M captions (columns); the pairs are on the diagonal."""
 
     pictures: tuple[str, ...]
     captions: tuple[str, ...]
@@ -199,7 +199,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Hit:
-    """A picture near a query; ``right`` is None where nobody knows."""
+    """An image near a query; ``right`` is None where nobody knows."""
 
     picture: str
     cosine: float
@@ -208,7 +208,7 @@ class Hit:
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """A text and the pictures nearest to it, nearest first."""
+    """A text and the images nearest to it, nearest first."""
 
     text: str
     hits: tuple[Hit, ...]
@@ -216,7 +216,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One moment in training on one dataset. Pictures are named by their number in the dataset."""
+    """One moment in training on one dataset. Images are named by their number in the dataset."""
 
     step: Count
     dataset: str
@@ -358,7 +358,7 @@ def pack(values: Tensor) -> Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """A bar of the reliability diagram: ``count`` pictures, their mean confidence and the share that is right."""
+    """A bar of the reliability diagram: ``count`` images, their mean confidence and the share that is right."""
 
     low: Fraction
     high: Fraction
@@ -381,23 +381,23 @@ class Details:
         setting: as in the scores.
         data_revision: as in the scores.
         class_names: of the C classes.
-        class_counts: (C,) pictures of each class; () where a picture has no class or several.
+        class_counts: (C,) images of each class; () where an image has no class or several.
         class_right: (C,) those of them whose class came first.
         mistakes: (class, taken for, how often), the most frequent first.
         matrix: the (C · C) cells of the whole confusion, row by row, a row a true class, where the classes are few.
         bins: of the reliability diagram.
         examples: predictions to look at; which ones follows from a seed. Of retrieval they are captions, equal ones
-            together, and their cosine similarities to the picture stand as probabilities.
+            together, and their cosine similarities to the image stand as probabilities.
         candidates: how many captions there are of these; 0 where the task is another.
         pictures: by the name that ``examples`` use.
-        right: by metric, whether each item is right, for paired tests. Items of retrieval metrics are pictures or
+        right: by metric, whether each item is right, for paired tests. Items of retrieval metrics are images or
             captions, whichever is asked about.
         values: by metric, a number of each item whose mean it is; of ``roc_auc`` the score that ranks it.
         labels: the class of each item, where it has one.
         superclass_names: of groups of classes, where the dataset has such.
         superclass_matrix: the confusion of these, packed by rows.
         chosen_rate: of a fine-tuned model, its learning rate.
-        tuned_on: of what was chosen, the pictures that it was chosen on: "val", or "a fifth of train".
+        tuned_on: of what was chosen, the images that it was chosen on: "val", or "a fifth of train".
         chosen_c: of a probe, the C that validation chose (the inverse of the strength of its regularization).
     """
 

@@ -60,12 +60,12 @@ class Score:
         task: such as "zero-shot" or "retrieval".
         metric: such as "acc1" or "image_to_text_R@1".
         value: 0–1, but for ranks, which begin at 1.
-        n: how many pictures (or captions) it is the mean of.
+        n: how many images (or captions) it is the mean of.
         low: lower end of the 95% interval; None where there is none.
         high: upper end.
         chance: what random guessing gives on average; None where that is not one number.
         split: of the dataset.
-        prompt_set: whose prompts, "own" for those that lie beside the pictures; "" where none are used, and of
+        prompt_set: whose prompts, "own" for those that lie beside the images; "" where none are used, and of
             retrieval where captions stand as they are.
         setting: of the task, such as "4-shot"; "" where it has none.
     """

@@ -1,9 +1,9 @@
 """Takes what the report shows of one moment in training, from features that an evaluation has already encoded.
 
-Which pictures and queries are taken depends only on the dataset and the seed, so that they can be followed from
+Which images and queries are taken depends only on the dataset and the seed, so that they can be followed from
 step to step.
 
-Shapes: N pictures, D feature dimensions, C classes, E examples, M pairs of the similarity matrix, Q queries.
+Shapes: N images, D feature dimensions, C classes, E examples, M pairs of the similarity matrix, Q queries.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ GUESSES = 5
 PAIRS = 16
 QUERIES = 6
 HITS = 8
-_MAX_QUERIES = 32  # keeps the file below 16 MB, whatever the pictures
+_MAX_QUERIES = 32  # keeps the file below 16 MB, whatever the images
 _MAX_TEXT = 300  # characters of a caption or class name that a page can use
 
 
@@ -53,7 +53,7 @@ def take_snapshot(
         step: of the training.
         queries: at most 32 texts to look for. By default class names spread over the list in the first template, or
             captions where there are no classes.
-        seed: chooses the pictures; the same at each step, so that they can be followed.
+        seed: chooses the images; the same at each step, so that they can be followed.
 
     Raises:
         DataError: the dataset is empty, the features are not finite numbers, or the queries are too many.
@@ -62,7 +62,7 @@ def take_snapshot(
         raise DataError(f"{len(queries)} queries are too many for a snapshot: give at most {_MAX_QUERIES}")
     dataset, features = subject.dataset, subject.images().projected  # (N, D)
     if len(features) == 0:
-        raise DataError(f"dataset {dataset.name} has no pictures to take a snapshot of")
+        raise DataError(f"dataset {dataset.name} has no images to take a snapshot of")
     if not bool(torch.isfinite(features).all()):
         raise DataError(f"the features of dataset {dataset.name} are not finite: the training has diverged")
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -95,7 +95,7 @@ def take_snapshot(
 
 
 def _examples(dataset: EvalDataset, picked: list[int], probabilities: Tensor) -> tuple[Example, ...]:
-    """CLIP's own figure: the five likeliest labels of each picture. ``probabilities`` is (E, C)."""
+    """CLIP's own figure: the five likeliest labels of each image. ``probabilities`` is (E, C)."""
     names, labels = dataset.class_names, dataset.labels
     examples = []
     for number, row in zip(picked, probabilities, strict=True):
@@ -119,7 +119,7 @@ def _examples(dataset: EvalDataset, picked: list[int], probabilities: Tensor) ->
 
 
 def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, str]]:
-    """Pictures with their texts: a held-out batch in which texts, and classes if there are any, differ."""
+    """Images with their texts: a held-out batch in which texts, and classes if there are any, differ."""
     pairs: list[tuple[int, str]] = []
     labels: set[int] = set()
     texts: set[str] = set()
@@ -154,7 +154,7 @@ def _matrix(features: Tensor, pairs: list[tuple[int, str]], texts: Tensor) -> Ma
 def _nearest(
     dataset: EvalDataset, features: Tensor, wanted: Sequence[tuple[str, int | None]], texts: Tensor
 ) -> tuple[Query, ...]:
-    """The nearest pictures of each text; ``wanted`` pairs a text with its class, where one is known."""
+    """The nearest images of each text; ``wanted`` pairs a text with its class, where one is known."""
     if not wanted:
         return ()
     top = (texts @ features.T).topk(min(HITS, len(features)), dim=1)
@@ -174,12 +174,12 @@ def _nearest(
 
 
 def _default_queries(dataset: EvalDataset, order: list[int]) -> list[tuple[str, int | None]]:
-    """Queries that nobody chose: classes spread over the list, else captions of a few pictures."""
+    """Queries that nobody chose: classes spread over the list, else captions of a few images."""
     names = dataset.class_names
     if not names:
         texts = dict.fromkeys(_text(dataset, number) for number in order[:QUERIES])
         return [(text, None) for text in texts if text]
-    # a class without a picture would have nothing to find
+    # a class without an image would have nothing to find
     present = list(range(len(names))) if dataset.labels is None else dataset.labels.unique().tolist()
     count = min(QUERIES, len(present))
     chosen = [present[round(i * (len(present) - 1) / max(1, count - 1))] for i in range(count)]
@@ -196,7 +196,7 @@ def _known_classes(dataset: EvalDataset, queries: Sequence[str]) -> list[tuple[s
 
 
 def _text(dataset: EvalDataset, number: int) -> str | None:
-    """The text that belongs to a picture: its first caption, else the prompt of its class."""
+    """The text that belongs to an image: its first caption, else the prompt of its class."""
     if dataset.captions is not None:
         return " ".join(dataset.captions[number][0].split())
     if dataset.labels is None or not dataset.class_names:
@@ -205,7 +205,7 @@ def _text(dataset: EvalDataset, number: int) -> str | None:
 
 
 def _picture(dataset: EvalDataset, number: int) -> Picture:
-    alt = _text(dataset, number) or f"picture {number}"
+    alt = _text(dataset, number) or f"image {number}"
     return Picture(png=thumbnail(dataset.shards.read(number).image), alt=_short(alt))
 
 

@@ -1,16 +1,16 @@
 """Whether a model tells captions apart that differ in the order or choice of words, and what belongs to a cue.
 
-Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two pictures an item
+Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two images an item
 SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``; where the metadata says the relation or the pair
-                    of attributes that a picture tests, ``mean_per_group_accuracy`` of all of them, and
+                    of attributes that an image tests, ``mean_per_group_accuracy`` of all of them, and
                     ``macro_accuracy`` as ARO's authors take it: without relations that they call symmetric, and
-                    of pairs with at least 25 pictures
+                    of pairs with at least 25 images
 WinoGAViL           ``jaccard``, by the number of candidates ``jaccard_5`` …, and ``jaccard_10-12``, which DataComp
                     counts: datasets with an ``association``
 
 A tie is counted as wrong everywhere. Equal captions are encoded once.
 
-Letters in shape comments: N pictures, T distinct texts, D embedding dimension, I items.
+Letters in shape comments: N images, T distinct texts, D embedding dimension, I items.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ from eval.tasks.subject import Outcome, Subject, metric_score
 __all__ = ["compositional", "run_compositional"]
 
 _GROUPS = ("relation", "attribute")
-_ENOUGH = 25  # pictures, for a pair of attributes to count
-_BLOCK = 16_384  # pictures whose similarities are computed at a time
+_ENOUGH = 25  # images, for a pair of attributes to count
+_BLOCK = 16_384  # images whose similarities are computed at a time
 
 
 def compositional(subject: Subject) -> list[Score]:
@@ -127,7 +127,7 @@ def _log_choose(n: int, k: Tensor) -> Tensor:
 
 
 def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
-    """(N, K) float32 cosines of each picture with its own texts, -inf where it has fewer than the longest list."""
+    """(N, K) float32 cosines of each image with its own texts, -inf where it has fewer than the longest list."""
     number: dict[str, int] = {}
     for own in texts:
         for text in own:

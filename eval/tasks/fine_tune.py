@@ -1,16 +1,16 @@
 """Fine-tuning: the image tower and a head of classes trained together on the training split, by ``train.py``.
 
 The head begins as the zero-shot classifier of the dataset's prompts, so that the training begins with its answers
-(WiSE-FT, Wortsman et al. 2022, arXiv 2109.01903), and pictures are told apart by their cosine with its rows. Of
-several learning rates the one is taken that is best on validation pictures; then the model is trained once more, on
-training and validation pictures together, and tested once. Validation pictures are those of the split ``val``, or a
+(WiSE-FT, Wortsman et al. 2022, arXiv 2109.01903), and images are told apart by their cosine with its rows. Of
+several learning rates the one is taken that is best on validation images; then the model is trained once more, on
+training and validation images together, and tested once. Validation images are those of the split ``val``, or a
 fifth of each class of ``train``, as for the linear probe. With one rate there is nothing to choose.
 
 Trainings are ``train.py``'s own, by configs/finetune.toml with all layers trained from the start and no averages.
-They, the rates that were tried and a copy of the pictures lie in a folder that their inputs name: what was stopped
+They, the rates that were tried and a copy of the images lie in a folder that their inputs name: what was stopped
 goes on, and nothing is trained twice.
 
-Letters in shape comments: N pictures, O embedding dimension, C classes.
+Letters in shape comments: N images, O embedding dimension, C classes.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ __all__ = ["ClassTraining", "Diverged", "FineTuned", "Picture", "fine_tune", "on
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Trains classifiers by ``train.py``: labelled pictures as shards, a head that it begins with, and its runs.
+# Trains classifiers by ``train.py``: labelled images as shards, a head that it begins with, and its runs.
 #
 # Everything lies in one folder and is made once, whichever process comes first. A run that was stopped goes on.
 
@@ -71,7 +71,7 @@ _PICTURES, _HEAD, _NAMES = "pictures", "head", "classnames.txt"
 _HELD = "another training"  # says train.py of a run that an orphan of a killed process still trains
 _WAIT = 1.0  # seconds between two looks at what another process does
 _MINUTES = 10  # between two checkpoints
-_THREADS, _PIECE = 4, 256  # that read pictures, and how many of these at a time
+_THREADS, _PIECE = 4, 256  # that read images, and how many of these at a time
 _KEPT = "what was trained is kept, and the same command goes on from there"
 
 _NOT_FINITE = "not_finite*.jsonl"  # that a training leaves whose loss or gradient is no number
@@ -85,12 +85,12 @@ class Diverged(DataError):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTraining:
-    """A folder of trainings of one model on one set of labelled pictures.
+    """A folder of trainings of one model on one set of labelled images.
 
     Attributes:
         folder: where they lie.
-        epochs: times that each picture is seen.
-        batch_size: pictures of a step over all devices; fewer where there are fewer.
+        epochs: times that each image is seen.
+        batch_size: images of a step over all devices; fewer where there are fewer.
         seed: of the order and the crops.
         device: where to train; on CUDA, all GPUs of this machine.
     """
@@ -108,16 +108,16 @@ class ClassTraining:
         learn: Sequence[Picture],
         tune: Sequence[Picture],
     ) -> None:
-        """Write the head and the pictures, unless they are there.
+        """Write the head and the images, unless they are there.
 
         Args:
             head: what trainings begin with, see ``with_class_head``.
             names: of its classes.
-            learn: the pictures to learn from.
+            learn: the images to learn from.
             tune: those to choose a learning rate on.
 
         Raises:
-            DataError: a picture cannot be read or decoded.
+            DataError: an image cannot be read or decoded.
             CheckpointError: the head cannot be written.
         """
         if not (self.folder / _HEAD).exists():
@@ -140,7 +140,7 @@ class ClassTraining:
             writer.finish({"name": "val"}, class_names=names, templates=["{c}"])
 
     def tuned(self, head: CLIP, rate: float, say: str) -> Mapping[str, float]:
-        """Train on the pictures to learn from; the metrics of those to tune on at the end."""
+        """Train on the images to learn from; the metrics of those to tune on at the end."""
         run = self.folder / f"rate_{rate!r}"
         steps = self._train(
             head, run, rate, ("train",), say, "eval.data=" + json.dumps([str(self.folder / _PICTURES)])
@@ -149,7 +149,7 @@ class ClassTraining:
         return {line["metric"]: float(line["value"]) for line in lines}
 
     def final(self, head: CLIP, rate: float, say: str) -> Path:
-        """Train on all pictures; the run."""
+        """Train on all images; the run."""
         run = self.folder / f"final_{rate!r}"
         splits = [one for one in ("train", TEST) if (self.folder / _PICTURES / one).is_dir()]
         self._train(head, run, rate, splits, say, "eval.data=[]")
@@ -190,7 +190,7 @@ class ClassTraining:
 
     def _run(self, settings: Sequence[str], log: Path, batch_size: int) -> str:
         """Its last line where it fails; nothing where it ends well or was asked to stop."""
-        # normalization by batches needs two pictures on each
+        # normalization by batches needs two images on each
         gpus = min(torch.cuda.device_count(), batch_size // 2) if self.device.type == "cuda" else 0
         launch = (
             ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
@@ -231,7 +231,7 @@ def _read(pictures: Sequence[Picture]) -> Iterator[tuple[bytes, int]]:
 def _model_settings(head: CLIP) -> dict[str, object]:
     """The settings with which train.py builds the same image tower; its text tower is not looked at.
 
-    A model has lost its name where it has a bias (of the sigmoid loss) or pictures of another size.
+    A model has lost its name where it has a bias (of the sigmoid loss) or images of another size.
 
     Raises:
         ConfigError: it has none, as train.py knows no such image tower by a name.
@@ -318,12 +318,12 @@ class FineTuned:
     """What came of it.
 
     Attributes:
-        scores: of the test pictures.
+        scores: of the test images.
         answers: the model's.
         setting: as in the scores.
         run: the training whose model it is; ``clipkit.load`` takes it.
         rate: its learning rate.
-        tuned_on: the pictures that it was chosen on; "" where there was one.
+        tuned_on: the images that it was chosen on; "" where there was one.
     """
 
     scores: tuple[Score, ...]
@@ -346,11 +346,11 @@ def fine_tune(
     """The subject's metrics of the model fine-tuned to the dataset.
 
     Args:
-        subject: with a split ``train`` of one label a picture, and ``val`` or not.
-        epochs: times that each picture is seen.
+        subject: with a split ``train`` of one label per image, and ``val`` or not.
+        epochs: times that each image is seen.
         rates: learning rates to choose from.
-        batch_size: pictures of a step.
-        seed: of the pictures to tune on where the dataset has none for it, and of the order of the others.
+        batch_size: images of a step.
+        seed: of the images to tune on where the dataset has none for it, and of the order of the others.
         runs: where the trainings lie; "fine-tune" in the cache folder if not given.
 
     Raises:
@@ -386,13 +386,13 @@ def fine_tune(
 
 
 def _splits(subject: Subject, seed: int, *, choose: bool) -> tuple[_Pictures, _Pictures, str]:
-    """Pictures to learn from, pictures to tune on, and what the latter are called."""
+    """Images to learn from, images to tune on, and what the latter are called."""
     dataset = subject.dataset
     train = learned(subject, "train", "fine-tuning", unseen="which prompts alone tell of")
     labels = labels_of(train)
     if labels.ndim != 1:
-        raise DataError(f"dataset {dataset.name} has several labels a picture, fine-tuning takes one")
-    # pictures that are scored are not tuned on
+        raise DataError(f"dataset {dataset.name} has several labels per image, fine-tuning takes one")
+    # images that are scored are not tuned on
     val = subject.split("val") if dataset.split != "val" else None
     if val is not None:
         check_classes(dataset, val)
@@ -444,7 +444,7 @@ def _name(subject: Subject, head: CLIP, learn: _Pictures, tune: _Pictures, optio
 
 
 def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: str, name: str) -> float:
-    """The rate that gives most on the pictures to tune on; of equals the first.
+    """The rate that gives most on the images to tune on; of equals the first.
 
     Raises:
         DataError: all diverge, or a training has failed.
@@ -470,7 +470,7 @@ def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: s
 def _tried(
     training: ClassTraining, head: CLIP, rates: Sequence[float], what: str
 ) -> Mapping[str, Mapping[str, float]]:
-    """What each rate gives on the pictures to tune on, nothing where it diverges; kept, the trainings are not."""
+    """What each rate gives on the images to tune on, nothing where it diverges; kept, the trainings are not."""
     file = training.folder / _RATES
     tried = _read_tried(file)
     for number, rate in enumerate(rates, start=1):

@@ -14,7 +14,7 @@ divided by C·N. It has one minimum, so how it is found changes nothing but the 
   is settled in float64. A probability's distance from its target is computed as such, so that it keeps its digits
   where the classes are told apart without an error.
 * It stops when another step would change the logits by less than ``tolerance`` of their size. scikit-learn stops
-  at a gradient of 1e-4 for any number of classes, pictures or size of features; of many classes or with a weak
+  at a gradient of 1e-4 for any number of classes, images or size of features; of many classes or with a weak
   penalty it stops well before its minimum.
 
 Letters in shape comments: N rows, W width of a feature, K classes, P = W + 1 parameters a class.
@@ -115,8 +115,8 @@ class LogisticFit:
     """A fitted classifier; its logits are ``features @ weight.T + bias``.
 
     Attributes:
-        weight: (K, W) float64 on the CPU; zeros for a class without a picture.
-        bias: (K,) float64; minus infinity for a class without a picture, infinity for one that every picture shows.
+        weight: (K, W) float64 on the CPU; zeros for a class without an image.
+        bias: (K,) float64; minus infinity for a class without an image, infinity for one that every image shows.
         C: inverse strength of the penalty.
         iterations: steps taken.
         evaluations: passes over the rows, of two products each.
@@ -176,7 +176,7 @@ class LogisticProblem:
             self._present = torch.bincount(labels, minlength=classes).nonzero()[:, 0]
             if len(self._present) < 2:
                 raise DataError(
-                    f"{len(self._present)} class in the pictures to learn from: it takes at least two"
+                    f"{len(self._present)} class in the images to learn from: it takes at least two"
                 )
             targets = torch.searchsorted(self._present, labels)
             if len(self._present) == 2:
@@ -186,7 +186,7 @@ class LogisticProblem:
             self._always = positive == self._n
             self._present = ((positive > 0) & ~self._always).nonzero()[:, 0]
             if not len(self._present):
-                raise DataError("no class that some pictures to learn from show and others do not")
+                raise DataError("no class that some images to learn from show and others do not")
             targets = labels[:, self._present]
         self._binary = labels.ndim == 1 and not self._softmax
         self._targets = targets.to(self._device)
@@ -227,7 +227,7 @@ class LogisticProblem:
         Args:
             C: inverse strength of the penalty, above 0.
             start: a fit for another C, or of other rows, to begin from; zeros if not given.
-            tolerance: by how much another step may still change the logits, as a share of their root mean square.
+            tolerance: largest change of the logits by another step, as a fraction of their root mean square.
             max_iterations: steps.
         """
         with full_float32(self._device):
@@ -440,15 +440,15 @@ def _between(low: float, high: float, low_slope: float, high_slope: float) -> fl
 # Few-shot least squares in closed form, as in Scaling Vision Transformers (Zhai et al. 2021, arXiv 2106.04560).
 #
 # The details are those of the authors' published evaluation (big_vision, ``fewshot_lsr``): features before the
-# head, each made mean 0 and deviation 1 over the pictures that are learned from; a further feature of 100 for
-# the bias, which is then hardly penalized; targets 1 for a picture's class and -1 for the others; L2 penalty
+# head, each made mean 0 and deviation 1 over the images that are learned from; a further feature of 100 for
+# the bias, which is then hardly penalized; targets 1 for an image's class and -1 for the others; L2 penalty
 # 2¹⁰, fixed, on the sum of squares.
 #
-# Letters in shape comments: N pictures, W width of a feature, C classes.
+# Letters in shape comments: N images, W width of a feature, C classes.
 
 PENALTY = 2.0**10
 _BIAS = 100.0
-_LEAST = 1e-5  # is added to deviations, since a single picture a class leaves some at 0
+_LEAST = 1e-5  # is added to deviations, since a single image a class leaves some at 0
 
 
 def ridge_classifier(features: Tensor, labels: Tensor, classes: int, *, penalty: float = PENALTY) -> Tensor:
@@ -484,17 +484,17 @@ def _solved(products: Tensor, right: Tensor, penalty: float) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Which pictures a task draws from a split: a function of the split's revision and a seed, of no model.
+# Which images a task draws from a split: a function of the split's revision and a seed, of no model.
 #
-# Letters in shape comments: N pictures, C classes.
+# Letters in shape comments: N images, C classes.
 
-CARVED = 5  # one picture in so many is taken away to tune on
+CARVED = 5  # one image in so many is taken away to tune on
 
 
 def shuffled_classes(labels: Tensor, classes: int, *, revision: str, seed: int) -> list[Tensor]:
-    """The pictures of each class in a random order: C tensors of int64, empty for a class without pictures.
+    """The images of each class in a random order: C tensors of int64, empty for a class without images.
 
-    The order within a class depends on its pictures, its number, the revision and the seed alone.
+    The order within a class depends on its images, its number, the revision and the seed alone.
     """
     order = torch.argsort(labels, stable=True)
     ends = torch.bincount(labels, minlength=classes).cumsum(0).tolist()
@@ -506,18 +506,18 @@ def shuffled_classes(labels: Tensor, classes: int, *, revision: str, seed: int) 
 
 
 def draw_shots(shuffled: list[Tensor], k: int) -> Tensor:
-    """The first k pictures of each shuffled class, sorted; those of a smaller k are among those of a greater."""
+    """The first k images of each shuffled class, sorted; those of a smaller k are among those of a greater."""
     return torch.cat([own[:k] for own in shuffled]).sort().values
 
 
 def carve(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
     """Split a training set in four fifths to learn from and one fifth to tune on.
 
-    Of pictures with one label, each class gives a fifth of its own, at least one; a class with a single picture
-    keeps it to learn from. Of pictures with several labels, (N, C) bool, it is a fifth of all.
+    Of images with one label, each class gives a fifth of its own, at least one; a class with a single image
+    keeps it to learn from. Of images with several labels, (N, C) bool, it is a fifth of all.
 
     Returns:
-        The numbers of the pictures, sorted, both int64; the second is empty where no class has two pictures.
+        The numbers of the images, sorted, both int64; the second is empty where no class has two images.
     """
     if not len(labels):
         return torch.arange(0), torch.arange(0)

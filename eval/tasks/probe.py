@@ -3,19 +3,19 @@
 The protocol is that of the CLIP paper (Radford et al. 2021, arXiv 2103.00020, appendix A.3): L-BFGS with at most
 1,000 steps; the strength λ = 1/C of the penalty from 1e-6 to 1e6 in 96 logarithmic steps, found by trying 1e-6,
 1e-4, … 1e6 and halving the interval around the peak down to 8 steps a decade, by what it gives on validation
-pictures; then fitted once more to training and validation pictures together, and tested once. Features are neither
+images; then fitted once more to training and validation images together, and tested once. Features are neither
 projected nor normalized.
 
 What the paper leaves open, and what is done here:
 
-* Validation pictures are those of the dataset's split ``val``; where it has none, a fifth of each class of
+* Validation images are those of the dataset's split ``val``; where it has none, a fifth of each class of
   ``train``, drawn with a seed. ``LinearProbe.tuned_on`` says which.
 * They are scored by the dataset's primary metric; where that needs groups or is a calibration, by top-1 accuracy.
   Of equal values the strongest penalty is taken.
-* Pictures with several labels (VOC 2007): one regression a class with one C for all, by 11-point mAP. How the
+* Images with several labels (VOC 2007): one regression a class with one C for all, by 11-point mAP. How the
   authors did it is not known.
 
-Letters in shape comments: N pictures, W width of a feature, C classes.
+Letters in shape comments: N images, W width of a feature, C classes.
 """
 
 import logging
@@ -109,8 +109,8 @@ class LinearSweep:
     """A tuned classifier.
 
     Attributes:
-        fit: with the chosen C, to training pictures, and to validation pictures unless told otherwise.
-        tried: the value on the validation pictures, by C.
+        fit: with the chosen C, to training images, and to validation images unless told otherwise.
+        tried: the value on the validation images, by C.
         unconverged: for which of the fits that were compared 1,000 steps were not enough, by C.
     """
 
@@ -130,7 +130,7 @@ def sweep(
     device: torch.device | None = None,
     refit: bool = True,
 ) -> LinearSweep:
-    """Tune a logistic regression on validation pictures, and fit it to them and the training pictures together.
+    """Tune a logistic regression on validation images, and fit it to them and the training images together.
 
     Args:
         train: features to learn from, not normalized.
@@ -140,7 +140,7 @@ def sweep(
         classes: C.
         metric: by which to tune; what ``tuning_metric`` gives.
         device: where to compute; the CPU if not given.
-        refit: whether the last fit is to the validation pictures too.
+        refit: whether the last fit is to the validation images too.
 
     Raises:
         DataError: fewer than two classes to learn from, or the metric is not defined for the validation labels.
@@ -202,7 +202,7 @@ class LinearProbe:
     """What came of one probe.
 
     Attributes:
-        scores: of the pictures that it was tested on.
+        scores: of the images that it was tested on.
         answers: what the classifier says of them.
         setting: "", or "layer K".
         tuned_on: "val", or "a fifth of train".
@@ -229,7 +229,7 @@ def linear_probe(subject: Subject, *, layers: bool | Sequence[int] = False, seed
     Args:
         subject: with a split ``train``, and ``val`` or not.
         layers: besides, of which blocks of the image tower to probe the class token, from 1; True for all.
-        seed: draws the pictures to tune on, where the dataset has none for it.
+        seed: draws the images to tune on, where the dataset has none for it.
 
     Raises:
         DataError: nothing to learn from, or labels that a metric cannot be had of.
@@ -277,7 +277,7 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     train = learned(subject, "train", "a linear probe")
     labels, classes = labels_of(train), len(dataset.class_names)
     features = subject.images("train", layer=layer).before_projection
-    # pictures that are scored are not tuned on
+    # images that are scored are not tuned on
     val = subject.split("val") if dataset.split != "val" else None
     if val is not None:
         check_classes(dataset, val)
@@ -329,7 +329,7 @@ def learned(
         subject: whose dataset it is of.
         split: its name.
         who: learns from it, for a message.
-        unseen: what becomes of classes without a picture in it, likewise.
+        unseen: what becomes of classes without an image in it, likewise.
 
     Raises:
         DataError: there is none, or its classes are others.
@@ -346,7 +346,7 @@ def learned(
         empty = [repr(name) for name, count in zip(dataset.class_names, counts, strict=True) if not count]
         if empty:
             _log.warning(
-                "dataset %s: classes without a picture to learn from, %s: %s",
+                "dataset %s: classes without an image to learn from, %s: %s",
                 dataset.name,
                 unseen,
                 some(empty),
@@ -367,20 +367,20 @@ def check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
 def check_carved(train: EvalDataset, labels: Tensor, tune: Tensor) -> None:
     if not len(tune):
         raise DataError(
-            f"dataset {train.name} has no val split, and no class of {train.split} can spare a picture for one"
+            f"dataset {train.name} has no val split, and no class of {train.split} can spare an image for one"
         )
     if labels.ndim == 1:
         alone = (torch.bincount(labels) == 1).nonzero()[:, 0].tolist()
         if alone:
             _log.warning(
-                "dataset %s: classes with one picture, which is learned from and not tuned on: %s",
+                "dataset %s: classes with one image, which is learned from and not tuned on: %s",
                 train.name,
                 some([repr(train.class_names[i]) for i in alone]),
             )
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Few-shot classification: what a linear classifier makes of 1, 2, 4, 8 and 16 pictures a class.
+# Few-shot classification: what a linear classifier makes of 1, 2, 4, 8 and 16 images a class.
 #
 # Features are those before the projection, not normalized, as in both sources of the two ways to learn from
 # them:
@@ -389,12 +389,12 @@ def check_carved(train: EvalDataset, labels: Tensor, tune: Tensor) -> None:
 #   "4-shot".
 # * logistic: logistic regression as for the linear probe. C is fixed at 1, scikit-learn's own default, and its
 #   setting is "4-shot logistic". With ``tuned`` C is chosen on the whole split ``val``, as in figure 6 of the CLIP
-#   paper; that takes more labelled pictures than it learns from, so its setting is "4-shot logistic tuned on val".
+#   paper; that takes more labelled images than it learns from, so its setting is "4-shot logistic tuned on val".
 #
-# The pictures are drawn anew with each seed, by the training split's revision and the seed alone, so that every
+# The images are drawn anew with each seed, by the training split's revision and the seed alone, so that every
 # model gets the same ones; those of a smaller k are among those of a greater one.
 #
-# Letters in shape comments: N pictures, W width of a feature, C classes, S seeds.
+# Letters in shape comments: N images, W width of a feature, C classes, S seeds.
 
 _C = 1.0
 
@@ -410,18 +410,18 @@ def few_shot(
     """The subject's metrics, each as the mean over seeds, and ``METRIC_std``, the deviation over them.
 
     The 95% interval of a mean is Student's, of the values of S draws: it says what other draws would give on the
-    same test pictures, and is left out for one seed. The deviation is that of a sample (S - 1), 0 for one seed; its
+    same test images, and is left out for one seed. The deviation is that of a sample (S - 1), 0 for one seed; its
     ``n`` is S.
 
     Args:
-        subject: with a split ``train`` of one label a picture.
-        shots: pictures a class. One that the smallest class cannot give is left out, which is logged.
+        subject: with a split ``train`` of one label per image.
+        shots: images a class. One that the smallest class cannot give is left out, which is logged.
         seeds: draws.
         estimators: of ``ESTIMATORS``.
         tuned: choose C of "logistic" on the split ``val``.
 
     Raises:
-        DataError: no such split, several labels a picture, or fewer pictures a class than any of ``shots``.
+        DataError: no such split, several labels per image, or fewer images a class than any of ``shots``.
         ConfigError: no seeds, shots below 1, or an unknown estimator.
     """
     _check(shots, seeds, estimators)
@@ -430,7 +430,7 @@ def few_shot(
     labels, classes = labels_of(train), len(dataset.class_names)
     if labels.ndim != 1:
         raise DataError(
-            f"dataset {dataset.name} has several labels a picture, few-shot classification takes one"
+            f"dataset {dataset.name} has several labels per image, few-shot classification takes one"
         )
     features = subject.images("train").before_projection
     tested = with_ones(subject.images().before_projection)
@@ -479,23 +479,23 @@ def _check(shots: Sequence[int], seeds: Sequence[int], estimators: Sequence[str]
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds = {list(seeds)} does not fit: a draw that is taken twice says nothing new")
     if not shots or min(shots) < 1:
-        raise ConfigError(f"shots = {list(shots)} does not fit: one picture a class or more")
+        raise ConfigError(f"shots = {list(shots)} does not fit: one image a class or more")
     for estimator in estimators:
         if estimator not in ESTIMATORS:
             raise ConfigError(f"unknown estimator {estimator!r}: known are {', '.join(ESTIMATORS)}")
 
 
 def _possible(subject: Subject, labels: Tensor, shots: Sequence[int]) -> list[int]:
-    """The shots that every class with pictures can give; a line tells of the others."""
+    """The shots that every class with images can give; a line tells of the others."""
     dataset = subject.dataset
     counts = torch.bincount(labels, minlength=len(dataset.class_names))
     if int((counts > 0).sum()) < 2:
         raise DataError(
-            f"dataset {dataset.name}: few-shot classification takes pictures of two classes or more"
+            f"dataset {dataset.name}: few-shot classification takes images of two classes or more"
         )
     least = int(counts[counts > 0].min())
     name = dataset.class_names[int((counts == least).nonzero()[0])]
-    why = f"class {name!r} has {least} picture{'s' * (least > 1)} to learn from"
+    why = f"class {name!r} has {least} image{'s' * (least > 1)} to learn from"
     possible = sorted({k for k in shots if k <= least})
     if not possible:
         raise DataError(f"dataset {dataset.name}: {why}, ask for as few shots")
@@ -507,7 +507,7 @@ def _possible(subject: Subject, labels: Tensor, shots: Sequence[int]) -> list[in
 def _classifier(
     subject: Subject, estimator: str, features: Tensor, labels: Tensor, classes: int, *, tuned: bool
 ) -> Tensor:
-    """(W + 1, C) float32 from the (N, W) features of a few pictures."""
+    """(W + 1, C) float32 from the (N, W) features of a few images."""
     if estimator == "ridge":
         return ridge_classifier(features, labels, classes)
     if not tuned:
@@ -575,14 +575,14 @@ def _student(freedom: int) -> float:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# k nearest neighbours: what the pictures around a picture are, without anything learned.
+# k nearest neighbours: what the images around an image are, without anything learned.
 #
 # By the protocol of DINO (Caron et al. 2021, arXiv 2104.14294): unit-norm features, here the projected ones;
-# the k training pictures of greatest cosine similarity s vote for their classes with weight exp(s / 0.07). The
+# the k training images of greatest cosine similarity s vote for their classes with weight exp(s / 0.07). The
 # plain vote counts each once. Votes that are equal go to the class of lower number, as in scikit-learn; of
-# equal similarities at the k-th place the training picture that comes first is taken.
+# equal similarities at the k-th place the training image that comes first is taken.
 #
-# Letters in shape comments: N training pictures, Q pictures to classify, D embedding dimension, C classes.
+# Letters in shape comments: N training images, Q images to classify, D embedding dimension, C classes.
 
 TEMPERATURE = 0.07
 _ROWS, _COLUMNS = 512, 1 << 14  # similarities at a time: 32 MiB, and a few arrays of that size beside it
@@ -590,7 +590,7 @@ _ROWS, _COLUMNS = 512, 1 << 14  # similarities at a time: 32 MiB, and a few arra
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Neighbours:
-    """The nearest training pictures, nearest first.
+    """The nearest training images, nearest first.
 
     Attributes:
         similarity: (Q, k) float32.
@@ -604,7 +604,7 @@ class Neighbours:
 def nearest_neighbours(
     queries: Tensor, training: Tensor, k: int, *, device: torch.device | None = None
 ) -> Neighbours:
-    """The k training pictures of greatest inner product with each query.
+    """The k training images of greatest inner product with each query.
 
     Memory is bounded by blocks of both, which may be memory-mapped, and by the result.
 
@@ -654,8 +654,8 @@ def votes(
     """What share of the votes each class gets.
 
     Args:
-        neighbours: at least k of each picture.
-        labels: (N,) int64 of the training pictures.
+        neighbours: at least k of each image.
+        labels: (N,) int64 of the training images.
         classes: C.
         k: how many of them vote.
         temperature: of the weights exp(s / temperature); None for the plain vote.
@@ -681,15 +681,15 @@ def votes(
 def knn(subject: Subject, *, ks: Sequence[int] = KS, temperature: float = TEMPERATURE) -> list[Score]:
     """The subject's metrics by neighbours: settings "k=20" for the weighted vote and "k=20 plain" for the other.
 
-    The shares of votes of all Q pictures, Q × C numbers, are held at a time; neighbours are found in blocks.
+    The fractions of votes of all Q images, Q × C numbers, are held at a time; neighbours are found in blocks.
 
     Args:
-        subject: with a split ``train`` of one label a picture.
-        ks: how many neighbours vote. More than there are training pictures are left out, which is logged.
+        subject: with a split ``train`` of one label per image.
+        ks: how many neighbours vote. More than there are training images are left out, which is logged.
         temperature: of the weighted vote.
 
     Raises:
-        DataError: no such split, several labels a picture, or fewer training pictures than any of ``ks``.
+        DataError: no such split, several labels per image, or fewer training images than any of ``ks``.
         ConfigError: no neighbours, or a temperature that is not above 0.
     """
     if not ks or min(ks) < 1:
@@ -702,18 +702,14 @@ def knn(subject: Subject, *, ks: Sequence[int] = KS, temperature: float = TEMPER
     labels, classes = labels_of(train), len(dataset.class_names)
     if labels.ndim != 1:
         raise DataError(
-            f"dataset {dataset.name} has several labels a picture, a vote of neighbours takes one"
+            f"dataset {dataset.name} has several labels per image, a vote of neighbours takes one"
         )
     possible = sorted({k for k in ks if k <= len(labels)})
     if not possible:
-        raise DataError(
-            f"dataset {dataset.name} has {len(labels)} pictures to vote, ask for as few neighbours"
-        )
+        raise DataError(f"dataset {dataset.name} has {len(labels)} images to vote, ask for as few neighbours")
     if left_out := sorted({k for k in ks if k > len(labels)}):
         named = ", ".join(map(str, left_out))
-        _log.warning(
-            "dataset %s: k=%s left out, it has %d pictures to vote", dataset.name, named, len(labels)
-        )
+        _log.warning("dataset %s: k=%s left out, it has %d images to vote", dataset.name, named, len(labels))
     found = nearest_neighbours(
         subject.images().projected, subject.images("train").projected, possible[-1], device=subject.device
     )

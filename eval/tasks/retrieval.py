@@ -1,8 +1,8 @@
-"""Retrieval between pictures and captions: recall among the first 1, 5 and 10, in both directions.
+"""Retrieval between images and captions: recall among the first 1, 5 and 10, in both directions.
 
 Every caption of the dataset stands in the list, also one that stands there twice. Equal captions mean the same,
-so a caption is right for every picture that bears it, whichever of its copies is meant. Without equal captions
-this is the usual recall: a picture is found by any of its own captions, a caption by its one picture.
+so a caption is right for every image that bears it, whichever of its copies is meant. Without equal captions
+this is the usual recall: an image is found by any of its own captions, a caption by its one image.
 
 Captions are read as they stand, unless the dataset was given a prompt for them: of Table 13 the CLIP paper (Radford
 et al. 2021) says that "a photo of" stands before each.
@@ -35,13 +35,13 @@ class Retrieved:
 
     Attributes:
         scores: R@k (k = 1, 5, 10), mean and median rank, as ``image_to_text_…`` and ``text_to_image_…``; and
-            ``mean_R@1``. A k that is not below the number of things to find is left out. Where pictures have
+            ``mean_R@1``. A k that is not below the number of things to find is left out. Where images have
             several captions, these are resampled together for the interval of ``text_to_image_R@k``.
-        right: by the name of each R@k, (Q,) bool of its queries: pictures, or captions, equal ones together.
+        right: by the name of each R@k, (Q,) bool of its queries: images, or captions, equal ones together.
         ranks: by the name of each mean rank, (Q,) int64, from 1.
         captions: the T distinct ones, as they stand.
         texts: (T, D) float32, unit norm: the features of these, with the prompt if they were given one.
-        pairs: (P, 2) int64, (picture, number of a caption of its own), sorted.
+        pairs: (P, 2) int64, (image, number of a caption of its own), sorted.
     """
 
     scores: list[Score]
@@ -53,7 +53,7 @@ class Retrieved:
 
 
 def retrieval(subject: Subject) -> Retrieved:
-    """Find captions by pictures and pictures by captions.
+    """Find captions by images and images by captions.
 
     Raises:
         Lacks: the dataset has no captions.
@@ -66,8 +66,8 @@ def retrieval(subject: Subject) -> Retrieved:
     text_counts = torch.tensor(list(copies.values()))  # (T,) of T distinct texts
     pairs = torch.tensor(
         [(i, text) for i, own in enumerate(captions) for text in sorted({number[one] for one in own})]
-    )  # (P, 2) picture, text
-    by_text = pairs[pairs[:, 1].argsort(stable=True)].flip(1)  # (P, 2) text, picture
+    )  # (P, 2) image, text
+    by_text = pairs[pairs[:, 1].argsort(stable=True)].flip(1)  # (P, 2) text, image
     texts = subject.texts([dataset.caption_prompt(caption) for caption in copies])  # (T, D)
     images = subject.images().projected.to(subject.device)
     once = torch.ones(len(dataset), dtype=torch.int64)

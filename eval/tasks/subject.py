@@ -1,6 +1,6 @@
 """One model on one dataset: what every task is given, and asks for what it needs.
 
-Letters in shape comments: N pictures or texts, D embedding dimension, W width before the projection, C classes.
+Letters in shape comments: N images or texts, D embedding dimension, W width before the projection, C classes.
 """
 
 import logging
@@ -119,7 +119,7 @@ class Subject:
         return self._splits[name]
 
     def images(self, split: str | None = None, *, layer: int | None = None) -> ImageFeatures:
-        """The features of all pictures of a split, by default of the one that is scored.
+        """The features of all images of a split, by default of the one that is scored.
 
         Args:
             split: which; it must be there.
@@ -128,7 +128,7 @@ class Subject:
 
         Raises:
             NoSplit: there is no such split.
-            DataError: a picture is broken, or the features are not finite.
+            DataError: an image is broken, or the features are not finite.
             ConfigError: the image tower has no such layer.
         """
         dataset = self.split(split or self.dataset.split)

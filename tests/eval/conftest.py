@@ -19,7 +19,7 @@ CLASSES = ("red", "green", "blue", "yellow", "black", "white", "grey")
 
 
 def png(seed: int) -> bytes:
-    """A random picture, sized unlike others."""
+    """A random image, sized unlike others."""
     random = np.random.default_rng(seed)
     pixels = random.integers(0, 256, (20 + seed % 7, 24, 3), dtype=np.uint8)
     file = BytesIO()
@@ -36,7 +36,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def write_dataset(tmp_path: Path) -> WriteDataset:
-    """Writes a dataset of random pictures with a label, a caption or both; returns its folder."""
+    """Writes a dataset of random images with a label, a caption or both; returns its folder."""
 
     def write(
         name: str = "colours",

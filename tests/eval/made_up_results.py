@@ -121,7 +121,7 @@ def add_details(
     classes: int = 10,
     pictures: Sequence[str] = (PNG,),
 ) -> None:
-    """Details as an evaluation would leave them: predictions right in two of three pictures."""
+    """Details as an evaluation would leave them: predictions right in two of three images."""
     for i in range(models):
         for number, dataset in enumerate(datasets):
             torch.manual_seed(number)
@@ -155,7 +155,7 @@ def add_details(
                     )
                 )
             shown = {
-                str(j): Picture(png=pictures[(j + number) % len(pictures)], alt="a picture") for j in range(6)
+                str(j): Picture(png=pictures[(j + number) % len(pictures)], alt="an image") for j in range(6)
             }
             fields = {**vars(details), "examples": tuple(examples), "pictures": shown}
             write_details(results, type(details)(**fields), weights=f"sha256:{i:016x}")

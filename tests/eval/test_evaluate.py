@@ -96,7 +96,7 @@ def test_no_acc5_of_five_classes(model: CLIP, write_dataset: WriteDataset) -> No
 
 
 def test_retrieval_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> None:
-    # several captions a picture, and captions that stand at several pictures, once even twice at one
+    # several captions per image, and captions that stand at several images, once even twice at one
     captions = [f"thing {i}\nkind {i % 5}" + ("\nkind 1" if i == 1 else "") for i in range(12)]
     folder = write_dataset(labels=[None] * 12, captions=captions, class_names=None, templates=None)
     dataset = evaluation.open_dataset(folder)
@@ -220,13 +220,13 @@ def test_a_batch_larger_than_any_number_is_the_whole_dataset(
 
 
 def break_picture(folder: Path, key: str) -> None:
-    """Replace a picture in a shard by bytes that are no picture."""
+    """Replace an image in a shard by bytes that are no image."""
     for shard in (folder / "test").glob("*.tar"):
         with tarfile.open(shard) as tar:
             members = [(m, tar.extractfile(m).read()) for m in tar.getmembers()]  # type: ignore[union-attr]
         with tarfile.open(shard, "w") as tar:
             for member, data in members:
-                data = b"not a picture" if member.name == f"{key}.png" else data
+                data = b"not an image" if member.name == f"{key}.png" else data
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
 
@@ -237,7 +237,7 @@ def test_a_picture_that_does_not_decode_is_named_on_every_rank(
     folder = write_dataset()
     break_picture(folder, "s0000013")
     dataset = evaluation.open_dataset(folder)
-    message = r"dataset colours: picture s0000013 of .*1\.tar: not a picture in a known format; .*"
+    message = r"dataset colours: image s0000013 of .*1\.tar: not an image in a known format; .*"
     with pytest.raises(DataError, match=message):
         evaluation.evaluate(model, dataset, batch_size=4)
     outcomes = Meeting().run(lambda ranks: Encoder(model, ranks=ranks).images(dataset))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the other code
 
 SIDE = 32
 CLOSE = 1e-4
-TEMPLATES = "a photo of a {c}.\n{c}\na blurry picture with much {c} in it\n"
+TEMPLATES = "a photo of a {c}.\n{c}\na blurry image with much {c} in it\n"
 
 
 def picture(number: int) -> bytes:
@@ -43,7 +43,7 @@ def picture(number: int) -> bytes:
 
 
 def publish(root: Path, samples: Sequence[Mapping[str, Any]], kind: str = "", split: str = "test") -> Path:
-    """A folder in the published layout; pictures of other splits are other ones."""
+    """A folder in the published layout; images of other splits are other ones."""
     (root / split).mkdir(parents=True)
     first = 0 if split == "test" else 1000
     with webdataset.ShardWriter(str(root / split / "%d.tar"), maxcount=9, verbose=False) as sink:
@@ -114,7 +114,7 @@ def twins() -> Twins:
 
 
 def test_zero_shot(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = [i * i % 6 for i in range(70)]  # unequal classes, of which some, and the last, have no picture
+    labels = [i * i % 6 for i in range(70)]  # unequal classes, of which some, and the last, have no image
     folder = publish(tmp_path / "set", [{"cls": label} for label in labels])
     ours = twins.scores(folder, "zero-shot")
     assert ours == pytest.approx(twins.theirs_says(folder, "zeroshot_classification", monkeypatch), abs=CLOSE)
@@ -127,7 +127,7 @@ def test_zero_shot(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_several_labels(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(5)
     rows = (random.random((50, len(CLASSES))) < 0.3).astype(np.int64)
-    rows[0] = 1  # a class without any picture would count as 0 there, and not at all here
+    rows[0] = 1  # a class without any image would count as 0 there, and not at all here
     folder = publish(tmp_path / "set", [{"npy": row} for row in rows], "multilabel")
     ours = twins.scores(folder, "zero-shot")
     theirs = twins.theirs_says(folder, "zeroshot_classification", monkeypatch)
@@ -137,7 +137,7 @@ def test_several_labels(twins: Twins, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_retrieval(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["red", "green", "old", "wet", "tall", "sad", "dog", "boat", "tree", "cup"]
-    own = [[f"{a} {words[i % 10]} {i}" for a in words[: 1 + i % 4]] for i in range(40)]  # 1 to 4 a picture
+    own = [[f"{a} {words[i % 10]} {i}" for a in words[: 1 + i % 4]] for i in range(40)]  # 1 to 4 an image
     folder = publish(tmp_path / "set", [{"txt": "\n".join(texts)} for texts in own], "retrieval")
     ours, theirs = (
         twins.scores(folder, "retrieval"),
@@ -155,7 +155,7 @@ def test_retrieval(twins: Twins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("pictures", [1, 2])
 def test_choice_between_captions(twins: Twins, tmp_path: Path, pictures: int) -> None:
-    """SugarCrepe has one picture an item, Winoground two, and both captions are right once."""
+    """SugarCrepe has one image an item, Winoground two, and both captions are right once."""
     pairs = [(f"a {i} above a {i + 1}", f"a {i + 1} above a {i}") for i in range(30)]
     choices = [pair[:: 1 - 2 * j] for pair in pairs for j in range(pictures)]
     samples = [{"txt": "\n".join(own)} for own in choices]

@@ -44,7 +44,7 @@ def run(model: CLIP, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def probed(write_dataset: WriteDataset) -> Path:
-    """A dataset with pictures to learn from, captions and a card of its own."""
+    """A dataset with images to learn from, captions and a card of its own."""
     folder = write_dataset("probed", labels=LABELS, captions=[f"thing {i}" for i in range(60)], split="train")
     test = write_dataset("aside", labels=LABELS[:23], captions=[f"thing {i}" for i in range(23)])
     shutil.copytree(test / "test", folder / "test")
@@ -166,7 +166,7 @@ def test_a_suite_goes_on_without_what_is_not_here_or_broken(
     arguments = ["run", "--suite", "clip27", "--data-root", str(root), "--model", str(run), "--out", str(out)]
     assert main([*arguments, "--data", str(write_dataset("mine"))]) == 1  # of the pets there are too few
     said = capsys.readouterr().err
-    assert "not scored: dataset pets: split 'test' has 50 pictures, its card says 3,669" in said
+    assert "not scored: dataset pets: split 'test' has 50 images, its card says 3,669" in said
     assert f"not here: mnist: not under {root}; published at hf://datasets/clip-benchmark/wds_mnist" in said
     assert {line["dataset"] for line in read_results(out)} == {"mine"}
 

@@ -38,7 +38,7 @@ keys = ["red", "green", "blue", "yellow", "black", "white", "grey"]
 templates = ["{c}"]
 
 [prompts.openai]
-templates = ["a picture in {c}."]
+templates = ["an image in {c}."]
 
 [caption_prompts]
 openai = "a photo of {c}"
@@ -98,7 +98,7 @@ def test_classes_and_captions_have_prompts_of_their_own(folder: Path) -> None:
     assert found == {
         "": ("first", ("{c}",), "", "{c}"),
         "first": ("first", ("{c}",), "", "{c}"),
-        "openai": ("openai", ("a picture in {c}.",), "openai", "a photo of {c}"),
+        "openai": ("openai", ("an image in {c}.",), "openai", "a photo of {c}"),
         "mine": ("first", ("{c}",), "mine", "{c}, {c}"),
         "simple": ("simple", ("a photo of a {c}.",), "", "{c}"),
     }
@@ -210,7 +210,7 @@ def test_published_numbers_stand_beside_the_captions_that_they_are_of(tmp_path: 
 
 def test_a_new_card_says_how_captions_get_a_prompt(folder: Path, write_dataset: WriteDataset) -> None:
     (folder / "card.toml").unlink()
-    (folder / "dataset_type.txt").write_text("retrieval\n")  # though its pictures have labels
+    (folder / "dataset_type.txt").write_text("retrieval\n")  # though its images have labels
     for own, asked in ((folder, True), (write_dataset(), False)):
         assert main(["new", "Mine", "--data", str(own)]) == 0
         text = (own / "card.toml").read_text()

@@ -352,7 +352,7 @@ def test_a_card_without_keys_takes_the_datasets_own() -> None:
     keys = [f"animal {number}" for number in range(182)]
     found = card.prompts("datacomp", keys, ["{c} in the wild"])
     assert found.prompts(7) == ("animal 7 in the wild",)
-    with pytest.raises(DataError, match="templates of prompts 'datacomp' are those beside the pictures"):
+    with pytest.raises(DataError, match="templates of prompts 'datacomp' are those beside the images"):
         card.prompts("datacomp", keys)
     with pytest.raises(DataError, match=r"has no prompts 'openai': known: datacomp, simple"):
         card.prompts("openai", keys)
@@ -516,9 +516,7 @@ def test_partial_data_is_refused() -> None:
     card = load_card("pets")
     card.check_size("test", 3669)
     card.check_size("val", 7)  # of which the card says nothing
-    with pytest.raises(
-        DataError, match="split 'test' has 3,668 pictures, its card says 3,669; fetch it again"
-    ):
+    with pytest.raises(DataError, match="split 'test' has 3,668 images, its card says 3,669; fetch it again"):
         card.check_size("test", 3668)
 
 

@@ -19,7 +19,7 @@ from eval.__main__ import main
 from eval.datasets.dataset import DEFAULT_TEMPLATES, NoSplit
 from eval.datasets.new import new_card
 from eval.readers import open_dataset, open_datasets
-from eval.readers.shards import SomePictures
+from eval.readers.shards import SomeImages
 from tests.eval.conftest import CLASSES
 
 WriteDataset = Callable[..., Path]
@@ -32,13 +32,13 @@ def picture() -> bytes:
 
 
 def test_a_published_folder(write_dataset: WriteDataset) -> None:
-    folder = write_dataset(captions=[f"picture {i}" for i in range(23)])
+    folder = write_dataset(captions=[f"image {i}" for i in range(23)])
     dataset = open_dataset(folder)
     assert (dataset.name, len(dataset), dataset.tasks) == ("colours", 23, ("zero-shot",))
     assert dataset.class_names[:3] == ("red", "green", "blue")
     assert dataset.templates == ("a photo of something {c}.", "{c}")
     assert dataset.labels is not None and dataset.labels.tolist() == [i % 7 for i in range(23)]
-    assert dataset.captions is not None and dataset.captions[22] == ("picture 22",)
+    assert dataset.captions is not None and dataset.captions[22] == ("image 22",)
     assert dataset.revision == open_dataset(folder.rename(folder.with_name("moved"))).revision
 
 
@@ -71,7 +71,7 @@ def test_duplicate_and_empty_classes_are_told(
         assert open_dataset(folder).class_names == ("missile", "cat", "missile", "dog")
     assert [record.getMessage() for record in caplog.records] == [
         "dataset colours: class names that stand for several classes: 'missile'",
-        "dataset colours: classes without a picture: 'dog'",
+        "dataset colours: classes without an image: 'dog'",
     ]
 
 
@@ -104,8 +104,8 @@ def test_plain_shards_are_scored_without_samples_that_lack_a_caption(
         (1, "s0000002", "b"),
         (2, "s0000004", "c"),
     ]
-    assert "picture s0000002 of" in dataset.where(1)
-    assert isinstance(dataset.shards, SomePictures)
+    assert "image s0000002 of" in dataset.where(1)
+    assert isinstance(dataset.shards, SomeImages)
     every = dataset.shards.every.fingerprint()
     assert dataset.revision == open_dataset(folder).revision != every
     assert "has no caption" in refusal(folder / "test")  # whose nshards.txt says that it was written as one
@@ -151,7 +151,7 @@ def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
     assert dataset.class_names == ("dog", "tabby cat")
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 1]
     assert dataset.templates == DEFAULT_TEMPLATES
-    assert dataset.where(2) == f"dataset pets: picture tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
+    assert dataset.where(2) == f"dataset pets: image tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
     assert dataset.shards.read(1).image == picture()
     revision = dataset.revision
     (tmp_path / "pets" / "dog" / "6.jpg").write_bytes(picture())
@@ -174,7 +174,7 @@ def put_pictures(folder: Path, *names: str) -> Path:
 
 
 def picture_folder(folder: Path) -> Path:
-    """A folder of a picture in each of two classes."""
+    """A folder of an image in each of two classes."""
     for name in ("cat", "cow"):
         (folder / name).mkdir(parents=True)
         (folder / name / "1.jpg").write_bytes(picture())
@@ -188,7 +188,7 @@ def test_classes_of_folders_are_those_of_all_splits(tmp_path: Path, caplog: pyte
     train, test = open_dataset(tmp_path / "pets", split="train"), open_dataset(tmp_path / "pets")
     assert train.class_names == test.class_names == ("cat", "dog", "emu")
     assert test.labels is not None and test.labels.tolist() == [0, 2]
-    assert "classes without a picture: 'dog'" in caplog.text
+    assert "classes without an image: 'dog'" in caplog.text
     with pytest.raises(NoSplit, match="has no split 'val'"):
         open_dataset(tmp_path / "pets", split="val")
     stamp = test.stamp
@@ -233,9 +233,8 @@ def test_splits_go_by_the_usual_names(tmp_path: Path, write_dataset: WriteDatase
 
 def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_dataset: WriteDataset) -> None:
     one = put_pictures(tmp_path / "one", "images/1.jpg", "images/2.jpg")
-    assert (
-        f"one class only, 'images': pictures by class take two folders or more, as {one / 'cat'}"
-        in refusal(one)
+    assert f"one class only, 'images': images by class take two folders or more, as {one / 'cat'}" in refusal(
+        one
     )
     table = one / "caps.csv"
     table.write_text("path,caption\nimages/1.jpg,a cat\n")
@@ -308,8 +307,8 @@ def test_what_is_no_picture_file_is_refused(tmp_path: Path) -> None:
     (link / "cat" / "z.png").symlink_to("nothing")
     lost = picture_folder(tmp_path / "lost")
     (lost / "dog").symlink_to("nothing")
-    assert refusal(pipe) == f"picture {pipe / 'cat' / 'z.png'} is not a regular file: remove it"
-    assert refusal(link) == f"picture {link / 'cat' / 'z.png'} is a link to nothing: mend or remove it"
+    assert refusal(pipe) == f"image {pipe / 'cat' / 'z.png'} is not a regular file: remove it"
+    assert refusal(link) == f"image {link / 'cat' / 'z.png'} is a link to nothing: mend or remove it"
     with (picture_folder(tmp_path / "large") / "cat" / "1.jpg").open("r+b") as file:
         file.truncate((256 << 20) + 1)
     assert "has 268435457 bytes, the limit is 268435456" in refusal(tmp_path / "large")
@@ -344,9 +343,9 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
     assert refusal("~nouser/x").startswith("no dataset '~nouser/x'")
     assert refusal("x" * 5000) == f"cannot read dataset '{'x' * 200}': File name too long"
     (tmp_path / "empty").mkdir()
-    assert "no picture in folders by class" in refusal(tmp_path / "empty")
+    assert "no image in folders by class" in refusal(tmp_path / "empty")
     assert "has label 7, but there are 7 class names" in refusal(write_dataset("range", labels=[0, 7]))
-    assert "picture s0000001" in refusal(tmp_path / "range")
+    assert "image s0000001" in refusal(tmp_path / "range")
     assert "sample s0000001 of" in refusal(write_dataset("unlabelled", labels=[0, None]))
     assert "has no label, others have one" in refusal(tmp_path / "unlabelled")
     assert "has no caption" in refusal(write_dataset("mute", labels=[0, 1], captions=["a", " \n"]))

@@ -91,15 +91,15 @@ def test_a_card_of_ones_own_has_to_fit_the_pictures(
     assert new_card("Mine", write_dataset("seven")).further == ("acc5", "mean_per_class_recall")
     (folder / "classnames.txt").rename(folder / "aside.txt")
     (folder / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc1"\nkeys = ["0", "1"]\n')
-    with pytest.raises(DataError, match="card colours has 2 classes, the pictures of colours are of 3"):
+    with pytest.raises(DataError, match="card colours has 2 classes, the images of colours are of 3"):
         find_targets([str(folder)])
     (folder / "aside.txt").rename(folder / "classnames.txt")
     for text, message in (
         (
             'metric = "roc_auc"',
-            r"do not fit the pictures: each must be a metric of zero-shot: acc1, .*two classes",
+            r"do not fit the images: each must be a metric of zero-shot: acc1, .*two classes",
         ),
-        ('metric = "map_11_point"\nmultilabel = true', "each picture has one label, .* multilabel = false"),
+        ('metric = "map_11_point"\nmultilabel = true', "each image has one label, .* multilabel = false"),
         ('metric = "worst_region_acc1"\nmetadata = ["region"]', "has no npy, where region should stand"),
     ):
         (folder / "card.toml").write_text(f'tasks = ["zero-shot"]\n{text}\n')

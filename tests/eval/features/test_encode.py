@@ -28,7 +28,7 @@ WriteDataset = Callable[..., Path]
 def test_five_datasets_that_share_pictures_and_classes_encode_nothing_twice(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
-    # pictures are told by their number: the first 23, fewer of them, with other labels, doubled in themselves
+    # images are told by their number: the first 23, fewer of them, with other labels, doubled in themselves
     folders = [
         write_dataset("one"),
         write_dataset("two", labels=[i % 3 for i in range(11)], class_names=("red", "green", "blue")),
@@ -42,7 +42,7 @@ def test_five_datasets_that_share_pictures_and_classes_encode_nothing_twice(
     for folder in folders:
         tasks = ["zero-shot", "retrieval"] if folder.name == "five" else ["zero-shot"]
         evaluate(Subject(encoder, open_dataset(folder)), tasks=tasks)
-    # 30 pictures in all; 7 colours in three templates, of which captions use one
+    # 30 images in all; 7 colours in three templates, of which captions use one
     assert encoder.encoded == {"images": 30, "texts": 21}
     again = Encoder(model, store=tmp_path / "features")
     for folder in folders:
@@ -148,7 +148,7 @@ def test_ranks_with_stores_of_their_own_share_what_one_of_them_has(
         own = Encoder(model, store=encoder.store)
         assert torch.equal(own.images(dataset).projected, found[rank])
         assert own.encoded == {"images": 0, "texts": 0}
-    # a rank without a picture's features encodes it, one with them gives them to the other
+    # a rank without an image's features encodes it, one with them gives them to the other
     assert 14 <= sum(encoder.encoded["images"] for encoder in encoders) < 23
     assert sum(encoder.encoded["texts"] for encoder in encoders) == 3
 

@@ -58,7 +58,7 @@ def test_top_k_and_per_class_recall_are_scikit_learns(seed: int, n: int, classes
         recall_score(labels, predicted, average="macro", labels=labels.unique(), zero_division=0)
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it remarks on predicted classes that no picture has
+        warnings.simplefilter("ignore", UserWarning)  # it remarks on predicted classes that no image has
         assert recall == pytest.approx(balanced_accuracy_score(labels, predicted))
 
 

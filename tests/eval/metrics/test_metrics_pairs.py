@@ -79,7 +79,7 @@ def test_winoground_is_that_of_the_paper(seed: int, ties: bool, broken: bool) ->
     if broken:
         similarity[0, 0, 1] = torch.nan
     text, image = [], []
-    for (a, b), (c, d) in similarity.tolist():  # a row a picture
+    for (a, b), (c, d) in similarity.tolist():  # a row per image
         text.append(a > b and d > c)
         image.append(a > c and d > b)
     found = metrics.winoground(similarity)
@@ -198,7 +198,7 @@ def test_a_comparison_is_rarely_beyond_chance_when_nothing_differs() -> None:
 
 
 class Identity:
-    """Stands for a model in CLIP_benchmark's functions: its pictures and captions are the features themselves."""
+    """Stands for a model in CLIP_benchmark's functions: its images and captions are the features themselves."""
 
     def encode_image(self, images: Tensor) -> Tensor:
         return images.flatten(1)
@@ -272,7 +272,7 @@ def test_captions_are_chosen_as_in_clip_benchmark_but_for_ties() -> None:
     one_picture = theirs(pictures[:, :1], captions)
     pairs = metrics.pairwise_accuracy(similarity[:, 0, 0], similarity[:, 0, 1])
     assert pairs.value == pytest.approx(one_picture["text_acc"])
-    assert one_picture["image_acc"] == 1  # one picture against itself
+    assert one_picture["image_acc"] == 1  # one image against itself
 
     captions[:, 1] = captions[:, 0]  # a model that sees no difference
     similarity = pictures @ captions.transpose(1, 2)

@@ -164,7 +164,7 @@ def test_class_scores_order_pictures_as_probabilities_do(seed: int, n: int, clas
 
 
 def test_softmax_before_ranking_gives_another_map() -> None:
-    """A picture of everything outranks, in every class, one that shows a single thing; but for its softmax."""
+    """An image of everything outranks, in every class, one that shows a single thing; but for its softmax."""
     scores = torch.tensor([[0.30, 0.30], [0.28, 0.10]])
     labels = torch.tensor([[False, True], [True, False]])
     plain = metrics.class_scores(scores, torch.eye(2))
@@ -209,7 +209,7 @@ def test_clip_benchmark_counts_a_class_without_pictures_and_takes_ties_in_any_or
     assert metrics.mean_average_precision(scores, labels).value == 1
     same, first = torch.zeros(4, 1), torch.tensor([[1], [0], [0], [0]])
     orders = {clip_benchmark.average_precision_per_class(same, first.roll(i, 0)).item() for i in range(4)}
-    assert len(orders) > 1  # where in the file the picture stands decides
+    assert len(orders) > 1  # where in the file the image stands decides
     assert {metrics.mean_average_precision(same, first.roll(i, 0)).value for i in range(4)} == {0.25}
 
 

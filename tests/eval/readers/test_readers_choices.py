@@ -1,4 +1,4 @@
-"""SugarCrepe's and ARO's JSON files with folders of pictures."""
+"""SugarCrepe's and ARO's JSON files with folders of images."""
 
 import json
 from io import BytesIO
@@ -38,13 +38,13 @@ def test_sugar_crepe(tmp_path: Path) -> None:
     file = write(tmp_path / "data/swap_obj.json", PAIRS)
     assert "no folder images or val2017 beside" in refusal(file)
     (tmp_path / "val2017").mkdir()
-    assert "picture 1.jpg of entry 0 of swap_obj.json is not in" in refusal(file)
+    assert "image 1.jpg of entry 0 of swap_obj.json is not in" in refusal(file)
     (tmp_path / "val2017/1.jpg").write_bytes(png(1))
     dataset = open_dataset(file)
     assert (dataset.name, dataset.tasks) == ("swap_obj", ("compositional",))
     assert dataset.choices == (("a dog on a cat", "a cat on a dog"), ("red", "blue"))
     assert [dataset.shards.read(number).image for number in range(2)] == [png(1)] * 2
-    assert dataset.where(1) == f"dataset swap_obj: picture 1.jpg of {tmp_path / 'val2017'}"
+    assert dataset.where(1) == f"dataset swap_obj: image 1.jpg of {tmp_path / 'val2017'}"
     assert open_dataset(file, images=tmp_path / "val2017").revision == dataset.revision
     with pytest.raises(NoSplit):
         open_dataset(file, split="train")
@@ -112,8 +112,8 @@ def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
         ([1], "is no list of entries"),
         ([{"a": 1}], "has entries of another form; known: filename, caption, negative_caption"),
         ({"0": {**PAIRS["0"], "caption": " "}}, "entry 0 of"),
-        ({"0": {**PAIRS["0"], "filename": "../1.jpg"}}, "names a picture out of its folder"),
-        ({"0": {**PAIRS["0"], "filename": "/etc/hostname"}}, "names a picture out of its folder"),
+        ({"0": {**PAIRS["0"], "filename": "../1.jpg"}}, "names an image out of its folder"),
+        ({"0": {**PAIRS["0"], "filename": "/etc/hostname"}}, "names an image out of its folder"),
         ({"0": {**PAIRS["0"], **BOX, "bbox_x": -1}}, "has the box [-1, 5, 8, 4]"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Folders of pictures as people have them: with links, with what programs leave there, or built wrongly."""
+"""Folders of images as people have them: with links, with what programs leave there, or built wrongly."""
 
 import json
 import logging
@@ -85,17 +85,17 @@ def test_pictures_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "eval"):
         assert len(open_dataset(pets)) == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "dataset pets: pictures beside the class folders are left out: another.JPG, stray.png"
+        "dataset pets: images beside the class folders are left out: another.JPG, stray.png"
     ]
     (pets / "dog" / "3.HEIC").write_bytes(b"x")
     assert refusal(pets) == (
-        f"picture {pets / 'dog' / '3.HEIC'} is of a kind that is not read: write it as JPEG or PNG, or remove it"
+        f"image {pets / 'dog' / '3.HEIC'} is of a kind that is not read: write it as JPEG or PNG, or remove it"
     )
 
 
 def test_folders_called_like_splits_are_no_classes(tmp_path: Path) -> None:
     flat = fill(tmp_path / "flat", "Test/1.png", "train/2.png")
-    assert "holds pictures in Test, train, which are called like splits, not like classes" in refusal(flat)
+    assert "holds images in Test, train, which are called like splits, not like classes" in refusal(flat)
     vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # a class may be one
     assert vehicles.class_names == ("car", "train")
 

@@ -1,4 +1,4 @@
-"""Hugging Face's datasets as parquet files: what their columns mean, and reading a few pictures at a time."""
+"""Hugging Face's datasets as parquet files: what their columns mean, and reading a few images at a time."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.features.encoder import Encoder
 from eval.readers import open_dataset, open_hugging_face
-from eval.readers.parquet import ParquetPictures
+from eval.readers.parquet import ParquetImages
 from tests.data.remote import servers
 from tests.data.remote.servers import Nginx
 from tests.data.remote.test_hub import use
@@ -178,7 +178,7 @@ def test_winogavil(tmp_path: Path, kind: str) -> None:
     if kind == "column":
         fewer = {**columns, "candidates_images": [[image(0, of="owl")], [image(0, of="owl")]]}
         write(tmp_path / "w/test.parquet", fewer)
-        with pytest.raises(DataError, match="there are 1 pictures, none is number 1"):
+        with pytest.raises(DataError, match="there are 1 images, none is number 1"):
             open_dataset(tmp_path / "w").shards.read(1)
     write(tmp_path / "w/test.parquet", {**columns, "associations": [["owl"], ["cat"]]})
     assert "row 1 has no cue, a candidate twice, or associations" in refusal(tmp_path / "w")
@@ -190,7 +190,7 @@ def test_few_row_groups_are_in_memory_and_each_is_read_once(
     file = write(tmp_path / "x/test.parquet", {"image": images(60), "label": [0] * 60}, group=5)
     dataset = open_dataset(file.parent)
     pictures = dataset.shards
-    assert isinstance(pictures, ParquetPictures) and pictures.group_reads == 0
+    assert isinstance(pictures, ParquetImages) and pictures.group_reads == 0
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda number: pictures.read(number).image, range(60)))
     assert found == [b"picture %d" % seed for seed in range(60)]
@@ -213,18 +213,18 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     write(two.with_name("test-00001-of-00002.parquet"), {"image": images(2), "label": ["a", "b"]})
     assert "has other columns than" in refusal(two.parent)
     paths = open_dataset(write(tmp_path / "paths/test.parquet", {"image": ["1.jpg"], "label": [0]}).parent)
-    with pytest.raises(DataError, match="it holds string, no bytes of a picture"):
+    with pytest.raises(DataError, match="it holds string, no bytes of an image"):
         paths.shards.read(0)
     lost = {"image": [image(0), {"bytes": None, "path": "1.jpg"}], "label": [0, 0]}
     dataset = open_dataset(write(tmp_path / "lost/test.parquet", lost).parent)
-    with pytest.raises(DataError, match="it holds no picture, only where one was"):
+    with pytest.raises(DataError, match="it holds no image, only where one was"):
         dataset.shards.read(1)
 
 
 def test_broken_pictures_are_named(tmp_path: Path, model: CLIP) -> None:
-    pictures = [{"bytes": png(seed) if seed % 5 else b"no picture", "path": None} for seed in range(1, 12)]
+    pictures = [{"bytes": png(seed) if seed % 5 else b"no image", "path": None} for seed in range(1, 12)]
     dataset = open_dataset(write(tmp_path / "x/test.parquet", {"image": pictures, "label": [0] * 11}).parent)
-    with pytest.raises(DataError, match=r"dataset x: picture row 4, image of .*/test\.parquet: "):
+    with pytest.raises(DataError, match=r"dataset x: image row 4, image of .*/test\.parquet: "):
         Encoder(model).images(dataset)
 
 

@@ -146,7 +146,7 @@ def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.Log
     dataset = open_dataset(publish(tmp_path / "order", samples, classes=None, kind="image_caption_selection"))
     assert dataset.choices == (("a dog bites a man", "a man bites a dog"), ("x", "y", "x"))
     assert (dataset.captions, dataset.tasks) == (None, ("compositional",))
-    assert "1 picture whose right caption is among the wrong ones" in caplog.text
+    assert "1 image whose right caption is among the wrong ones" in caplog.text
     one = publish(tmp_path / "one", [{"txt": "alone"}], classes=None, kind="image_caption_selection")
     assert "has 1 caption to choose from, it takes 2 or more" in refusal(one)
 
@@ -177,8 +177,8 @@ def test_captions_that_are_not_utf8_are_refused(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize(
     ("samples", "names", "told"),
     [
-        ([{"cls": 0}, {"cls": 1}], ["a", "a"], "has 2 pictures in 1 sample:"),
-        ([{"cls": 0, "png": b"another"}], ["a"], "has 2 pictures in 1 sample:"),
+        ([{"cls": 0}, {"cls": 1}], ["a", "a"], "has 2 images in 1 sample:"),
+        ([{"cls": 0, "png": b"another"}], ["a"], "has 2 images in 1 sample:"),
         ([{"cls": 0}, {"cls": 1}, {"cls": 0}], ["a", "b", "a"], ""),  # they do not stand together
     ],
 )
@@ -214,7 +214,7 @@ def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "has no npy, in which a multilabel set keeps its labels" in refusal(lost)
     with caplog.at_level(logging.WARNING, "eval"):
         open_dataset(publish(tmp_path / "empty", multi([sound]), kind="multilabel"))
-    told = ["class names that stand for several classes: ''", "classes without a picture: '', 'ball', 'cone'"]
+    told = ["class names that stand for several classes: ''", "classes without an image: '', 'ball', 'cone'"]
     assert [record.getMessage().partition("empty: ")[2] for record in caplog.records] == told
 
 

@@ -57,7 +57,7 @@ def test_arrays_become_lossless_png(tmp_path: Path, caplog: pytest.LogCaptureFix
     same_as_torchvision(train, MNIST(str(tmp_path), train=True))
     assert (test.name, test.split, test.class_names[:2]) == ("MNIST", "test", ("0 - zero", "1 - one"))
     assert test.revision != train.revision
-    assert test.where(3) == "dataset MNIST: picture 3 of torchvision:MNIST (test)"
+    assert test.where(3) == "dataset MNIST: image 3 of torchvision:MNIST (test)"
     with pytest.raises(NoSplit, match="has no split 'val', only train, test"):
         open_dataset("torchvision:MNIST", root=tmp_path, split="val")
 
@@ -85,7 +85,7 @@ def test_a_set_without_splits_says_so(tmp_path: Path) -> None:
         file.write_bytes(png(seed))
     for split in ("test", "train", "val"):
         with pytest.raises(
-            NoSplit, match="EuroSAT has none and gives all its pictures, which is the split 'all'"
+            NoSplit, match="EuroSAT has none and gives all its images, which is the split 'all'"
         ):
             open_torchvision("EuroSAT", tmp_path, split=split)
     dataset = open_torchvision("EuroSAT", tmp_path, split="all")
@@ -127,7 +127,7 @@ def jpg(seed: int) -> bytes:
 
 
 def write_all(root: Path) -> None:
-    """Two pictures of every set whose form is quickly made, the second class first where one can choose."""
+    """Two images of every set whose form is quickly made, the second class first where one can choose."""
     scipy = pytest.importorskip("scipy.io")
     random = np.random.default_rng(0)
     put(root, "food-101/meta/test.json", json.dumps({"pie": ["pie/1"], "bun": ["bun/2"]}))

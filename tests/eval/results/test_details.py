@@ -28,7 +28,7 @@ N, C, D = 40, 7, 16
 
 
 class NoPictures:
-    """A dataset whose pictures cannot be read any more."""
+    """A dataset whose images cannot be read any more."""
 
     def __len__(self) -> int:
         return N

@@ -28,7 +28,7 @@ def subject(model: CLIP, write_dataset: Callable[..., Path]) -> Subject:
 
 
 class Given(Subject):
-    """A subject whose pictures have other features than its model gives them."""
+    """A subject whose images have other features than its model gives them."""
 
     def __init__(self, subject: Subject, projected: torch.Tensor, dataset: EvalDataset | None = None) -> None:
         super().__init__(subject.encoder, dataset or subject.dataset)
@@ -64,7 +64,7 @@ def test_ranks_are_those_of_the_score(subject: Subject) -> None:
     few = torch.arange(8)
     dataset = replace(subject.dataset, labels=subject.dataset.labels[few])
     some = Given(subject, subject.images().projected[few], dataset)
-    ranks = [example.rank for example in take_snapshot(some, step=0).examples]  # all eight pictures
+    ranks = [example.rank for example in take_snapshot(some, step=0).examples]  # all eight images
     score = {score.metric: score.value for score in zero_shot(some)}
     assert score["acc1"] == sum(rank == 1 for rank in ranks) / 8
     assert score["acc5"] == sum(rank is not None and rank <= 5 for rank in ranks) / 8

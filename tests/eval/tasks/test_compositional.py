@@ -24,7 +24,7 @@ from tests.eval.conftest import png
 
 
 class Given:
-    """A subject whose features are given: of each picture, and of each text by its first characters' number."""
+    """A subject whose features are given: of each image, and of each text by its first characters' number."""
 
     def __init__(self, dataset: EvalDataset, images: Tensor, texts: Tensor) -> None:
         self.dataset, self._images, self._texts = dataset, images, texts
@@ -40,7 +40,7 @@ class Given:
 
 
 class Pictures:
-    """So many pictures, which nobody reads."""
+    """So many images, which nobody reads."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -82,7 +82,7 @@ def unit(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("pictures", [1, 2])
 @pytest.mark.filterwarnings("ignore")  # of the other code
 def test_as_clip_benchmark_scores_it(pictures: int) -> None:
-    """Without ties; with one picture an item its ``text_acc`` is the accuracy of SugarCrepe."""
+    """Without ties; with one image an item its ``text_acc`` is the accuracy of SugarCrepe."""
     theirs = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
     items = 40
     images, texts = unit(items * pictures, 4, seed=0), unit(items * 2, 4, seed=1)

@@ -22,7 +22,7 @@ WriteDataset = Callable[..., Path]
 
 
 def subject_of(model: CLIP, write: WriteDataset, splits: Mapping[str, Sequence[int]]) -> Subject:
-    """A model on splits of random pictures with these labels; the same place holds the same picture in all."""
+    """A model on splits of random images with these labels; the same place holds the same image in all."""
     folders = {
         split: write(f"set-{split}-{len(labels)}", labels=labels, split=split)
         for split, labels in splits.items()
@@ -107,7 +107,7 @@ def test_few_shot_of_a_dataset(
     assert [key[0] for key in scores if key[1] == "acc1"] == [
         f"{k}-shot{kind}" for kind in ("", " logistic") for k in (1, 2, 4)
     ]
-    assert "8, 16-shot left out, class 'red' has 6 pictures to learn from" in caplog.text
+    assert "8, 16-shot left out, class 'red' has 6 images to learn from" in caplog.text
     # by hand: the draws, scikit-learn's form of the classifier, the mean and the deviation
     train, test = subject.images("train").before_projection, subject.images().before_projection
     labels, values = torch.tensor(LABELS), []
@@ -125,7 +125,7 @@ def test_few_shot_of_a_dataset(
     assert deviation.value == pytest.approx(statistics.stdev(values)) and deviation.n == 3
     assert (deviation.low, deviation.high, deviation.chance) == (None, None, None)
     assert (score.n, score.task, score.chance, score.prompt_set) == (21, "few-shot", 1 / 7, "")
-    # three seeds see most of six pictures a class, and the same pictures are tested
+    # three seeds see most of six images a class, and the same images are tested
     assert scores["4-shot logistic", "acc1"].value > scores["1-shot logistic", "acc1"].value
     assert few_shot(subject) == found
 
@@ -147,13 +147,13 @@ def test_c_tuned_on_val_is_said(model: CLIP, write_dataset: WriteDataset) -> Non
 
 def test_what_cannot_be_drawn(model: CLIP, write_dataset: WriteDataset) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS})
-    with pytest.raises(DataError, match="class 'red' has 6 pictures to learn from, ask for as few shots"):
+    with pytest.raises(DataError, match="class 'red' has 6 images to learn from, ask for as few shots"):
         few_shot(subject, shots=[8, 16])
     with pytest.raises(DataError, match="no val split, which the choice of C learns from"):
         few_shot(subject, shots=[1], tuned=True)
     with pytest.raises(ConfigError, match="one seed"):
         few_shot(subject, seeds=[])
-    with pytest.raises(ConfigError, match="one picture a class or more"):
+    with pytest.raises(ConfigError, match="one image a class or more"):
         few_shot(subject, shots=[0])
     with pytest.raises(ConfigError, match="unknown estimator 'forest': known are ridge, logistic"):
         few_shot(subject, estimators=["forest"])

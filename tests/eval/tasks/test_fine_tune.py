@@ -162,7 +162,7 @@ def test_what_cannot_be_trained_is_refused(
     several = torch.nn.functional.one_hot(torch.arange(len(train)) % 3).bool()
     subject.dataset = replace(subject.dataset, labels=several[: len(subject.dataset)])
     subject._splits["train"] = replace(train, labels=several)
-    with pytest.raises(DataError, match="several labels a picture, fine-tuning takes one"):
+    with pytest.raises(DataError, match="several labels per image, fine-tuning takes one"):
         fine_tune(subject, runs=tmp_path)
 
 

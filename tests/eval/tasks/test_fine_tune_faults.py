@@ -33,7 +33,7 @@ SECONDS = 300  # after which something hangs
 
 @pytest.fixture(scope="module")
 def shades(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of grey pictures, 12 of each to learn from and 4 to be tested on."""
+    """Two classes of grey images, 12 of each to learn from and 4 to be tested on."""
     out, random = tmp_path_factory.mktemp("shades") / "shades", np.random.default_rng(0)
     for split, count in (("train", 12), ("test", 4)):
         for name, level in (("dark", 60), ("light", 190)):

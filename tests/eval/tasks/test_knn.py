@@ -97,12 +97,12 @@ def test_neighbours_of_a_dataset(
     assert [(score.setting, score.metric, score.n) for score in scores] == [
         (f"k={k}{kind}", "acc1", 9) for k in (1, 3) for kind in ("", " plain")
     ]
-    assert scores[0].value == scores[1].value == 1.0  # a picture's nearest is itself
+    assert scores[0].value == scores[1].value == 1.0  # an image's nearest is itself
     assert scores[2].low is not None and scores[2].task == "knn" and scores[2].chance == 1 / 7
-    assert "k=20 left out, it has 16 pictures to vote" in caplog.text
+    assert "k=20 left out, it has 16 images to vote" in caplog.text
     assert "9 of 9 test images are also in train" in caplog.text
     assert knn(subject, ks=(1, 3)) == scores
-    with pytest.raises(DataError, match="16 pictures"):
+    with pytest.raises(DataError, match="16 images"):
         knn(subject, ks=(20,))
     with pytest.raises(ConfigError, match="one neighbour or more"):
         knn(subject, ks=(0,))

@@ -224,7 +224,7 @@ def test_a_fifth_of_each_class_is_carved_off(sizes: list[int], seed: int) -> Non
 def subject_of(
     model: CLIP, write: WriteDataset, splits: Mapping[str, list[int]], *, metrics: tuple[str, ...] = ()
 ) -> Subject:
-    """A model on splits of random pictures with these labels; the same place holds the same picture in all."""
+    """A model on splits of random images with these labels; the same place holds the same image in all."""
     folders = {split: write(f"set-{split}", labels=labels, split=split) for split, labels in splits.items()}
 
     def open_split(split: str) -> evaluation.EvalDataset:
@@ -250,7 +250,7 @@ def test_the_probe_of_a_dataset(
         ("", "val", "acc1"),
         ("layer 1", "val", "acc1"),
     ]
-    # pictures to learn from, to tune on and to test on are the same here: a weak penalty knows them by heart
+    # images to learn from, to tune on and to test on are the same here: a weak penalty knows them by heart
     assert probes[0].sweep.tried[probes[0].chosen_c] == 1.0 and probes[0].chosen_c > 1e-6
     scores = probes[0].scores
     assert [(score.task, score.metric, score.value) for score in scores] == [
@@ -261,7 +261,7 @@ def test_the_probe_of_a_dataset(
     assert scores[0].low is not None and scores[0].low < 1.0
     assert (scores[0].n, scores[0].split, scores[0].prompt_set) == (20, "test", "")
     assert linear_probe(subject) == list(scores)
-    assert "classes without a picture to learn from" in caplog.text  # three of the seven names
+    assert "classes without an image to learn from" in caplog.text  # three of the seven names
     with pytest.raises(ConfigError, match="layer 9"):
         linear_probe(subject, layers=[9])
 
@@ -278,7 +278,7 @@ def test_a_dataset_without_a_split_to_tune_on(
     features, labels = subject.images("train").before_projection, torch.tensor([*LABELS, 6])
     again = LogisticProblem(Rows(features), labels, 7).fit(probe.chosen_c, tolerance=1e-6)
     torch.testing.assert_close(probe.answers.classifier, again.classifier(), rtol=2e-3, atol=2e-3)
-    assert "classes with one picture, which is learned from and not tuned on: 'grey'" in caplog.text
+    assert "classes with one image, which is learned from and not tuned on: 'grey'" in caplog.text
     assert linear_probe(subject) == list(probe.scores)
 
 
@@ -306,7 +306,7 @@ def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) 
     ("splits", "message"),
     [
         ({"test": LABELS}, "has no train split, which a linear probe learns from"),
-        ({"test": LABELS, "train": [0, 1, 2]}, "has no val split, and no class of train can spare a picture"),
+        ({"test": LABELS, "train": [0, 1, 2]}, "has no val split, and no class of train can spare an image"),
         ({"test": LABELS, "train": [2] * 8}, "it takes at least two"),
         ({"train": LABELS}, "learns from train, so score it on another split"),
     ],
