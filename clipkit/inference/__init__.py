@@ -1,3 +1,3 @@
-"""Encoding and classifying images and texts: what the commands encode and classify do."""
+"""Encode and classify images and texts: the implementation of ``clipkit encode`` and ``clipkit classify``."""
 
 __all__: list[str] = []

@@ -1,10 +1,9 @@
-"""``clipkit encode``: pictures or texts to a folder of embeddings, from where a former run of it stopped.
+"""``clipkit encode``: encode images or texts into a folder of embeddings, resuming an interrupted run.
 
-The items of all sources are numbered. Part p holds items p·n to (p + 1)·n - 1 and is encoded by process p mod the
-number of processes, batch by batch from its beginning: which process does it, and after how many stops, changes
-no bit of its file. A part is encoded again if the names of its items have changed, or the content of one.
-Content is read again only where the size, a time or the inode of a file has changed:
-see ``clipkit.inference.folder``.
+The items of all sources are numbered. Part p holds items p·n to (p + 1)·n - 1 and is encoded by process p modulo
+the number of processes, always from its beginning: its file is bit-identical whichever process writes it and
+however often the run was interrupted. A part is encoded again if its items' names or content have changed. Content
+is read again only if the size, a time or the inode of a file has changed; see ``clipkit.inference.folder``.
 """
 
 import errno
@@ -42,7 +41,7 @@ __all__ = ["EncodeOptions", "Encoded", "encode", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """What the command line says; see ``clipkit encode --help``."""
+    """Command-line options; see ``clipkit encode --help``."""
 
     sources: Sequence[str]
     model: str
@@ -64,21 +63,22 @@ class EncodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What one process has done.
+    """Summary of the work of one process.
 
     Attributes:
-        folder: where the embeddings lie, such as OUT/img_emb.
-        files: how many there are in all.
-        written: how many of them this process wrote.
-        found: how many of them were there before.
-        stale: how many of its own were there too, but made of what has changed since.
-        unknown: how many of these were made by an earlier version, which did not record the content.
-        compared: how many of its own were kept because their content is the same, though times or inodes differ.
-        empty_lines: lines of a list of texts that are empty, which are encoded like any other.
-        done: items that this process took in.
-        failed: those of them that could not be encoded.
-        seconds: that this took.
-        totals: of all files, if all are complete.
+        folder: the folder of the embeddings, such as OUT/img_emb.
+        files: number of embedding files of all processes.
+        written: number of files written by this process.
+        found: number of files that were already complete.
+        stale: number of this process's files that existed but were out of date.
+        unknown: number of stale files written by an earlier version, which did not record the content.
+        compared: number of this process's files kept because their content is unchanged, although times or
+            inodes differ.
+        empty_lines: number of empty lines in lists of texts; they are encoded like any other.
+        done: number of items processed by this process.
+        failed: number of those that could not be encoded.
+        seconds: duration.
+        totals: totals over all files; None if some are incomplete.
     """
 
     folder: Path
@@ -97,7 +97,7 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class _Survey:
-    """What a look through the sources has shown."""
+    """Result of a pass over the sources that reads no content."""
 
     items: int
     digests: list[PartDigest]
@@ -118,31 +118,33 @@ def encode(
     retry_failed: bool = False,
     progress: bool = True,
 ) -> Encoded:
-    """Encode the pictures, or the captions, of a stream into a folder; see ``clipkit.inference.folder``.
+    """Encode the images or captions of a stream into a folder; see ``clipkit.inference.folder``.
 
     Args:
-        stream: what to encode.
-        out: the folder; a former run of the same sources, or fewer of them, with the same settings is gone on with.
-        features: the model and how it is used.
-        model_name: for the manifest.
-        sources: as they were named, for the manifest.
-        rows_per_file: items of a part.
-        process: this one's number; each does its own parts.
-        processes: how many there are.
-        retry_failed: whether files with failures are encoded again.
-        progress: whether to show how far it has come, on stderr.
+        stream: the items to encode.
+        out: the output folder; an earlier run with the same settings and the same or fewer sources is resumed.
+        features: encodes the items.
+        model_name: recorded in the manifest.
+        sources: as given by the user, recorded in the manifest.
+        rows_per_file: number of items in a part.
+        process: index of this process, which encodes only its own parts.
+        processes: number of processes.
+        retry_failed: encode files with failures again.
+        progress: show progress on stderr.
 
     Raises:
-        ConfigError: a setting is out of range, the folder holds embeddings made from or by something else, or
-            another process is writing there.
-        DataError: a source is missing or empty, or has changed while it was read, or the model gives no finite
-            numbers.
+        ConfigError: a setting is out of range, the folder holds embeddings of another model, setting or source, or
+            another process is writing to it.
+        DataError: a source is missing, empty or changed while it was read, or the model's output is not finite.
     """
     if rows_per_file < 1:
-        raise ConfigError(f"rows_per_file = {rows_per_file}: it must be 1 or more")
-    _check_pyarrow()
+        raise ConfigError(f"rows_per_file = {rows_per_file} must be at least 1")
+    try:
+        import pyarrow  # noqa: F401 (fail now, not when the first file is written)
+    except ImportError as error:
+        raise ConfigError("writing Parquet metadata needs pyarrow: pip install 'pyarrow>=18'") from error
     with CountProgress("counting", total=None, shown=progress) as bar:
-        survey = _look_through(stream, rows_per_file, bar.show)
+        survey = _survey(stream, rows_per_file, bar.show)
     decoding = features.model.preprocess.decoding
     manifest = Manifest(
         kind=stream.kind,
@@ -175,16 +177,6 @@ def encode(
         return _encode_parts(stream, folder, features, own, survey.empty_lines, progress)
 
 
-def _check_pyarrow() -> None:
-    """Say now, not when the first file is full, that it cannot be written."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "metadata are Parquet files, which need pyarrow: pip install 'pyarrow>=18'"
-        ) from error
-
-
 def _encode_parts(
     stream: Stream,
     folder: EmbeddingFolder,
@@ -193,12 +185,12 @@ def _encode_parts(
     empty_lines: int,
     progress: bool,
 ) -> Encoded:
-    """Encode this process's parts that are not there yet."""
+    """Encode those of this process's parts that are not complete."""
     manifest = folder.manifest
     found = sum(folder.is_done(part) for part in range(manifest.files))
     done = failed = written = 0
     began = time.monotonic()
-    parts: dict[int, Part] = {}  # that are begun: at most two
+    parts: dict[int, Part] = {}  # in progress: at most two
     with CountProgress("encoding", total=own.count(), shown=progress) as bar:
         for outcome in features.run(own.items(stream), kind=stream.kind, captions=manifest.captions):
             part = parts.setdefault(outcome.part, Part(outcome.part))
@@ -209,12 +201,12 @@ def _encode_parts(
                 done += len(outcome.items)
             if len(part) == manifest.items_of(part.number):
                 if not part.rows:
-                    part.rows.append(features.nothing(stream.kind).astype(np.float16))
+                    part.rows.append(features.empty(stream.kind).astype(np.float16))
                 folder.write(parts.pop(part.number))
                 written += 1
             bar.show(done, failed)
     if parts:
-        raise DataError("the sources have changed while they were read: run the same command again")
+        raise DataError("the sources changed while they were being read: run the same command again")
     return Encoded(
         folder=folder.out / folder.embeddings,
         files=manifest.files,
@@ -232,7 +224,7 @@ def _encode_parts(
 
 
 class _Own:
-    """The parts that one process has to do: every so many of them, if they are not complete yet."""
+    """The incomplete parts assigned to one process."""
 
     def __init__(self, folder: EmbeddingFolder, process: int, processes: int) -> None:
         self._folder, self._process, self._processes = folder, process, processes
@@ -243,16 +235,16 @@ class _Own:
                 yield part
 
     def count(self) -> int:
-        """How many items they have."""
+        """Return their number of items."""
         return sum(map(self._folder.manifest.items_of, self._parts()))
 
     def items(self, stream: Stream) -> Iterator[tuple[int, Item]]:
-        """Each of their items with its part's number."""
+        """Iterate over their items, each with its part's number."""
         return _items_of(stream, self._parts(), self._folder.manifest.rows_per_file)
 
 
 def _items_of(stream: Stream, parts: Iterator[int], length: int) -> Iterator[tuple[int, Item]]:
-    """The items of some parts of ``length`` items each, in rising order, with the part's number."""
+    """Iterate over the items of some parts (ascending) of ``length`` items each, with the part's number."""
     wanted = next(parts, None)
     for number, item in enumerate(stream):
         part = number // length
@@ -267,7 +259,7 @@ def _items_of(stream: Stream, parts: Iterator[int], length: int) -> Iterator[tup
 def _contents(
     parts: Sequence[int], *, stream: Stream, manifest: Manifest, features: FeatureStream, progress: bool
 ) -> dict[int, str]:
-    """Read the items of some parts (rising); the digest of each part's content."""
+    """Read the items of some parts (ascending) and return the digest of each part's content."""
     found = {part: ContentDigest() for part in parts}
     items = _items_of(stream, iter(parts), manifest.rows_per_file)
     with CountProgress("comparing", total=sum(map(manifest.items_of, parts)), shown=progress) as bar:
@@ -278,8 +270,8 @@ def _contents(
     return {part: digest.hexdigest() for part, digest in found.items()}
 
 
-def _look_through(stream: Stream, length: int, show: Callable[[int], None]) -> _Survey:
-    """Count the items, and take a digest of every ``length`` of them, by which a change will be known."""
+def _survey(stream: Stream, length: int, show: Callable[[int], None]) -> _Survey:
+    """Count the items and compute a digest of each part of ``length`` items, which reveals later changes."""
     digests: list[tuple[str, str]] = []
     names, files, count, captions, empty = hashlib.sha256(), hashlib.sha256(), 0, False, 0
     stamps = _Stamps(stream)
@@ -297,7 +289,7 @@ def _look_through(stream: Stream, length: int, show: Callable[[int], None]) -> _
             show(count)
     if count % length:
         digests.append((names.hexdigest(), files.hexdigest()))
-    # whether there are captions says which columns all files have
+    # the digest covers whether there are captions, since that determines the columns of all files
     return _Survey(
         items=count,
         digests=[PartDigest(names=f"{name[:31]}{captions:d}", files=file[:32]) for name, file in digests],
@@ -307,22 +299,22 @@ def _look_through(stream: Stream, length: int, show: Callable[[int], None]) -> _
 
 
 class _Stamps:
-    """Sizes, times and inodes of the files that hold the items of a stream."""
+    """Sizes, times and inodes of the files that contain the items of a stream."""
 
     def __init__(self, stream: Stream) -> None:
         self._kind = stream.kind
         self._last: tuple[Path | None, str] = (None, "")
 
     def of(self, item: Item) -> str:
-        """That of one item; "" where there is no such file, or the item's text is all there is of it."""
+        """Return the stamp of one item's file; "" if there is no such file or the item itself holds the text."""
         held = item.image if self._kind == "image" else item.caption
         path = held.shard if isinstance(held, Member) else held
         if not isinstance(path, Path):
             return ""
-        if path != self._last[0]:  # a shard holds many
+        if path != self._last[0]:  # a shard holds many items
             try:
                 found = path.stat()
-                # renaming and unpacking keep sizes and modification times, or set them to what they like
+                # ctime and inode too: renaming and unpacking can preserve the size and modification time
                 stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
                 self._last = path, " ".join(map(str, stamp))
             except (OSError, ValueError):
@@ -331,14 +323,14 @@ class _Stamps:
 
 
 def run(options: EncodeOptions) -> int:
-    """The command; returns the exit status: 1 where nothing at all could be encoded.
+    """Run the command and return its exit status: 1 if no item could be encoded.
 
     Raises:
-        ClipkitError: a mistake that the user can mend.
+        ClipkitError: an error that the user can fix.
     """
     process, processes = rank_and_world()
     if "-" in options.sources and processes > 1:
-        raise ConfigError("standard input goes to one process only: save the texts in a .txt file")
+        raise ConfigError("only one process can read standard input: save the texts in a .txt file")
     stream = Stream(
         options.sources,
         kind="caption" if options.text else "image",
@@ -371,7 +363,7 @@ def run(options: EncodeOptions) -> int:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
-                f"cannot write {options.out}: the disk is full; with more room the same command goes on"
+                f"cannot write {options.out}: the disk is full; free some space and run the same command to resume"
             ) from error
         raise DataError(f"cannot write {options.out}: {error.strerror or error}") from error
     who = f"process {process + 1} of {processes}: " if processes > 1 else ""
@@ -382,30 +374,27 @@ def run(options: EncodeOptions) -> int:
 
 
 def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
-    """What was done; the last line says what the whole folder holds, once it is complete."""
+    """Print what was done; once the folder is complete, the last line summarizes its content."""
     totals, listing = encoded.totals, options.out / "failures.jsonl"
     compared = ""
     if encoded.compared:
         compared = (
-            f"; {encoded.compared:,} compared by content, because times or inodes of their files changed"
+            f"; {encoded.compared:,} compared by content because times or inodes of their files changed"
         )
     if not encoded.written:
         there = ""
         if totals is not None:
             failed = f", {totals.failures:,} failed before ({listing})" if totals.failures else ""
-            are = "is" if totals.rows == 1 else "are"
-            there = f": {counted(totals.rows, 'embedding')} {are} there{failed}"
+            there = f": {counted(totals.rows, 'embedding')} already complete{failed}"
         print(f"{who}nothing to do{there}{compared}")
         return
-    what = counted(encoded.done, "text" if options.text else "picture")
+    what = counted(encoded.done, "text" if options.text else "image")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
-    found = f"; {encoded.found:,} were there" if encoded.found else ""
-    why = "" if options.retry_failed else ", because what they are made of has changed"
+    found = f"; {encoded.found:,} already complete" if encoded.found else ""
+    why = "" if options.retry_failed else " because their sources changed"
     if encoded.unknown:
-        why = (
-            ", because they were made by an earlier version, which did not record the content of their files"
-        )
-    stale = f"; {encoded.stale:,} of them again{why}" if encoded.stale else ""
+        why = " because an earlier version wrote them without recording the content of their sources"
+    stale = f"; {encoded.stale:,} of them replaced{why}" if encoded.stale else ""
     print(
         f"{who}{what} in {encoded.seconds:,.1f} s ({rate}), "
         f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{found}{compared}"
@@ -417,6 +406,6 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     if totals.failures:
         print(f"{totals.failures:,} failed, listed in {listing}")
     print(
-        f"{counted(totals.rows, 'embedding')} of {totals.width} numbers "
-        f"in {counted(encoded.files, 'file')} of {encoded.folder}"
+        f"{counted(totals.rows, 'embedding')} of dimension {totals.width} "
+        f"in {counted(encoded.files, 'file')} in {encoded.folder}"
     )

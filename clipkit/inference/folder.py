@@ -1,21 +1,21 @@
-"""A folder of embeddings in the layout of clip-retrieval, written so that a kill at any moment does no harm.
+"""A folder of embeddings in the layout of clip-retrieval, consistent even if its writers are killed at any moment.
 
     OUT/img_emb/img_emb_0.npy            (N, O) float16, unit norm; for texts text_emb/text_emb_0.npy
-    OUT/metadata/metadata_0.parquet      a row for each embedding: image_path, caption where there are any, source
+    OUT/metadata/metadata_0.parquet      one row per embedding: image_path, caption if there are captions, source
                                          (for texts: caption, key, source)
-    OUT/failures.jsonl                   what could not be encoded: source, key, cause; missing if there is nothing
-    OUT/manifest.json                    what all of it was made from, and how
-    OUT/.parts/0.jsonl                   that file 0 is complete: digests of its items, its counts, its failures
-    OUT/.lock-0                          held by the process with that number while it writes
+    OUT/failures.jsonl                   items that could not be encoded: source, key, cause; absent if none
+    OUT/manifest.json                    the sources, model and settings of all files
+    OUT/.parts/0.jsonl                   marks file 0 as complete: digests of its items, its counts, its failures
+    OUT/.lock-0                          held by the process of that number while it writes
 
-Items are cut into parts of equal length; a part is a file, and has a row less for each of its failures. Numbers are
-padded with zeros to the digits of how many files there are, as clip-retrieval does, because its readers sort names.
-A part is written aside, synced, renamed, and only then does its record in ``.parts`` appear.
+Items are split into parts of equal length. Each part is one file, which has one row less for each failure. Numbers
+are zero-padded to the number of digits of the file count, as in clip-retrieval, because its readers sort names.
+A part is written to temporary files, synced and renamed; its record in ``.parts`` appears last.
 
-Sources may have changed since a folder was begun: parts whose items have changed are removed first, and made again.
-A part is unchanged if its items have the same names and their files the same sizes, times and inodes. Where only
-the latter differ, as after a copy to another disk, the content decides: it is read, not encoded. What lies in the
-folder is at any time what the manifest says, or a part of it.
+Sources may change after a folder was started: parts whose items changed are removed first and encoded again. A part
+is unchanged if its items have the same names and their files have the same sizes, times and inodes. If only the
+latter differ, as after a copy to another disk, the content is read (not encoded) and compared. At any time, the
+folder holds what the manifest describes, or a part of it.
 """
 
 import errno
@@ -52,51 +52,48 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What a folder of embeddings was made from and how, and whether another run may go on with it.
-
 _FORMAT = 2
-# what must be the same for a run to be gone on with, and how an error names it
+# settings that must be unchanged for a run to resume, and their names in error messages
 _SETTINGS = {
-    "format": "the format", "kind": "the kind (pictures or texts)", "background": "the background (--background)",
+    "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
     "upright": "whether the EXIF orientation is applied (--upright)", "weights": "the model",
     "rows_per_file": "--rows-per-file", "batch_size": "--batch-size", "precision": "--precision",
     "device": "--device",
 }  # fmt: skip
-_EARLIER = {"background": "none", "upright": False}  # what a manifest without these was made with
+_EARLIER = {"background": "none", "upright": False}  # values that older manifests do not record
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What embeddings were made from, and how."""
+    """Sources, model and settings of embeddings."""
 
     kind: str  # "image" or "caption"
-    model: str  # as it was named
-    weights: str  # hash of the weights and of what else makes the model
-    sources: Sequence[str]  # as they were named
+    model: str  # as given by the user
+    weights: str  # ``model_hash``
+    sources: Sequence[str]  # as given by the user
     items: int
     digest: str  # of all parts' digests
-    captions: bool  # whether the metadata of pictures have captions
+    captions: bool  # whether the metadata of images include captions
     rows_per_file: int
     batch_size: int
     precision: str
-    device: str  # its type: other devices round differently
-    background: str = "none"  # that transparent images are laid on, as #rrggbb
+    device: str  # type of the device: different devices round differently
+    background: str = "none"  # color behind transparent images, as #rrggbb
     upright: bool = False  # whether the EXIF orientation is applied
     format: int = _FORMAT
 
     @property
     def files(self) -> int:
-        """How many files the items fill."""
+        """Number of embedding files."""
         return -(-self.items // self.rows_per_file)
 
     def items_of(self, part: int) -> int:
-        """How many items a part has."""
+        """Return the number of items of a part."""
         return min(self.rows_per_file, self.items - part * self.rows_per_file)
 
 
 def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Why encoding into an existing folder cannot continue with these settings, or ""."""
+    """Describe why encoding into an existing folder cannot continue with these settings; "" if it can."""
     changes = []
     for name, what in _SETTINGS.items():
         then, now = stored.get(name, _EARLIER.get(name)), wanted[name]
@@ -106,39 +103,35 @@ def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
             then, now = (
                 f"{values.get('model')} ({str(values.get(name))[:8]})" for values in (stored, wanted)
             )
-        changes.append(f"{what} was {then}, now it is {now}")
+        changes.append(f"{what} was {then} and is now {now}")
     if changes:
         return "; ".join(changes)
-    before, now = (list(map(_spelled, values.get("sources", []))) for values in (stored, wanted))
+    # normalized as paths below them begin: ``./photos/`` and ``photos`` are the same
+    before, now = (
+        [str(user_path(str(source))) for source in values.get("sources", [])] for values in (stored, wanted)
+    )
     missing = sorted((Counter(before) - Counter(now)).elements())
     if not missing:
         return ""
-    places = {os.path.abspath(source): source for source in now}  # noqa: PTH100 (Path keeps "..")
-    if other := places.get(os.path.abspath(missing[0])):  # noqa: PTH100
-        return f"the source {missing[0]} was spelled so, now it is {other}, and so would be the paths"
+    absolute = {os.path.abspath(source): source for source in now}  # noqa: PTH100 (Path keeps "..")
+    if other := absolute.get(os.path.abspath(missing[0])):  # noqa: PTH100
+        return f"the source {missing[0]} is now written as {other}, which would change the stored paths"
     shown = ", ".join(now[:3]) + (", …" if len(now) > 3 else "")
-    return f"{missing[0]} was among the sources, which now are {shown}"
+    return f"{missing[0]} was one of the sources, which are now {shown}"
 
 
-def _spelled(source: object) -> str:
-    """A source as paths below it begin: ``./photos/`` and ``photos`` are the same."""
-    return str(user_path(str(source)))
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-_CONTENT = ("sources", "items", "digest", "captions")  # what may change
+_CONTENT = ("sources", "items", "digest", "captions")  # fields that may change
 _NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartDigest:
-    """What identifies the items of a part without reading them.
+    """Identifies the items of a part without reading them.
 
     Attributes:
         names: digest of their sources, keys and texts.
-        files: digest of the sizes, times and inodes of the files that hold them.
+        files: digest of the sizes, times and inodes of the files that contain them.
     """
 
     names: str
@@ -146,23 +139,23 @@ class PartDigest:
 
 
 class ContentDigest:
-    """A digest of the items of a part with the bytes that were read for them, in any order."""
+    """Digest of the items of a part and of the bytes read for them, independent of their order."""
 
     def __init__(self) -> None:
         self._sum = 0
 
     def add(self, item: Item, content: bytes) -> None:
-        """Add an item with the digest of its content."""
+        """Add an item and the digest of its content."""
         name = f"{item.source}\0{item.key}\0".encode("utf-8", "surrogatepass")
         self._sum += int.from_bytes(hashlib.sha256(name + content).digest()[:16])
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits."""
+        """Return 32 hexadecimal digits."""
         return f"{self._sum % 2**128:032x}"
 
 
 class Part:
-    """The rows and failures of one part, gathered in memory until all of its items are there."""
+    """Rows and failures of one part, collected in memory until it is complete."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -175,7 +168,7 @@ class Part:
         return len(self.metadata) + len(self.failures)
 
     def add(self, outcome: Features | Failure) -> None:
-        """Take in some of the part's items."""
+        """Add some of the part's items."""
         if isinstance(outcome, Failure):
             self.failures.append(outcome)
             self.content.add(outcome.item, outcome.content)
@@ -189,7 +182,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What a complete folder holds."""
+    """Totals of a complete folder."""
 
     rows: int
     width: int  # O
@@ -198,17 +191,19 @@ class Totals:
 
 @contextmanager
 def only_writer(out: Path, process: int) -> Iterator[None]:
-    """Make the folder if need be, and hold it against another process of the same number.
+    """Create the folder if needed, and lock it against other processes of the same number.
 
     Raises:
-        ConfigError: another one holds it.
+        ConfigError: another process holds the lock.
     """
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / f".lock-{process}")
     try:
         if not lock.try_acquire():
             who = f" ({lock.holder})" if lock.holder else ""
-            raise ConfigError(f"another encode{who} is writing to {out}: wait for it, or give another --out")
+            raise ConfigError(
+                f"another clipkit encode{who} is writing to {out}: wait for it, or use another --out"
+            )
     except OSError as error:
         if error.errno not in _NO_LOCKS:  # without locks, temporary names still differ between processes
             raise
@@ -220,26 +215,26 @@ def only_writer(out: Path, process: int) -> Iterator[None]:
 
 
 class EmbeddingFolder:
-    """Embeddings that are being written, by one or more processes.
+    """Embeddings that are being written by one or more processes.
 
     Args:
         out: the folder, see ``only_writer``.
-        manifest: what is to be in it.
+        manifest: its intended content.
         digests: of the items of each part.
-        process: this one's number among those that write; every so many-th part is its own.
-        processes: how many there are.
-        retry_failed: whether parts with failures are to be made again.
-        contents: reads the items of some parts as they are now and gives a ``ContentDigest`` of each. It is called
-            for parts whose files have other times or inodes than when they were encoded.
-
-    Raises:
-        ConfigError: the folder holds embeddings of other sources, or made by another model or setting.
-        DataError: it holds embeddings without a manifest, or a damaged one.
+        process: index of this process, which owns the parts of that index modulo ``processes``.
+        processes: number of processes.
+        retry_failed: encode parts with failures again.
+        contents: reads the current items of some parts and returns a ``ContentDigest`` of each; called for parts
+            whose files have other times or inodes than when they were encoded.
 
     Attributes:
-        stale: how many of this process's parts were there, and have to be made again.
-        unknown: how many of these were made by an earlier version, which did not record the content.
-        compared: how many were kept because their content is the same.
+        stale: number of this process's parts that existed but must be encoded again.
+        unknown: number of stale parts written by an earlier version, which did not record the content.
+        compared: number of parts kept because their content is unchanged.
+
+    Raises:
+        ConfigError: the folder holds embeddings of other sources, another model or other settings.
+        DataError: it holds embeddings without a manifest, or with a damaged one.
     """
 
     def __init__(
@@ -266,13 +261,13 @@ class EmbeddingFolder:
         self._remove_stale(retry_failed, contents)
 
     def is_done(self, part: int) -> bool:
-        """Whether a part is complete on the disk, and made from the items that it has now."""
+        """Check whether a part is complete on disk and up to date."""
         return all(path.is_file() for path in self._files(part)) and self._is_current(
             part, self._record(part)
         )
 
     def write(self, part: Part) -> None:
-        """Bring a complete part to the disk; one all of whose items failed has rows too, (0, O)."""
+        """Write a complete part to disk; if all its items failed, its rows are (0, O)."""
         assert len(part) == self.manifest.items_of(part.number)
         array = np.concatenate(part.rows)
         writers: list[Callable[[BinaryIO], None]] = [
@@ -283,22 +278,22 @@ class EmbeddingFolder:
             ),
         ]
         finals = [*self._files(part.number), self._record(part.number)]
-        with ExitStack() as stack:  # renames the files in reverse order: the record comes last
+        with ExitStack() as stack:  # renames the files in reverse order, the record last
             for final, write in reversed(list(zip(finals, writers, strict=True))):
                 temporary = stack.enter_context(replacing(final, durable=True))
                 with temporary.open("wb") as file:
                     write(file)
 
     def finish(self) -> Totals | None:
-        """List all failures and clean up, if every part is complete; else None.
+        """Write the list of failures, clean up and return the totals; None unless every part is complete.
 
-        Of several processes the last one gets the totals; all of them do where they end at the same time.
+        The last of several processes gets the totals; all do if they finish at the same time.
 
         Raises:
-            DataError: another process saw other items in the same sources.
+            DataError: another process found other items in the same sources.
         """
         if any(self._stored().get(name) != getattr(self.manifest, name) for name in ("items", "digest")):
-            raise DataError("the sources have changed while they were read: run the same command again")
+            raise DataError("the sources changed while they were being read: run the same command again")
         if not all(self.is_done(part) for part in range(self.manifest.files)):
             return None
         rows = failures = 0
@@ -313,13 +308,11 @@ class EmbeddingFolder:
             file.flush()
             os.fsync(file.fileno())
         if failures:
-            with suppress(
-                FileNotFoundError
-            ):  # another process was as far at the same time, and has cleaned up
+            with suppress(FileNotFoundError):  # another process finished at the same time and has cleaned up
                 temporary.replace(listing)
         for folder in (self.out, *self._folders):
-            for left in folder.glob(".*.partial"):  # by processes that were killed
-                left.unlink(missing_ok=True)
+            for leftover in folder.glob(".*.partial"):  # of killed processes
+                leftover.unlink(missing_ok=True)
         sync(self.out)
         width = np.load(self._files(0)[0], mmap_mode="r").shape[1]
         return Totals(rows=rows, width=width, failures=failures)
@@ -348,9 +341,9 @@ class EmbeddingFolder:
     def _remove_stale(
         self, retry_failed: bool, contents: Callable[[Sequence[int]], Mapping[int, str]]
     ) -> None:
-        """Remove those of this process's parts that are not what they should be, and count them.
+        """Remove this process's outdated parts, count them, and adapt the zero-padding of the others' names.
 
-        Names get the zeros that they now need. The record goes first and comes last: what has one is complete.
+        A part with a record is complete: the record is removed first and written last.
         """
         records = dict(self._own(self._records))
         current = {part for part, path in records.items() if self._is_current(part, path)}
@@ -373,8 +366,8 @@ class EmbeddingFolder:
     def _with_same_content(
         self, records: Mapping[int, Path], contents: Callable[[Sequence[int]], Mapping[int, str]]
     ) -> set[int]:
-        """The parts whose files have other times or inodes but the same content; their records are renewed."""
-        then: dict[int, str] = {}  # content
+        """Find the parts whose files have new times or inodes but the same content, and update their records."""
+        then: dict[int, str] = {}  # content digest by part
         for part, path in records.items():
             with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
                 stored = _first_line(file)
@@ -393,7 +386,7 @@ class EmbeddingFolder:
         return same
 
     def _own(self, folder: Path) -> list[tuple[int, Path]]:
-        """The files of this process's parts in a folder, with the parts' numbers."""
+        """List the files of this process's parts in a folder, with the parts' numbers."""
         found = ((_NUMBERED.fullmatch(path.name), path) for path in folder.iterdir())
         numbered = ((int(match[1]), path) for match, path in found if match)
         return [(part, path) for part, path in numbered if part % self._processes == self._process]
@@ -409,9 +402,9 @@ class EmbeddingFolder:
         path, wanted = self.out / "manifest.json", asdict(self.manifest)
         if not path.exists():
             if any(folder.exists() for folder in self._folders):
-                raise DataError(f"{self.out} holds embeddings but no manifest.json: give another --out")
+                raise DataError(f"{self.out} holds embeddings but no manifest.json: use another --out")
             self.out.mkdir(parents=True, exist_ok=True)
-            # of several processes that start at the same time one comes first; the others compare with it
+            # if several processes start at the same time, the first one writes it and the others compare with it
             temporary = temporary_path(path)
             temporary.write_text(_json_text(wanted), encoding="utf-8")
             sync(temporary)
@@ -425,7 +418,7 @@ class EmbeddingFolder:
             sync(self.out)
         stored = self._stored()
         if differing := difference(stored, wanted):
-            raise ConfigError(f"{self.out} holds embeddings of another run: {differing}; give another --out")
+            raise ConfigError(f"{self.out} holds embeddings of another run: {differing}; use another --out")
         if any(stored.get(name) != wanted[name] for name in _CONTENT):
             write_atomic(path, _json_text(wanted), durable=True)
 
@@ -434,9 +427,9 @@ class EmbeddingFolder:
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read: {error}; give another --out") from error
+            raise DataError(f"cannot read {path}: {error}; use another --out") from error
         if not isinstance(stored, dict) or not isinstance(stored.get("sources", []), list):
-            raise DataError(f"{path} cannot be read: it is no manifest; give another --out")
+            raise DataError(f"cannot read {path}: it is not a manifest; use another --out")
         return stored
 
 
@@ -453,7 +446,7 @@ def _write_parquet(file: BinaryIO, columns: dict[str, list[str | None]]) -> None
 
 
 def _write_array(file: BinaryIO, array: npt.NDArray[np.float16]) -> None:
-    """As ``np.save`` does, which does not say what the system says where it cannot write."""
+    """Write like ``np.save``, which hides the system's error message if writing fails."""
     header = np.lib.format.header_data_from_array_1_0(array)
     np.lib.format.write_array_header_1_0(file, header)
     file.write(array.reshape(-1).view(np.uint8).data)

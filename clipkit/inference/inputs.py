@@ -1,17 +1,16 @@
-"""Streams of pictures and texts from what a user has: folders, files, shards, tables, lists of texts.
+"""Streams of images and texts from folders, files, shards, tables and lists of texts.
 
-    photos/                        the shards that lie directly in it, and every picture below it by its path
-    pairs/                         a data set of shards: those of all its splits, as pairs/train and pairs/test
-    cat.jpg                        one picture
-    pairs.tar                      a WebDataset shard, a plain tar
-    shards/{00000..00331}.tar      all of a pattern
-    shards/*.tar                   all that have such a name, 9.tar before 10.tar
+    photos/                        the shards directly in it, and all images below it by path
+    pairs/                         a dataset of shards: those of all its splits, such as pairs/train and pairs/test
+    cat.jpg                        one image
+    pairs.tar                      a WebDataset shard, an uncompressed tar
+    shards/{00000..00331}.tar      all paths of a brace pattern
+    shards/*.tar                   all matching paths, 9.tar before 10.tar
     table.csv                      a table of paths, captions or both, see ``clipkit.files.table``
-    lines.txt, -                   texts, one a line; "-" is standard input
+    lines.txt, -                   texts, one per line; "-" is standard input
 
-Nothing here grows with the number of pictures: a stream names one item after the other and can be run through
-again, always in the same order; the folder, shard or table must stay as it is. Reading an item's bytes is another
-step, which any thread may take.
+Memory does not grow with the number of images: a stream yields one item at a time, and can be iterated again in the
+same order as long as its sources do not change. Reading an item's bytes is a separate step that any thread may do.
 """
 
 import glob
@@ -41,9 +40,9 @@ __all__ = [
     "Kind",
     "Member",
     "Stream",
+    "images_below",
     "members",
     "paths_of",
-    "pictures_below",
     "read_caption",
     "read_image",
     "readable",
@@ -52,20 +51,17 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What lies in a folder: its shards, or every picture below it in a fixed order, in bounded memory.
-
-_RUN = 2**17  # names of one folder that are sorted in memory
+_MAX_SORTED = 2**17  # names of one folder that are sorted in memory
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """The tars that lie directly in a folder, 2.tar before 10.tar.
+    """List the tars directly in a folder, 2.tar before 10.tar.
 
     Raises:
         DataError: the folder cannot be read.
     """
     try:
-        with os.scandir(folder) as entries:  # not glob, which would list every picture of the folder
+        with os.scandir(folder) as entries:  # glob would build a list of all files in the folder
             shards = [Path(entry) for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from error
@@ -73,9 +69,9 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def shards_of_dataset(folder: Path) -> list[Path]:
-    """The tars that lie directly in a folder; if there are none, those of its splits, by their names.
+    """List the tars directly in a folder or, if there are none, those of its splits, ordered by name.
 
-    A split is a folder with tars and ``nshards.txt``, as data sets of shards have them.
+    A split is a folder with tars and ``nshards.txt``, as in datasets of shards.
 
     Raises:
         DataError: a folder cannot be read.
@@ -89,10 +85,10 @@ def shards_of_dataset(folder: Path) -> list[Path]:
     return [shard for split in splits for shard in shards_in(split)]
 
 
-def pictures_below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Every picture below a folder, in the order of the paths; a folder that cannot be read comes with the cause.
+def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield every image below a folder, in the order of the paths, and unreadable folders with the cause.
 
-    What counts is the file name's suffix. Hidden files and folders are left out, links to folders are not followed.
+    Images are recognized by their suffix. Hidden files and folders are skipped, links to folders are not followed.
     """
     waiting = [(folder, _sorted(_names(folder)))]
     while waiting:
@@ -101,7 +97,7 @@ def pictures_below(folder: Path) -> Iterator[tuple[Path, str]]:
             name = next(names, None)
         except OSError as error:
             waiting.pop()
-            yield here, f"folder cannot be read: {error.strerror}"
+            yield here, f"cannot read folder: {error.strerror}"
             continue
         if name is None:
             waiting.pop()
@@ -113,16 +109,16 @@ def pictures_below(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def readable(text: str) -> str:
-    """Text, or a path, as every file format can hold it: bytes that are no UTF-8 become escapes (``\\xe9``)."""
+    """Convert text or a path to valid Unicode: bytes that are not UTF-8 become escapes (``\\xe9``)."""
     try:
-        content = text.encode("utf-8", "surrogateescape")  # as the system's paths hold such bytes
-    except UnicodeEncodeError:  # half a pair, from JSON
+        content = text.encode("utf-8", "surrogateescape")  # how paths represent such bytes
+    except UnicodeEncodeError:  # an unpaired surrogate, from JSON
         content = text.encode("utf-8", "surrogatepass")
     return content.decode("utf-8", "backslashreplace")
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """The names of pictures, and of folders with "/" at the end, so that sorting them sorts paths."""
+    """Yield the names of images and folders; folders end with "/", so that sorting names sorts paths."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name
@@ -135,12 +131,12 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _sorted(names: Iterable[str]) -> Iterator[str]:
-    """Like ``sorted``, with no more than ``_RUN`` names in memory: longer lists are merged from files."""
+    """Sort with at most ``_MAX_SORTED`` names in memory; longer lists are merged from temporary files."""
     rest = iter(names)
     with ExitStack() as files:
         runs: list[Iterator[str]] = []
-        while run := sorted(islice(rest, _RUN)):
-            if not runs and len(run) < _RUN:
+        while run := sorted(islice(rest, _MAX_SORTED)):
+            if not runs and len(run) < _MAX_SORTED:
                 yield from run
                 return
             file = files.enter_context(tempfile.TemporaryFile("w+", encoding="ascii"))
@@ -150,51 +146,34 @@ def _sorted(names: Iterable[str]) -> Iterator[str]:
         yield from heapq.merge(*runs)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Which paths a user means by braces, as in ``{00000..00331}.tar``, and by wildcards, as in ``*.tar``.
-
-
 def paths_of(source: str) -> list[str]:
-    """The paths of one source, those of a pattern in order; what is no pattern, or is there, is itself.
+    """Expand the braces and wildcards of a source, in order; other sources and existing paths are kept as given.
 
     Raises:
-        DataError: a pattern stands for nothing, or for more than a million paths, or braces name what is missing.
+        DataError: a pattern matches nothing or more than a million paths, or a path named by braces is missing.
     """
-    return [path for pattern in _expanded(source) for path in _matching(pattern)]
-
-
-def _matching(pattern: str) -> list[str]:
-    """The paths that wildcards match; anything else is itself."""
-    if not glob.has_magic(pattern) or "://" in pattern or os.path.lexists(user_path(pattern)):
-        return [pattern]
-    paths = list(map(str, match_wildcards(user_path(pattern))))
-    if not paths:
-        raise DataError(f"no file or folder on this disk matches {pattern!r}")
+    patterns = [source]
+    if "{" in source and not os.path.lexists(source):
+        patterns = list(expand_braces(source))
+        missing = [path for path in patterns if not user_path(path).exists() and not glob.has_magic(path)]
+        if missing:
+            raise DataError(
+                f"{len(missing)} of the {len(patterns)} paths of {source!r} do not exist: {missing[0]}, …"
+            )
+    paths: list[str] = []
+    for pattern in patterns:
+        if not glob.has_magic(pattern) or "://" in pattern or os.path.lexists(user_path(pattern)):
+            paths.append(pattern)
+        elif matches := list(map(str, match_wildcards(user_path(pattern)))):
+            paths += matches
+        else:
+            raise DataError(f"no file or folder on this disk matches {pattern!r}")
     return paths
-
-
-def _expanded(source: str) -> list[str]:
-    """The paths of a brace pattern; anything else is itself."""
-    if "{" not in source or os.path.lexists(source):
-        return [source]
-    paths = list(expand_braces(source))
-    missing = [path for path in paths if not user_path(path).exists() and not glob.has_magic(path)]
-    if missing:
-        raise DataError(
-            f"of the {len(paths)} paths of {source!r} {len(missing)} do not exist: {missing[0]}, …"
-        )
-    return paths
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The members of a WebDataset shard, as ``clipkit encode`` reads them.
-#
-# Members belong to one sample while their key (the path up to the first dot of the file name) stays the same.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """Where one member of a sample lies."""
+    """Location of one member of a sample in a WebDataset shard."""
 
     shard: Path
     offset: int
@@ -202,13 +181,13 @@ class Member:
     extension: str  # in lower case, without the dot
 
     def read(self, limit: int) -> bytes:
-        """The bytes, by one read; any thread may.
+        """Read the bytes; safe to call from any thread.
 
         Raises:
-            DataError: there are more than ``limit``, or the file cannot be read or has become shorter.
+            DataError: there are more than ``limit`` bytes, or the file cannot be read or has been truncated.
         """
         if self.size > limit:
-            raise DataError(f"a member of more than {limit >> 20} MiB")
+            raise DataError(f"member of more than {limit >> 20} MiB")
         try:
             descriptor = os.open(self.shard, os.O_RDONLY)
             try:
@@ -216,17 +195,19 @@ class Member:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise DataError(f"the shard cannot be read: {error.strerror}") from error
+            raise DataError(f"cannot read the shard: {error.strerror}") from error
         if len(data) != self.size:
-            raise DataError("the shard has become shorter since it was looked through")
+            raise DataError("the shard was truncated after it was listed")
         return data
 
 
 def members(shard: Path) -> Iterator[tuple[str, Member]]:
-    """The key and place of each file that belongs to a sample, in the order of the tar.
+    """Yield the key and location of each member of a sample, in the order of the tar.
+
+    Consecutive members with the same key (the path up to the first dot of the file name) form a sample.
 
     Raises:
-        DataError: as for ``tar_files``, and where the file cannot be read.
+        DataError: as for ``tar_files``, or the file cannot be read.
     """
     try:
         for name, offset, size in tar_files(shard):
@@ -237,12 +218,10 @@ def members(shard: Path) -> Iterator[tuple[str, Member]]:
         raise DataError(f"shard {shard}: {error.strerror}") from error
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-MAX_BYTES = 256 << 20  # of one picture or caption; beyond it is an attack or an accident
-MAX_LINE = 2**20  # characters of a line of texts
-_SHOWN = 8  # folders in a message
-_CAPTIONS = ("txt", "json")  # the members that hold one, the first that is there counts
+MAX_BYTES = 256 << 20  # limit for one image or caption
+MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
+_SHOWN = 8  # folders listed in a message
+_CAPTIONS = ("txt", "json")  # extensions of captions; the first one present is used
 _EMPTY = "empty caption"
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 
@@ -251,14 +230,14 @@ Kind = Literal["image", "caption"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One picture or text of a stream, nothing of it read.
+    """One image or text of a stream, not read yet.
 
     Attributes:
-        source: the folder, file, shard or table that it comes from.
-        key: the picture's path; of a shard the sample's key; of a list of texts the number of the line or row.
-        image: where its bytes are.
-        caption: the text, or where it is.
-        cause: why it cannot be used; "" where nothing speaks against it so far.
+        source: the folder, file, shard or table that contains it.
+        key: the image's path; in a shard the sample's key; in a list of texts the number of the line or row.
+        image: location of the image.
+        caption: the text, or its location.
+        cause: why the item cannot be used; "" if no problem is known yet.
     """
 
     source: str
@@ -269,16 +248,16 @@ class Item:
 
 
 class Stream:
-    """All items of some sources, in order; iterate as often as needed.
+    """All items of some sources, in order; can be iterated any number of times.
 
     Args:
-        sources: see the module.
-        kind: whether pictures or captions are wanted.
-        image_column: of tables; guessed from the usual names if not given.
+        sources: paths and patterns, see the module's documentation.
+        kind: whether to stream images or captions.
+        image_column: column of tables; found by common names if not given.
         caption_column: likewise.
 
     Raises:
-        DataError: a source is missing or holds nothing of the kind (the latter when iterating).
+        DataError: a source is missing, or holds no items of the kind (raised when iterating).
     """
 
     def __init__(
@@ -304,25 +283,28 @@ class Stream:
                 yield item
             if nothing:
                 raise DataError(
-                    f"{source} holds no {'picture' if self.kind == 'image' else 'text'}{_hint(source)}"
+                    f"{source} contains no {'image' if self.kind == 'image' else 'text'}{_hint(source)}"
                 )
 
     def _opened(self, source: str) -> Callable[[], Iterator[Item]]:
-        """What iterates over one source; it is looked at as far as needed to say what it is."""
+        """Return a function that iterates over one source, after determining the source's type."""
         kind, lower = self.kind, source.lower()
         if source == "-":
             if kind == "image":
-                raise DataError("standard input holds texts: add --text")
-            spool = _spooled(sys.stdin.buffer)
+                raise DataError("standard input contains texts: add --text")
+            # standard input can be read only once: copy it to a file that can be read again
+            spool: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the stream)
+            shutil.copyfileobj(sys.stdin.buffer, spool)
+            spool.flush()
             return lambda: _lines(spool, "-")
         if "://" in source:
-            raise DataError(f"{source} is a web address: only files on this machine can be read")
+            raise DataError(f"{source} is a web address: only local files can be read")
         path = user_path(source)
         if path.is_dir():
             return self._folder(path)
         if not path.is_file():
             if path.exists():
-                raise DataError(f"{source} is a pipe or a device: save what it gives to a file")
+                raise DataError(f"{source} is a pipe or a device: save its content to a file")
             raise DataError(f"{source}: no such file or folder")
         if lower.endswith(_COMPRESSED):
             raise DataError(f"{source} is compressed: unpack it first")
@@ -335,32 +317,34 @@ class Stream:
         if kind == "caption":
             if path.suffix.lower() != ".txt":
                 raise DataError(
-                    f"{source}: texts come from a .txt file, a table, shards or - (standard input)"
+                    f"{source}: texts are read from a .txt file, a table, shards or - (standard input)"
                 )
             return lambda: _lines(path, readable(source))
         if path.suffix.lower() == ".txt":
-            raise DataError(f"{source} holds texts: add --text")
+            raise DataError(f"{source} contains texts: add --text")
         return lambda: iter((Item(source=readable(source), key=readable(source), image=path),))
 
     def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
         shards, kind = shards_of_dataset(folder), self.kind
         if kind == "caption" and not shards:
-            raise DataError(f"{folder} holds no shard to take captions from{_hint(str(folder))}")
+            raise DataError(f"{folder} contains no shards with captions{_hint(str(folder))}")
 
         def items() -> Iterator[Item]:
             for shard in shards:
                 yield from _samples(shard, kind)
             if kind == "image":
-                yield from _pictures(folder)
+                source = readable(str(folder))
+                for path, cause in images_below(folder):
+                    yield Item(source=source, key=readable(str(path)), image=path, cause=cause)
 
         return items
 
 
 def read_image(item: Item) -> bytes:
-    """The encoded picture of an item.
+    """Read the encoded image of an item.
 
     Raises:
-        DataError: the cause for which it cannot be read, in a few words without the item's name.
+        DataError: it cannot be read; the message is a short cause without the item's name.
     """
     if item.cause:
         raise DataError(item.cause)
@@ -372,11 +356,13 @@ def read_image(item: Item) -> bytes:
 
 
 def read_caption(item: Item) -> str:
-    """The caption of an item.
+    """Read the caption of an item.
+
+    A blank line of a list of texts is a valid text, so that rows keep the line numbers; a sample's blank caption is
+    an error.
 
     Raises:
-        DataError: the cause for which there is none. A blank line of a list of texts is a text, so that the rows
-            keep its numbers; a sample's blank caption is none.
+        DataError: there is no caption; the message is a short cause without the item's name.
     """
     if item.cause:
         raise DataError(item.cause)
@@ -398,7 +384,7 @@ def _json_caption(text: str) -> str | None:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError("its json does not parse") from error
+        raise DataError("invalid JSON") from error
     caption = value.get("caption") if isinstance(value, dict) else None
     return caption if isinstance(caption, str) else None
 
@@ -406,7 +392,7 @@ def _json_caption(text: str) -> str | None:
 def _file_bytes(path: Path) -> bytes:
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe or a device might never end
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
             raise DataError("not a file")
         if status.st_size > MAX_BYTES:
             raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
@@ -415,29 +401,23 @@ def _file_bytes(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError("missing file") from None
     except OSError as error:
-        raise DataError(f"file cannot be read: {error.strerror}") from error
-    except ValueError:  # a path with a null byte, or letters that the system lacks
-        raise DataError("file cannot be read") from None
+        raise DataError(f"cannot read file: {error.strerror}") from error
+    except ValueError:  # a path with a null byte, or with characters that the system cannot encode
+        raise DataError("cannot read file") from None
 
 
 def _hint(source: str) -> str:
-    """Where the shards may be that a user meant by a folder."""
+    """Suggest folders with shards inside a folder that contains none."""
     path = user_path(source)
     if not path.is_dir():
         return ""
     found = [inner for inner in sorted(path.iterdir()) if inner.is_dir() and shards_in(inner)]
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"; there are shards in {', '.join(map(str, found[:_SHOWN]))}{more}" if found else ""
-
-
-def _pictures(folder: Path) -> Iterator[Item]:
-    source = readable(str(folder))
-    for path, cause in pictures_below(folder):
-        yield Item(source=source, key=readable(str(path)), image=path, cause=cause)
+    return f"; found shards in {', '.join(map(str, found[:_SHOWN]))}{more}" if found else ""
 
 
 def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
-    """The samples of a shard; consecutive members with one key are one sample."""
+    """Yield the samples of a shard, and an item with the cause if it cannot be read to the end."""
     source = readable(str(shard))
     key, found, twice = "", dict[str, Member](), list[str]()
     cause = ""
@@ -461,26 +441,26 @@ def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
 def _sample(
     source: str, key: str, found: dict[str, Member], twice: Sequence[str], kind: Kind
 ) -> Iterator[Item]:
-    """One sample, if anything was found; then an item for each further picture, or caption, under its name."""
+    """Yield a sample unless it is empty, then a failed item for each duplicate of an image or caption."""
     if not found:
         return
     image = next((one for extension, one in found.items() if f".{extension}" in IMAGE_SUFFIXES), None)
     caption = next((found[extension] for extension in _CAPTIONS if extension in found), None)
     cause = ""
     if kind == "image" and image is None:
-        cause = f"no picture, only {', '.join(sorted(found))[:100]}"
+        cause = f"no image, only {', '.join(sorted(found))[:100]}"
     elif kind == "caption" and caption is None:
         cause = "no caption"
     yield Item(source=source, key=key, image=image, caption=caption, cause=cause)
     for extension in twice:
         if f".{extension}" in IMAGE_SUFFIXES if kind == "image" else extension in _CAPTIONS:
             yield Item(
-                source=source, key=key, cause=f"{key}.{extension} is there twice in a row: one was taken"
+                source=source, key=key, cause=f"{key}.{extension} occurs twice in a row: used only the first"
             )
 
 
 def _rows(table: Table, kind: Kind) -> Iterator[Item]:
-    """The rows of a table; one that cannot be used carries its cause."""
+    """Yield the rows of a table; one that cannot be used has a cause."""
     source, number = readable(str(table.path)), 0
     try:
         for row in table:
@@ -497,22 +477,17 @@ def _row(source: str, folder: Path, row: Row) -> Item:
     elif not cause and not isinstance(given, str):
         cause = "path is not text"
     elif isinstance(given, str) and "://" in given and not given.startswith("file://"):
-        cause = "a web address, not a file: download it first"
+        cause = "web address, not a file: download it first"
     if cause:
         key = given[:4096] if isinstance(given, str) and given else str(row.number)
         return Item(source=source, key=readable(key), cause=cause)
     assert isinstance(given, str)
-    path = folder / _file_of_url(given)
+    if given.startswith("file://"):
+        given = unquote(given.removeprefix("file://"), errors="surrogateescape")
+        given = given.removeprefix("localhost") if given.startswith("localhost/") else given
+    path = folder / given
     caption = row.caption if isinstance(row.caption, str) else None
     return Item(source=source, key=readable(str(path)), image=path, caption=caption)
-
-
-def _file_of_url(given: str) -> str:
-    """The path that a ``file://`` address stands for; anything else is itself."""
-    if not given.startswith("file://"):
-        return given
-    path = unquote(given.removeprefix("file://"), errors="surrogateescape")
-    return path.removeprefix("localhost") if path.startswith("localhost/") else path
 
 
 def _caption_row(source: str, row: Row) -> Item:
@@ -527,25 +502,17 @@ def _caption_row(source: str, row: Row) -> Item:
     return Item(source=source, key=str(row.number), caption=caption, cause=cause)
 
 
-def _spooled(stream: BinaryIO) -> BinaryIO:
-    """What can be read only once, in a file without a name that can be read again."""
-    spool: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the stream)
-    shutil.copyfileobj(stream, spool)
-    spool.flush()
-    return spool
-
-
 def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:
-    """Every line, blank ones too: row and line stay the same number where nothing fails."""
+    """Yield every line, blank ones too, so that rows keep the line numbers if nothing fails."""
     with origin.open("rb") if isinstance(origin, Path) else os.fdopen(os.dup(origin.fileno()), "rb") as file:
-        file.seek(0)  # a duplicate shares its place with the original
+        file.seek(0)  # a duplicated descriptor shares its position with the original
         encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
         file.seek(0)
         text = TextIOWrapper(file, encoding=encoding, errors="replace", newline="\n")
         number = 0
         while line := text.readline(MAX_LINE + 1):
             number += 1
-            cause = "" if len(line) <= MAX_LINE else f"a line of more than {MAX_LINE:,} characters"
+            cause = "" if len(line) <= MAX_LINE else f"line of more than {MAX_LINE:,} characters"
             while cause and not line.endswith("\n") and (line := text.readline(MAX_LINE)):
                 pass
             caption = None if cause else line.removesuffix("\n").removesuffix("\r")

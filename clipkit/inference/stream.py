@@ -1,14 +1,14 @@
-"""From a stream of items to a stream of features, in batches, with reading and decoding ahead of the model.
+"""Encode a stream of items in batches, reading and decoding ahead of the model.
 
-Every item comes out once: in a batch of features, or as a failure with its cause. What a batch holds follows from
-the items alone, and on a CPU each batch is computed by one core, several batches at a time: the same items give the
-same bits, whatever the number of cores, threads and processes. (A product of matrices that cores share is rounded
-differently by another number of them, and waits for the slowest: while some cores decode, that is all the time.)
+Each item is returned once: in a batch of features, or as a failure with its cause. The content of a batch depends
+only on the items, and on a CPU each batch is computed by one core, several batches at a time. Results are therefore
+bit-identical for any number of cores, threads and processes. (A matrix product shared by several cores rounds
+differently for each number of cores, and waits for the slowest, which is often busy decoding.)
 
-Each item comes with a digest of the bytes that were read for it, by which a later run can tell whether a file whose
-time or inode changed has the same content. SHA-256 takes about 1% of the time that decoding takes.
+Each item comes with a SHA-256 digest of the bytes read for it, so that a later run can detect whether a file with a
+new time or inode has new content. The digest takes about 1% of the time of decoding.
 
-Letters: B batch, O embedding dimension, S image side in pixels.
+Dimensions: B batch, O embedding dimension, S image side in pixels.
 """
 
 import hashlib
@@ -47,9 +47,6 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Work that runs ahead of its use: threads read and decode while the model computes.
-
 _MAX_WORKERS = 16
 
 Given = TypeVar("Given")
@@ -57,7 +54,7 @@ Made = TypeVar("Made")
 
 
 def default_workers() -> int:
-    """Threads for this process: its share of the cores, at most 16."""
+    """Return the number of threads for this process: its fraction of the cores, at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")  # set by torchrun
     return max(1, min(_MAX_WORKERS, cores // max(1, int(here) if here.isdecimal() else 1)))
@@ -66,13 +63,13 @@ def default_workers() -> int:
 def read_ahead(
     work: Callable[[Given], Made], items: Iterable[Given], *, workers: int, ahead: int
 ) -> Iterator[tuple[Given, Made]]:
-    """Each item with ``work(item)``, in the order of the items.
+    """Yield each item with ``work(item)``, in order.
 
     Args:
-        work: called in threads; what it raises is raised here when the item's turn comes.
-        items: taken one by one as results are taken, never more than ``ahead`` before their turn.
-        workers: how many threads; 0 does the work here when its turn comes.
-        ahead: how many results may lie ready or be in the making.
+        work: called in threads; its exceptions are raised here, in the order of the items.
+        items: consumed as results are consumed, at most ``ahead`` items early.
+        workers: number of threads; 0 runs ``work`` in the calling thread.
+        ahead: maximum number of results that are pending or ready.
     """
     if workers == 0:
         for item in items:
@@ -92,12 +89,12 @@ def read_ahead(
 
 @contextmanager
 def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that use one core each; torch would start as many more as there are cores for every one of them.
+    """Create a pool of threads that use one core each; by default torch starts a thread per core in each of them.
 
-    What is waiting to be done is dropped in the end.
+    Pending work is cancelled on exit.
     """
     threads = torch.get_num_threads()
-    # torch takes the number for the calling thread, and for all that start later
+    # torch applies the number to the calling thread and to all threads started later
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool
@@ -106,24 +103,22 @@ def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-# --------------------------------------------------------------------------------------------------------------
-
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_BATCH, _GPU_BATCH = 32, 256
-_GPU_LANES = 2  # one batch is put together and copied while the other is computed
+_GPU_LANES = 2  # one batch is assembled and copied while the other is computed
 
 Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An item that has no features, and why.
+    """An item that could not be encoded.
 
     Attributes:
-        part: the number that came with the item.
+        part: number of its part.
         item: the item.
-        cause: why it has no features.
-        content: digest of what was read, see ``FeatureStream.contents``.
+        cause: why it could not be encoded.
+        content: digest of the bytes read, see ``FeatureStream.contents``.
     """
 
     part: int
@@ -137,10 +132,10 @@ class Features:
     """The features of consecutive items of one part.
 
     Attributes:
-        part: the number that came with the items.
-        items: B of them.
-        captions: B texts; None where there is none, or none was wanted.
-        contents: B digests of what was read, see ``FeatureStream.contents``.
+        part: number of the part.
+        items: B items.
+        captions: B texts; None where there is none or captions were not requested.
+        contents: B digests of the bytes read, see ``FeatureStream.contents``.
         rows: (B, O) float32, unit norm.
     """
 
@@ -153,24 +148,24 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ready(Generic[Content]):
-    """An item that is ready for the model."""
+    """An item prepared for the model."""
 
     part: int
     item: Item
-    content: Content  # (3, S, S) uint8 of a picture, the text of a text
+    content: Content  # (3, S, S) uint8 pixels, or a text
     caption: str | None
     digest: bytes
     traits: Traits = NO_TRAITS
 
 
 class FeatureStream:
-    """Encodes pictures and texts with a model.
+    """Encode images and texts with a model.
 
     Args:
-        model: used in evaluation mode, on the device where it is.
-        batch_size: B, items that the model takes at a time; None is 32 on a CPU and 256 elsewhere.
-        precision: a key of ``PRECISIONS``, in which the towers run; features are float32 in any case.
-        workers: threads that read and decode; None is one a core.
+        model: used in evaluation mode, on its current device.
+        batch_size: B; None means 32 on a CPU and 256 elsewhere.
+        precision: a key of ``PRECISIONS``, used inside the towers; features are always float32.
+        workers: number of threads that read and decode; None means one per core.
 
     Attributes:
         counts: how many of the images encoded so far are transparent or rotated by EXIF.
@@ -188,11 +183,11 @@ class FeatureStream:
         workers: int | None = None,
     ) -> None:
         if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size = {batch_size}: it must be 1 or more")
+            raise ConfigError(f"batch_size = {batch_size} must be at least 1")
         if workers is not None and workers < 0:
-            raise ConfigError(f"workers = {workers}: it must be 0 or more")
+            raise ConfigError(f"workers = {workers} must not be negative")
         if precision not in PRECISIONS:
-            raise ConfigError(f"precision = {precision!r}: known are {', '.join(PRECISIONS)}")
+            raise ConfigError(f"precision = {precision!r} is not one of {', '.join(PRECISIONS)}")
         self.model, self.precision = model, precision
         self.counts = TraitCounts()
         self.device = next(model.parameters()).device
@@ -204,21 +199,21 @@ class FeatureStream:
     def run(
         self, items: Iterable[tuple[int, Item]], *, kind: Kind, captions: bool = False
     ) -> Iterator[Features | Failure]:
-        """Encode the pictures, or the captions, of items.
-
-        Raises:
-            ConfigError: a batch does not fit into the memory.
-            DataError: the model gives numbers that are not finite.
+        """Encode the images or captions of items.
 
         Args:
-            items: with the number of the part that each belongs to; a batch never spans two parts.
-            kind: which of the two.
-            captions: whether to give the pictures' captions too.
+            items: each with the number of its part; a batch never spans two parts.
+            kind: whether to encode images or captions.
+            captions: also return the captions of images.
+
+        Raises:
+            ConfigError: a batch does not fit in memory.
+            DataError: the model's output is not finite.
         """
         if kind == "caption":
-            self.nothing(
+            self.empty(
                 kind
-            )  # some tokenizers set themselves up at the first text: not in two threads at once
+            )  # some tokenizers initialize at the first text, which two threads must not do at once
             return self._run(_ready_text, items, self._encode_texts)
         ready = partial(_ready_image, preprocess=self.model.preprocess, captions=captions)
         return self._run(ready, items, self._encode_images)
@@ -226,16 +221,13 @@ class FeatureStream:
     def contents(
         self, items: Iterable[tuple[int, Item]], *, kind: Kind, captions: bool = False
     ) -> Iterator[tuple[int, Item, bytes]]:
-        """Read items without encoding them, to compare them with what an earlier run encoded.
+        """Read items without encoding them, to compare them with those of an earlier run.
 
-        Args:
-            items: as for ``run``.
-            kind: as for ``run``.
-            captions: as for ``run``.
+        Takes the arguments of ``run``.
 
         Yields:
-            The number of the part, the item, and the digest that ``run`` gives the same item while the bytes that
-            it reads, or the error that it meets, are the same.
+            The number of the part, the item, and its digest, which equals that of ``run`` as long as the bytes
+            read, or the error, are the same.
         """
         read = partial(_read, kind=kind, captions=captions)
         ahead = self.batch_size * (self._lanes + 1)
@@ -243,10 +235,10 @@ class FeatureStream:
             yield part, item, found.digest
 
     def lines(self, *, background: str | None, upright: bool | None) -> list[str]:
-        """What to say of images encoded so far whose transparency or orientation is not applied.
+        """Format notes about images encoded so far whose transparency or orientation is ignored.
 
         Args:
-            background: the option as the user gave it; None where it was not given.
+            background: the option given by the user, or None.
             upright: likewise.
         """
         lines = self.counts.lines(
@@ -256,8 +248,8 @@ class FeatureStream:
         )
         return list(lines.values())
 
-    def nothing(self, kind: Kind) -> npt.NDArray[np.float32]:
-        """Features of no item: (0, O). The model is asked, who alone knows O."""
+    def empty(self, kind: Kind) -> npt.NDArray[np.float32]:
+        """Return features of no item, (0, O); encodes a dummy item to find O."""
         size = self.model.preprocess.image_size
         with evaluating(self.model):
             if kind == "caption":
@@ -284,14 +276,14 @@ class FeatureStream:
                 content = [one.content for one in outcome]
                 computing.append((outcome, pool.submit(self._rows, encode, content)))
                 if len(computing) > self._lanes:
-                    yield _arrived(*computing.popleft())
+                    yield _features(*computing.popleft())
             while computing:
-                yield _arrived(*computing.popleft())
+                yield _features(*computing.popleft())
 
     def _rows(
         self, encode: Callable[[list[Content]], Tensor], content: list[Content]
     ) -> npt.NDArray[np.float32]:
-        """One batch: B contents → (B, O)."""
+        """Encode one batch: B contents → (B, O)."""
         dtype = PRECISIONS[self.precision]
         autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
         try:
@@ -299,17 +291,13 @@ class FeatureStream:
                 rows: npt.NDArray[np.float32] = encode(content).float().cpu().numpy()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"out of memory with --batch-size {self.batch_size}: take a smaller one"
+                f"out of memory with --batch-size {self.batch_size}: use a smaller batch size"
             ) from error
         if not np.isfinite(rows).all():
-            raise DataError(
-                f"the model gives no finite numbers in {self.precision}: "
-                + (
-                    "its weights are damaged"
-                    if dtype is None
-                    else "try --precision fp32, or see to its weights"
-                )
+            advice = (
+                "its weights are damaged" if dtype is None else "try --precision fp32, or check its weights"
             )
+            raise DataError(f"the model's features are not finite in {self.precision}: {advice}")
         return rows
 
     def _encode_images(self, pixels: list[Tensor]) -> Tensor:
@@ -326,7 +314,7 @@ class FeatureStream:
 def _batches(
     outcomes: Iterable[_Ready[Content] | Failure], batch_size: int
 ) -> Iterator[list[_Ready[Content]] | Failure]:
-    """Items of one part put together until a batch is full or the part ends; failures pass at once."""
+    """Group items of one part until a batch is full or the part ends; failures are yielded immediately."""
     batch: list[_Ready[Content]] = []
     for outcome in outcomes:
         if isinstance(outcome, Failure):
@@ -343,7 +331,7 @@ def _batches(
         yield batch
 
 
-def _arrived(batch: list[_Ready[Content]], rows: Future[npt.NDArray[np.float32]]) -> Features:
+def _features(batch: list[_Ready[Content]], rows: Future[npt.NDArray[np.float32]]) -> Features:
     return Features(
         part=batch[0].part,
         items=[one.item for one in batch],
@@ -354,8 +342,8 @@ def _arrived(batch: list[_Ready[Content]], rows: Future[npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """What reading an item gave: its image or its text, or the cause for which there is none."""
+class _Read:
+    """Content of an item: its encoded image or its text, or the cause why it cannot be read."""
 
     image: bytes = b""
     caption: str | None = None
@@ -363,7 +351,7 @@ class _Found:
     digest: bytes
 
 
-def _read(given: tuple[int, Item], *, kind: Kind, captions: bool) -> _Found:
+def _read(given: tuple[int, Item], *, kind: Kind, captions: bool) -> _Read:
     _, item = given
     image, caption, cause = b"", None, ""
     try:
@@ -378,7 +366,7 @@ def _read(given: tuple[int, Item], *, kind: Kind, captions: bool) -> _Found:
             caption = read_caption(item)
     digest = hashlib.sha256(image)
     digest.update(f"\0{caption}\0{cause}".encode("utf-8", "surrogatepass"))
-    return _Found(image=image, caption=caption, cause=cause, digest=digest.digest())
+    return _Read(image=image, caption=caption, cause=cause, digest=digest.digest())
 
 
 def _ready_image(
@@ -408,24 +396,24 @@ def _ready_text(given: tuple[int, Item]) -> _Ready[str] | Failure:
     found = _read(given, kind="caption", captions=False)
     text, cause = found.caption or "", found.cause
     if len(text) > MAX_CHARACTERS:
-        cause = f"a text of more than {MAX_CHARACTERS:,} characters"
+        cause = f"text of more than {MAX_CHARACTERS:,} characters"
     if cause:
         return Failure(part=part, item=item, cause=cause, content=found.digest)
     return _Ready(part=part, item=item, content=text, caption=text, digest=found.digest)
 
 
 def pick_device(asked: str | None) -> torch.device:
-    """The device to compute on: what was asked for, else a GPU if there is one; each process of a node its own.
+    """Return the requested device, or by default a GPU if there is one; each process of a node gets its own GPU.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device is unknown or unavailable.
     """
     name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.zeros(1, device=device).cpu()  # "meta" makes tensors, but holds nothing
+        torch.zeros(1, device=device).cpu()  # fails on "meta", whose tensors have no values
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"cannot use device {name!r}: {str(error).splitlines()[0]}") from error
     return device

@@ -22,7 +22,7 @@ from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError, DataError, run_command
 from clipkit.files import progress
 from clipkit.files.table import Table
-from clipkit.inference.classify import Guess, guesses, labels_of, templates_of
+from clipkit.inference.classify import Classification, classify_images, labels_of, templates_of
 from clipkit.inference.inputs import Item, Stream
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
@@ -121,9 +121,9 @@ def test_encode_as_a_program(program: list[str], checkpoint: Path, photos: Path)
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in done.stdout.splitlines()] == [
-        "4 pictures in _ s (_/s), wrote 1 of 1 file",
+        "4 images in _ s (_/s), wrote 1 of 1 file",
         "1 failed, listed in out/failures.jsonl",
-        "3 embeddings of 128 numbers in 1 file of out/img_emb",
+        "3 embeddings of dimension 128 in 1 file in out/img_emb",
     ]
 
 
@@ -136,15 +136,15 @@ def test_encode_says_what_was_there(
     assert "wrote 2 of 2 files\n" in capsys.readouterr().out
     assert dispatch(arguments) == 0
     said = capsys.readouterr()
-    there = "3 embeddings are there, 1 failed before (out/failures.jsonl)"
+    there = "3 embeddings already complete, 1 failed before (out/failures.jsonl)"
     assert (said.out, said.err) == (f"nothing to do: {there}\n", "")
     Image.new("RGB", (9, 9)).save("photos/x.png")
     assert dispatch(arguments) == 0
     said = capsys.readouterr()
-    again = "1 of them again, because what they are made of has changed; 1 were there"
+    again = "1 of them replaced because their sources changed; 1 already complete"
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in said.out.splitlines()] == [
-        f"2 pictures in _ s (_/s), wrote 1 of 2 files; {again}",
-        "4 embeddings of 128 numbers in 2 files of out/img_emb",
+        f"2 images in _ s (_/s), wrote 1 of 2 files; {again}",
+        "4 embeddings of dimension 128 in 2 files in out/img_emb",
     ]
     assert not Path("out/failures.jsonl").exists()
 
@@ -163,7 +163,7 @@ def test_encode_where_nothing_works_is_exit_1(
 ) -> None:
     pytest.importorskip("pyarrow")
     assert dispatch(["encode", "photos/x.png", "--out", "out", "--model", str(checkpoint)]) == 1
-    assert "0 embeddings of 128 numbers" in capsys.readouterr().out
+    assert "0 embeddings of dimension 128" in capsys.readouterr().out
 
 
 def test_progress_is_lines_where_there_is_no_terminal(
@@ -189,7 +189,7 @@ def test_classify_prints_a_table_of_80_columns(
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert max(map(cell_len, lines)) <= 80
-    assert lines[0].split() == ["picture", "label", "probability"]
+    assert lines[0].split() == ["image", "label", "probability"]
     assert len(lines) == 1 + 3 * 4
     assert lines[1].startswith("…here are for names of pictures.png  ")
     want = clipkit.classify("photos/a.png", LABELS, model)[0]
@@ -199,7 +199,7 @@ def test_classify_prints_a_table_of_80_columns(
     assert line.endswith(f"{want[first]:.1%}")
     assert said.err.splitlines() == [
         "failed: photos/x.png: not a picture in a known format",
-        "1 of 4 pictures failed",
+        "1 of 4 images failed",
     ]
 
 
@@ -258,7 +258,7 @@ def test_classify_writes_csv_and_json(checkpoint: Path, photos: Path, model: CLI
 
 
 def test_classify_keeps_nothing_of_what_streams_through(photos: Path, model: CLIP) -> None:
-    """Pictures without end: guesses come all the same, and no more are taken than a few batches."""
+    """An endless stream is classified while at most a few batches are read ahead."""
     taken = 0
 
     class Endless(Stream):
@@ -270,11 +270,11 @@ def test_classify_keeps_nothing_of_what_streams_through(photos: Path, model: CLI
 
     features = FeatureStream(model, batch_size=4, workers=2)
     weights = clipkit.zero_shot_classifier(model, ["cat", "dog"])
-    endless = guesses(Endless(["photos"]), features, ["cat", "dog"], weights, top=1)
+    endless = classify_images(Endless(["photos"]), features, ["cat", "dog"], weights, top=1)
     for number in range(1, 100):
-        guess = next(endless)
-        assert isinstance(guess, Guess)
-        assert guess.picture == str(number)
+        found = next(endless)
+        assert isinstance(found, Classification)
+        assert found.image == str(number)
         assert taken < number + 4 * 5
     endless.close()  # type: ignore[attr-defined]
 
@@ -293,7 +293,7 @@ def test_classify_by_files_of_labels_and_templates(
     assert one["labels"][0]["probability"] == pytest.approx(float(want.max()), abs=1e-5)
     assert len(one["labels"]) == 2  # there are no three
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("1 picture in out.json\n", "")
+    assert (said.out, said.err) == ("wrote 1 image to out.json\n", "")
 
 
 def test_classify_where_nothing_works_is_exit_1_and_an_empty_array(checkpoint: Path, photos: Path) -> None:
@@ -307,14 +307,14 @@ def test_what_is_written_appears_when_it_is_complete(
 ) -> None:
     from clipkit.inference import classify as classification
 
-    guesses = classification.guesses
+    classify_images = classification.classify_images
 
     def stopped(*arguments: object, **more: object) -> Iterator[object]:
-        yield next(guesses(*arguments, **more))  # type: ignore[arg-type]
+        yield next(classify_images(*arguments, **more))  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
     Path("out.csv").write_text("former")
-    monkeypatch.setattr(classification, "guesses", stopped)
+    monkeypatch.setattr(classification, "classify_images", stopped)
     assert classify(checkpoint, "--out", "out.csv") == 130
     assert capsys.readouterr().err.endswith("stopped; no file was written\n")
     assert Path("out.csv").read_text() == "former"
@@ -338,17 +338,19 @@ def test_labels_and_templates_are_checked(tmp_path: Path) -> None:
     many = ",".join(f"label {number}" for number in range(5000))
     assert len(labels_of(many)) == 5000
     for given, message in [
-        ("labels.txt", "is no file"),
-        ("cat,", "has 1 label: at least two"),
-        ("cat,dog,cat", "label 'cat' is there twice"),
-        ("~nobodyhere", "is no file"),
+        ("labels.txt", "is neither a file"),
+        ("cat,", "has 1 label: classification needs at least two"),
+        ("cat,dog,cat", "label 'cat' occurs twice"),
+        ("~nobodyhere", "is neither a file"),
         ("cat,d\udcf6g", r"label 'd\\udcf6g' is not UTF-8"),
     ]:
         with pytest.raises(DataError, match=message):
             labels_of(given)
     assert labels_of("~cat,dog") == ["~cat", "dog"]
     assert templates_of(["~a {c}"]) == ["~a {c}"]
-    with pytest.raises(DataError, match=r"'prompts.txt' is no file of templates, and has no \{c\}"):
+    with pytest.raises(
+        DataError, match=r"'prompts.txt' is neither a file of templates nor a template with \{c\}"
+    ):
         templates_of(["prompts.txt"])
     with pytest.raises(DataError, match="is not UTF-8"):
         templates_of(["\udcf6 {c}"])
@@ -363,8 +365,8 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
     return [
         (["encode", "nowhere", "--out", "out", *model], "nowhere: no such file or folder"),
         (["encode", "photos", "--out", "out", "--model", "nowhere"], "nowhere"),
-        (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "device 'tpu9' cannot be used"),
-        (["encode", "photos", "--out", "out", "--device", "meta", *model], "device 'meta' cannot be used"),
+        (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "cannot use device 'tpu9'"),
+        (["encode", "photos", "--out", "out", "--device", "meta", *model], "cannot use device 'meta'"),
         (["encode", "~nobodyhere/x", "--out", "out", *model], "~nobodyhere/x: no such file or folder"),
         (["encode", "/dev/zero", "--out", "out", *model], "/dev/zero is a pipe or a device"),
         (
@@ -373,8 +375,8 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
         ),
         (["encode", "photos", "--out", "photos/a.png/x", *model], "cannot write photos/a.png/x"),
         (["classify", "photos", *labels, "--model", "nowhere"], "nowhere"),
-        (["classify", "photos", "--labels", "cat", *model], "is no file"),
-        (["classify", "photos", *labels, "--templates", "x", *model], "has no {c}"),
+        (["classify", "photos", "--labels", "cat", *model], "is neither a file"),
+        (["classify", "photos", *labels, "--templates", "x", *model], "nor a template with {c}"),
         (
             ["classify", "photos", "--labels", "cat,a dog, A  Dog", *model],
             "'a dog' and 'A Dog' have the same tokens",
@@ -383,7 +385,7 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
             ["classify", "photos", *labels, "--top", "0", *model],
             "argument --top: '0' is not a whole number from 1",
         ),
-        (["classify", "photos", *labels, "--out", "x.xlsx", *model], "it must end in .csv, .json or .jsonl"),
+        (["classify", "photos", *labels, "--out", "x.xlsx", *model], "must end in .csv, .json or .jsonl"),
         (["classify", "photos", *labels, "--out", "photos/is.csv", *model], "photos/is.csv is a folder"),
         (["classify", "photos", *labels, "--out", "no/x.csv", *model], "cannot write no/x.csv"),
     ]
@@ -410,7 +412,7 @@ def test_standard_input_is_for_one_process(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(clipkit.ConfigError, match="goes to one process only"):
+    with pytest.raises(clipkit.ConfigError, match="only one process can read standard input"):
         dispatch(["encode", "-", "--text", "--out", "out", "--model", str(checkpoint)])
     assert torch.get_num_threads() == 1
 
@@ -478,14 +480,14 @@ def test_embeddings_follow_the_background_and_the_orientation(
     wanted = clipkit.encode_image(sorted(special.iterdir()), model).numpy()
     assert np.abs(chosen - wanted).max() < 1e-3
     for out, options, cause in (
-        ("as_is", ["--background", "white"], r"background \(--background\) was none, now it is #ffffff"),
-        ("as_is", ["--upright"], r"\(--upright\) was False, now it is True"),
+        ("as_is", ["--background", "white"], r"background \(--background\) was none and is now #ffffff"),
+        ("as_is", ["--upright"], r"\(--upright\) was False and is now True"),
         (
             "as_is",
             ["--upright", "--background", "red"],
-            r"is #ff0000; .*\(--upright\) was False, now it is True",
+            r"is now #ff0000; .*\(--upright\) was False and is now True",
         ),
-        ("chosen", ["--upright"], r"background \(--background\) was #ffffff, now it is none"),
+        ("chosen", ["--upright"], r"background \(--background\) was #ffffff and is now none"),
     ):
         with pytest.raises(ConfigError, match=cause):
             dispatch([*begin, "--out", out, *options])

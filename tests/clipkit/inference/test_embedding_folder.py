@@ -20,7 +20,7 @@ from PIL import Image
 
 import clipkit
 from clipkit.errors import ConfigError, DataError
-from clipkit.inference.classify import guesses
+from clipkit.inference.classify import classify_images
 from clipkit.inference.encode import Encoded, encode
 from clipkit.inference.folder import only_writer
 from clipkit.inference.inputs import Item, Stream
@@ -193,7 +193,7 @@ def test_sources_may_be_added(photos: Path, model: CLIP, tmp_path: Path) -> None
     assert run([shard, photos / "."], tmp_path / "out", model).stale == 5  # in another order
     before = tree(tmp_path / "out")
     with pytest.raises(
-        ConfigError, match=r"0\.tar was among the sources, which now are .*/photos; give another --out"
+        ConfigError, match=r"0\.tar was one of the sources, which are now .*/photos; use another --out"
     ):
         run(photos, tmp_path / "out", model)
     assert tree(tmp_path / "out") == before
@@ -310,7 +310,7 @@ def test_processes_that_see_other_items_are_told_so(photos: Path, model: CLIP, t
             return super().__iter__()
 
     features = FeatureStream(model, batch_size=2, workers=0)
-    with pytest.raises(DataError, match="have changed while they were read: run the same command again"):
+    with pytest.raises(DataError, match="changed while they were being read: run the same command again"):
         encode(
             Growing([str(photos)]),
             tmp_path / "out",
@@ -339,7 +339,7 @@ def test_one_process_of_a_number_writes_to_a_folder(tmp_path: Path) -> None:
         assert other.stdout.readline() == b"held\n"
         with only_writer(tmp_path / "out", 0):
             pass
-        said = rf"another encode \(process {other.pid} on \S+\) is writing to {tmp_path}/out: wait for it"
+        said = rf"another clipkit encode \(process {other.pid} on \S+\) is writing to {tmp_path}/out: wait for it"
         with pytest.raises(ConfigError, match=said), only_writer(tmp_path / "out", 1):
             pass
         other.kill()
@@ -381,12 +381,14 @@ def test_numbers_that_are_not_finite_are_one_error(photos: Path, tmp_path: Path)
         broken.positional_embedding.fill_(float("nan"))  # of the texts
     labels = clipkit.zero_shot_classifier(broken, ["cat", "dog"])
     features = FeatureStream(broken, batch_size=2, workers=0)
-    with pytest.raises(DataError, match="no finite numbers for the labels: its weights are damaged"):
-        next(guesses(Stream([str(photos)]), features, ["cat", "dog"], labels, top=1))
+    with pytest.raises(DataError, match="embeddings of the labels are not finite: its weights are damaged"):
+        next(classify_images(Stream([str(photos)]), features, ["cat", "dog"], labels, top=1))
     assert run(photos, tmp_path / "out", broken).written == 4
     with torch.no_grad():
         for weights in broken.visual.parameters():
             weights.view(-1)[-1] = float("nan")
-    with pytest.raises(DataError, match="the model gives no finite numbers in fp32: its weights are damaged"):
+    with pytest.raises(
+        DataError, match="the model's features are not finite in fp32: its weights are damaged"
+    ):
         run(photos, tmp_path / "broken", broken)
     assert not list(tmp_path.glob("broken/img_emb/*"))

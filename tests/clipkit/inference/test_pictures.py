@@ -23,8 +23,8 @@ from clipkit.inference.inputs import (
     Kind,
     Member,
     Stream,
+    images_below,
     members,
-    pictures_below,
     read_caption,
     read_image,
     readable,
@@ -88,7 +88,7 @@ def test_a_folder_is_every_picture_below_it_in_the_order_of_the_paths(tmp_path: 
 def test_a_folder_is_sorted_in_pieces_as_in_one(
     monkeypatch: pytest.MonkeyPatch, names: list[str], piece: int
 ) -> None:
-    monkeypatch.setattr(inputs, "_RUN", piece)
+    monkeypatch.setattr(inputs, "_MAX_SORTED", piece)
     assert list(inputs._sorted(names)) == sorted(names)
 
 
@@ -102,7 +102,7 @@ def test_names_that_are_no_utf8_are_found_and_read(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty times the pictures, in a flat folder: the names alone would be some 300 KB more."""
-    monkeypatch.setattr(inputs, "_RUN", 100)
+    monkeypatch.setattr(inputs, "_MAX_SORTED", 100)
 
     def peak(folder: Path) -> int:
         tracemalloc.start()
@@ -141,10 +141,10 @@ def test_what_is_no_readable_file_is_an_item_with_a_cause(tmp_path: Path) -> Non
 def test_a_folder_that_vanishes_is_an_item_with_a_cause(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     (tmp_path / "b").mkdir()
-    walk = pictures_below(tmp_path)
+    walk = images_below(tmp_path)
     assert next(walk) == (tmp_path / "a.jpg", "")
     (tmp_path / "b").rmdir()
-    assert list(walk) == [(tmp_path / "b", "folder cannot be read: No such file or directory")]
+    assert list(walk) == [(tmp_path / "b", "cannot read folder: No such file or directory")]
 
 
 SAMPLES = [
@@ -165,7 +165,7 @@ def test_shards_give_samples_with_key_picture_and_caption(tmp_path: Path) -> Non
         files = [(f"{number}/{key}", content) for key, content in [*SAMPLES, (".x.jpg", b"")]]
         write_tar(tmp_path / name, files)
     assert [path.name for path in shards_in(tmp_path)] == ["0.tar", "2.tar", "10.tar"]
-    one = [("{}/0001", ""), ("{}/sub/0002", ""), ("{}/0003", "no picture, only txt"), ("{}/0004", "")]
+    one = [("{}/0001", ""), ("{}/sub/0002", ""), ("{}/0003", "no image, only txt"), ("{}/0004", "")]
     keys = [(key.format(number), why) for number in range(3) for key, why in one]
     assert found(tmp_path) == keys
     assert found(f"{tmp_path}/{{0,2,10}}.tar") == keys
@@ -173,7 +173,7 @@ def test_shards_give_samples_with_key_picture_and_caption(tmp_path: Path) -> Non
     items = list(Stream([str(tmp_path)]))
     assert {item.source for item in items} == {str(path) for path in shards_in(tmp_path)}
     assert [read_image(item) for item in items[:4] if not item.cause] == [b"one", b"two", b"four"]
-    assert texts(tmp_path / "0.tar") == ["first", "second", "third", "<its json does not parse>"]
+    assert texts(tmp_path / "0.tar") == ["first", "second", "third", "<invalid JSON>"]
 
 
 def test_a_data_set_is_the_shards_of_all_its_splits(tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ def test_a_member_that_is_there_twice_in_a_row_is_listed(tmp_path: Path) -> None
         ("1.x", b""),
     ]
     shard = write_tar(tmp_path / "0.tar", [*files, ("2.jpg", b"c")])
-    assert found(shard) == [("1", ""), ("1", "1.jpg is there twice in a row: one was taken"), ("2", "")]
+    assert found(shard) == [("1", ""), ("1", "1.jpg occurs twice in a row: used only the first"), ("2", "")]
     assert found(shard, kind="caption")[:2] == [
         ("1", ""),
-        ("1", "1.txt is there twice in a row: one was taken"),
+        ("1", "1.txt occurs twice in a row: used only the first"),
     ]
     (first, *_) = Stream([str(shard)])
     assert read_image(first) == b"a"
@@ -281,9 +281,9 @@ def test_a_shard_that_shrinks_or_vanishes_is_a_cause(tmp_path: Path) -> None:
     items = list(Stream([str(shard)]))
     os.truncate(shard, 3600)
     assert read_image(items[0]) == b"one"
-    assert cause(items[1]) == "the shard has become shorter since it was looked through"
+    assert cause(items[1]) == "the shard was truncated after it was listed"
     shard.unlink()
-    assert cause(items[0]).startswith("the shard cannot be read: No such file")
+    assert cause(items[0]).startswith("cannot read the shard: No such file")
     with pytest.raises(DataError, match="of more than 1 MiB"):
         Member(shard=shard, offset=0, size=2**30, extension="jpg").read(2**20)
 
@@ -320,7 +320,7 @@ def test_tables_of_paths_and_of_captions(tmp_path: Path) -> None:
     assert [cause(item) for item in items[1:4]] == [
         "missing file",
         "no path",
-        "a web address, not a file: download it first",
+        "web address, not a file: download it first",
     ]
     assert texts(table) == ["one", "<empty caption>", "three", "four", "five"]
     assert [item.key for item in Stream([str(table)], kind="caption")] == ["1", "2", "3", "4", "5"]
@@ -361,11 +361,11 @@ def test_a_text_file_is_a_text_a_line(tmp_path: Path, encoding: str) -> None:
 def test_a_line_too_long_is_a_cause_and_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_text("one\n" + "x" * (3 * MAX_LINE) + "\nthree\n")
-    assert texts(path) == ["one", "<a line of more than 1,048,576 characters>", "three"]
+    assert texts(path) == ["one", "<line of more than 1,048,576 characters>", "three"]
     path.write_text("y" * (MAX_LINE + 1))
-    assert texts(path) == ["<a line of more than 1,048,576 characters>"]
+    assert texts(path) == ["<line of more than 1,048,576 characters>"]
     path.write_bytes(b"caf\xe9\n" + b"z" * MAX_LINE + b"\n")
-    assert texts(path) == ["caf\ufffd", "<a line of more than 1,048,576 characters>"]
+    assert texts(path) == ["caf\ufffd", "<line of more than 1,048,576 characters>"]
 
 
 def test_standard_input_can_be_read_twice() -> None:
@@ -384,22 +384,22 @@ def test_standard_input_can_be_read_twice() -> None:
     ("source", "kind", "message"),
     [
         ("nowhere", "image", "nowhere: no such file or folder"),
-        ("nowhere/{0..3}.tar", "image", "of the 4 paths of 'nowhere/{0..3}.tar' 4 do not exist"),
+        ("nowhere/{0..3}.tar", "image", "4 of the 4 paths of 'nowhere/{0..3}.tar' do not exist"),
         ("{0..99999999}.tar", "image", "more than 1,000,000 names"),
         ("{0..999}{0..9}{-99..100}.tar", "image", "more than 1,000,000 names"),
         ("x{1,2.tar", "image", "do not balance"),
         ("s3://bucket/0.tar", "image", "is a web address"),
-        ("lines.txt", "image", "holds texts: add --text"),
-        ("-", "image", "holds texts: add --text"),
+        ("lines.txt", "image", "contains texts: add --text"),
+        ("-", "image", "contains texts: add --text"),
         ("0.tar.gz", "image", "is compressed"),
-        ("a.jpg", "caption", "texts come from a .txt file"),
-        ("photos", "caption", "holds no shard to take captions from"),
+        ("a.jpg", "caption", "texts are read from a .txt file"),
+        ("photos", "caption", "contains no shards with captions"),
         ("table.csv", "caption", "which column is the caption"),
-        ("empty", "image", "holds no picture; there are shards in empty/test, empty/train"),
-        ("empty", "caption", "; there are shards in empty/test, empty/train"),
+        ("empty", "image", "contains no image; found shards in empty/test, empty/train"),
+        ("empty", "caption", "; found shards in empty/test, empty/train"),
         ("no*.tar", "image", "no file or folder on this disk matches 'no*.tar'"),
         ("{photos,none}/*", "image", "no file or folder on this disk matches 'none/*'"),
-        ("empty.txt", "caption", "holds no text"),
+        ("empty.txt", "caption", "contains no text"),
     ],
 )
 def test_mistakes_are_one_line(
