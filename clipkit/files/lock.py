@@ -95,8 +95,10 @@ class FileLock:
         """Remove the file and let others take the lock; does nothing if this object does not hold it."""
         if self._descriptor < 0:
             return
-        Path(self._path).unlink(missing_ok=True)
-        os.close(self._descriptor)
-        self._descriptor = -1
-        with _guard:
-            _held.discard(self._path)
+        try:
+            Path(self._path).unlink(missing_ok=True)
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            with _guard:
+                _held.discard(self._path)
