@@ -72,7 +72,8 @@ _NO_ANSWER = (
 )
 _SILENT = re.compile("(gloo|nccl).*timed out", re.I | re.S)
 _LOST = re.compile(
-    "(gloo|nccl).*(closed by peer|reset by peer|broken pipe|remote process exited)", re.I | re.S
+    "(gloo|nccl|DistNetworkError).*(closed by peer|reset by peer|broken pipe|remote process exited)",
+    re.I | re.S,
 )
 
 
@@ -191,7 +192,7 @@ def _report(error: BaseException, failures: Failures | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     reported = error
     if failures is not None and isinstance(error, RuntimeError):
-        lost = _LOST.search(str(error))
+        lost = _LOST.search(f"{type(error).__name__}: {error}")
         if lost or _SILENT.search(str(error)):
             _end_if_another_failed(failures, _NOTE_SECONDS)
             reported = ClipkitError(_NO_WORD if lost else _NO_ANSWER)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -76,20 +77,26 @@ def test_torchruns_report_ends_with_the_mistake(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_gloo", "told"),
+    ("error", "told"),
     [
         (
-            "[/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for send",
+            RuntimeError(
+                "[/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for send"
+            ),
             _NO_ANSWER,
         ),
-        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2143", _NO_WORD),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2143"),
+            _NO_WORD,
+        ),
+        (DistNetworkError("Connection reset by peer"), _NO_WORD),  # while the process group is set up
     ],
 )
 def test_a_lost_connection_is_one_line(
-    of_gloo: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    error: RuntimeError, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def lose() -> int:
-        raise RuntimeError(of_gloo)
+        raise error
 
     monkeypatch.setattr("clipkit.distributed._NOTE_SECONDS", 0.0)
     monkeypatch.setattr("clipkit.distributed._RANK0_FIRST_SECONDS", 0.0)

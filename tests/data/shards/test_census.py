@@ -128,8 +128,10 @@ from data.shards.shard import OpenShard
 from data.captions import Selection
 from data.remote.shard_file import ShardFile
 
+program = os.getpid()
+
 def slow(shard, *rest):
-    if shard.name != "0.tar":
+    if os.getpid() != program:
         os.write(1, b"%d\\n" % os.getpid())  # in one piece, as several write
         time.sleep(60)
     return OpenShard(shard, *rest)
