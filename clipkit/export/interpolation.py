@@ -145,4 +145,4 @@ def _folder_for(out: Path) -> Path:
     try:
         return out.expanduser().resolve()
     except (OSError, ValueError, RuntimeError) as error:  # contains NUL, or an unknown user
-        raise ConfigError(f"no folder can be made at {str(out)[:200]!r}: {error}") from error
+        raise ConfigError(f"cannot create the folder {str(out)[:200]!r}: {error}") from error

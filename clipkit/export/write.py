@@ -87,7 +87,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
             complete(inner, out, earlier, records, card=card, weights=weights)
             place(inner, out)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{out} was not written: {error}") from error
+            raise CheckpointError(f"cannot write {out}: {error}") from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     return done
@@ -97,9 +97,9 @@ def _place(out: Path) -> Path:
     try:
         return out.expanduser().resolve()
     except RuntimeError as error:
-        raise ConfigError(f"no folder can be made at {out}: there is no such user") from error
+        raise ConfigError(f"cannot create the folder {out}: there is no such user") from error
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
-        raise ConfigError(f"no folder can be made at {str(out)[:200]!r}: {error}") from error
+        raise ConfigError(f"cannot create the folder {str(out)[:200]!r}: {error}") from error
 
 
 def _record(one: Exported) -> dict[str, Any]:

@@ -1,3 +1,3 @@
-"""Reading weights of any format, without executing anything from a file."""
+"""Read weights of all supported formats without executing code from files."""
 
 __all__: list[str] = []

@@ -1,20 +1,20 @@
-"""Checkpoints of a run: what is in one, which is the newest whole one, and the model that it holds.
+"""Find the newest intact checkpoint of a run, and load and save models.
 
-    RUN/checkpoints/LATEST                       the newest one's name
+    RUN/checkpoints/LATEST                       name of the newest checkpoint
     RUN/checkpoints/step_00000200/
-        model.safetensors                        weights, in open_clip's names; averaged ones if the run averages
-        trained.safetensors                      those in training, where model.safetensors holds averaged ones
+        model.safetensors                        weights, with open_clip's names; averaged if the run averages them
+        trained.safetensors                      weights in training, if model.safetensors holds their average
         model.json                               architecture, preprocessing, tokenizer
-        tokenizer/                               of a text tower that does not use CLIP's own
-        optimizer.safetensors                    the optimizer's tensors
-        state.json                               everything else that the loop carries on with
-        config.toml                              the run's whole configuration
+        tokenizer/                               files of a tokenizer other than CLIP's
+        optimizer.safetensors                    tensors of the optimizer
+        state.json                               all other state of the training loop
+        config.toml                              the complete configuration of the run
         COMPLETE                                 size and checksum of each file
-    RUN/.saved                                   there has been a checkpoint
+    RUN/.saved                                   marks that a checkpoint has been saved
 
-clipkit/training/checkpoint.py writes them and resumes from them.
-No pickle is read or written. A run whose checkpoints are all lost or damaged is not begun anew: that would
-erase its history. In checkpoints of earlier versions COMPLETE has sizes alone, and other damage is not seen.
+``clipkit.training.checkpoint`` writes checkpoints and resumes from them. Pickle is never used. A run whose
+checkpoints are all lost or damaged is not restarted, since that would erase its history. Checkpoints of earlier
+versions list only sizes in COMPLETE, so other damage to them is not detected.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ __all__ = [
     "check_weights",
     "checksum",
     "is_complete",
-    "is_whole",
+    "is_intact",
     "latest_checkpoint",
     "listing",
     "load_model",
@@ -70,31 +70,26 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Whether a file holds what was written: a checksum that takes less time than reading the file from a disk.
-#
-# It finds what disks, networks and copies do to bytes; whoever means to deceive can make another file of the
-# same.
-
-_PIECE = 16 << 20  # bytes; another size would give other checksums
-_READ = 1 << 20  # bytes at a time: what a processor's cache holds is read and summed the fastest
-_MOST_THREADS = 8
+_CHUNK = 16 << 20  # bytes; part of the definition of the checksum
+_READ = 1 << 20  # bytes read at a time, fastest if they fit in the processor's cache
+_MAX_THREADS = 8
 
 
 def checksum(path: Path, *, threads: int = 0) -> str:
-    """Eight hexadecimal digits: the CRC-32 of the CRC-32s of each 16 MiB of a file.
+    """Compute the CRC-32 of the CRC-32s of each 16 MiB of a file, as eight hexadecimal digits.
 
-    A file is read once by a process, as long as its size, time and place on the disk stay the same.
+    Takes less time than reading the file from disk, and detects accidental damage, not manipulation. The result is
+    cached as long as the file's size, modification time and inode stay the same.
 
     Args:
         path: the file.
-        threads: that sum pieces at the same time; 0 for one a core, up to 8.
+        threads: number of threads; 0 for one per core, up to 8.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     status = path.stat()
-    threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
+    threads = threads or min(_MAX_THREADS, os.cpu_count() or 1)
     return _checksum(str(path), status.st_size, status.st_mtime_ns, status.st_ino, threads)
 
 
@@ -102,79 +97,75 @@ def checksum(path: Path, *, threads: int = 0) -> str:
 def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        starts = range(0, size, _PIECE)
-        sums = _each(lambda start: _piece(descriptor, start, min(start + _PIECE, size)), starts, threads)
+        starts = range(0, size, _CHUNK)
+        chunk = partial(_chunk_checksum, descriptor, size)
+        if min(threads, len(starts)) < 2:
+            sums = list(map(chunk, starts))
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="checksum") as pool:
+                sums = list(pool.map(chunk, starts))
     finally:
         os.close(descriptor)
     return f"{zlib.crc32(b''.join(one.to_bytes(4, 'little') for one in sums)):08x}"
 
 
-def _each(sum_of: Callable[[int], int], starts: range, threads: int) -> list[int]:
-    if min(threads, len(starts)) < 2:
-        return list(map(sum_of, starts))
-    with ThreadPoolExecutor(threads, thread_name_prefix="checksum") as pool:
-        return list(pool.map(sum_of, starts))
-
-
-def _piece(descriptor: int, start: int, end: int) -> int:
+def _chunk_checksum(descriptor: int, size: int, start: int) -> int:
+    end = min(start + _CHUNK, size)
     buffer, value = memoryview(bytearray(_READ)), 0
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)
-        if not count:  # it was cut while it was read
+        if not count:  # the file was truncated while it was being read
             break
         value = zlib.crc32(buffer[:count], value)
         start += count
     return value
 
 
-# --------------------------------------------------------------------------------------------------------------
-
 LATEST, COMPLETE, SAVED = "LATEST", "COMPLETE", ".saved"
 STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
-# what every checkpoint has; a text tower may add its tokenizer's
+# files of every checkpoint; some have those of a tokenizer too
 _FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml"}
 FORMAT = 1
-TRAINED = "/trained"  # behind the names in trained.safetensors
-_GROUPS_TOLD = 4  # in a message, of each kind
+TRAINED = "/trained"  # suffix of the names in trained.safetensors
+_SHOWN = 4  # names listed in a message, of each kind
 
 
 def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None) -> Path | None:
-    """The checkpoint to resume from; None where the run has never had one.
+    """Find the checkpoint to resume from; None if the run never saved one.
 
-    1. The one that LATEST names, if it is whole.
-    2. Otherwise the newest whole one (LATEST is missing, or names one that was removed or damaged).
+    It is the one named by LATEST if that is intact, otherwise the newest intact one.
 
     Args:
         run: the run folder.
-        needed: which files' content must be what was written, by name; None for all.
+        needed: selects by name the files of which the checksums are verified; None for all.
 
     Raises:
-        CheckpointError: the run has had checkpoints, but they are gone or damaged, or cannot be read.
+        CheckpointError: the run has saved checkpoints, but they are missing, damaged or unreadable.
     """
     root = run / "checkpoints"
     if (pointer := _pointer(root)) is not None:
         named = root / pointer
-        if named.parent == root and is_whole(named, needed):
+        if named.parent == root and is_intact(named, needed):
             return named
     folders = step_folders(root)
-    if whole := next((folder for folder in folders if is_whole(folder, needed)), None):
-        return whole
-    mend = f"bring them back, or remove {run} and all that is in it to begin anew"
+    if intact := next((folder for folder in folders if is_intact(folder, needed)), None):
+        return intact
+    advice = f"restore them, or remove the folder {run} to start over"
     if folders:
-        raise CheckpointError(f"no checkpoint in {root} is whole, {folders[0].name} and all others: {mend}")
-    if (run / SAVED).exists():
         raise CheckpointError(
-            f"{run} has been trained, but its checkpoints are not in {root} any more: {mend}"
+            f"all checkpoints in {root}, from {folders[0].name} on, are incomplete or damaged: {advice}"
         )
+    if (run / SAVED).exists():
+        raise CheckpointError(f"{run} has been trained, but its checkpoints in {root} are missing: {advice}")
     return None
 
 
 def passed_over(checkpoint: Path) -> list[str]:
-    """Names of newer checkpoints that are damaged, or missing though LATEST names them.
+    """List newer checkpoints that were skipped because they are damaged, or named by LATEST but missing.
 
     Args:
-        checkpoint: what ``latest_checkpoint`` has found. No file is read again: where LATEST does not name it, it
-            was the newest whole one.
+        checkpoint: the result of ``latest_checkpoint``. No checksums are computed again: unless LATEST names it,
+            it was the newest intact one.
     """
     root = checkpoint.parent
     pointer = _pointer(root) or ""
@@ -186,20 +177,20 @@ def passed_over(checkpoint: Path) -> list[str]:
 
 
 def _pointer(root: Path) -> str | None:
-    """What LATEST says."""
+    """Return the content of LATEST; None if it is missing."""
     try:
         return (root / LATEST).read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"{root / LATEST} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {root / LATEST}: {error.strerror}") from error
 
 
 def resolve_checkpoint(source: Path) -> Path:
-    """The checkpoint folder that a path means: a run folder, its ``checkpoints``, or a checkpoint itself.
+    """Find the checkpoint folder for a path: a run folder, its ``checkpoints`` folder, or a checkpoint itself.
 
     Raises:
-        CheckpointError: there is none, or none that is whole.
+        CheckpointError: there is no checkpoint, or none that is intact.
     """
     if (source / "model.json").is_file():
         return source
@@ -213,27 +204,30 @@ def resolve_checkpoint(source: Path) -> Path:
 
 
 def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) -> CLIP:
-    """The model of one checkpoint folder, on the CPU in float32, in evaluation mode.
+    """Load the model of a checkpoint folder on the CPU, in float32 and evaluation mode.
 
-    Another ``image_size`` or ``context_length`` than 0 resamples the position embeddings.
+    A nonzero ``image_size`` or ``context_length`` resamples the position embeddings.
 
     Raises:
-        CheckpointError: files are missing or damaged, or the weights do not fit the stored architecture.
+        CheckpointError: files are missing or damaged, or the weights do not match the stored architecture.
     """
     weights = folder / "model.safetensors"
     card = read_json(folder / "model.json")
     if card.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: model.json is of another format than this version reads")
+        raise CheckpointError(f"{folder}: this version cannot read the format of model.json")
     shape = Architecture.from_dict(card.get("architecture", {}))
     preprocess = stored_preprocess(folder)
     if preprocess.image_size != shape.vision.image_size:
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
     tokenizer = tokenizer_of(shape, stored=card.get("tokenizer", "none"), folder=folder)
-    tensors = _read_tensors(weights)
-    if not _is_as_written(weights, _listed(folder).get(weights.name)):
+    try:
+        tensors = load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {weights}: {error}") from error
+    if not _matches(weights, _listed(folder).get(weights.name)):
         raise CheckpointError(
-            f"{weights} is not what was written: take another checkpoint, or remove {COMPLETE} beside it to load "
-            "it as it is"
+            f"{weights} is damaged, its checksum is wrong: use another checkpoint, or remove {COMPLETE} beside "
+            "it to load it anyway"
         )
     if resized := bool(image_size or context_length):
         shape = shape.resized(image_size=image_size, context_length=context_length)
@@ -252,10 +246,10 @@ def load_model(folder: Path, *, image_size: int = 0, context_length: int = 0) ->
 
 
 def stored_preprocess(folder: Path) -> Preprocess:
-    """The preprocessing of the model of one checkpoint folder.
+    """Read the preprocessing of the model in a checkpoint folder.
 
     Raises:
-        CheckpointError: model.json is missing or damaged, or of another version.
+        CheckpointError: model.json is missing, damaged or of another version.
     """
     return Preprocess.from_dict(read_json(folder / "model.json").get("preprocess", {}))
 
@@ -270,22 +264,22 @@ def with_weights(
     tokenizer: Tokenizer | None = None,
     resample: bool = False,
 ) -> CLIP:
-    """A model in evaluation mode that holds the given weights, as float32; every name and shape must fit.
+    """Build a float32 model with the given weights, in evaluation mode; all names and shapes must match.
 
     Args:
         shape: the architecture.
-        tensors: a state dict in the model's names.
-        origin: where they come from, for messages.
-        name: what the architecture is called.
-        preprocess: how pictures become its input.
-        tokenizer: how texts do.
-        resample: whether position embeddings of another size are made to fit.
+        tensors: a state dict with the model's names.
+        origin: where the tensors come from, for error messages.
+        name: name of the architecture.
+        preprocess: the model's image preprocessing.
+        tokenizer: the model's tokenizer.
+        resample: resample position embeddings of another size.
 
     Raises:
-        CheckpointError: they do not fit; memory is then not taken for what the architecture claims.
+        CheckpointError: the weights do not match; checked before memory for the architecture is allocated.
     """
     try:
-        if shape.is_own:  # before memory is taken for what a stored architecture claims
+        if shape.is_own:  # check before allocating memory for a stored, possibly manipulated architecture
             with torch.device("meta"):
                 model = CLIP(shape, name=name)
             tensors = _fitting(model, tensors, origin, resample=resample)
@@ -304,12 +298,10 @@ def _fitting(model: CLIP, tensors: dict[str, Tensor], origin: Path, *, resample:
 
 
 def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
-    """Refuse tensors whose names or shapes are not the model's, and whole numbers for weights.
-
-    The model may be on the meta device.
+    """Check that names, shapes and kinds of dtype of tensors match a model, which may be on the meta device.
 
     Raises:
-        CheckpointError: names the missing, unexpected and misshapen tensors, layers as one.
+        CheckpointError: lists the missing, unexpected and misshapen tensors, grouped by layer.
     """
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
@@ -319,50 +311,50 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
             if value.is_floating_point() != own[name].is_floating_point():
                 raise CheckpointError(f"{origin}: {name} is {value.dtype}, not {own[name].dtype}")
         return
-    parts = [f"{len(misshapen)} of another shape ({_shapes(misshapen, tensors, own)})"] if misshapen else []
+    parts = []
+    if misshapen:
+        shapes = [
+            f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}"
+            for name in misshapen[:_SHOWN]
+        ] + ["…"] * (len(misshapen) > _SHOWN)
+        parts.append(f"{len(misshapen)} of another shape ({', '.join(shapes)})")
     for what, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             parts.append(f"{len(names)} {what} ({_grouped(names)})")
     raise CheckpointError(f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}")
 
 
-def _shapes(names: list[str], found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    first = names[:_GROUPS_TOLD]
-    told = [f"{name} {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}" for name in first]
-    return ", ".join([*told, *(["…"] if len(names) > len(first) else [])])
-
-
 def _grouped(names: list[str]) -> str:
-    """The names of one layer as one."""
+    """List names, grouped by layer."""
     groups: dict[str, int] = {}
     for name in names:
         layer = re.match(r".*?\.\d+\.", name)
         group = f"{layer[0]}*" if layer else name
         groups[group] = groups.get(group, 0) + 1
-    told = [f"{group} ×{count}" if count > 1 else group for group, count in groups.items()]
-    return ", ".join([*told[:_GROUPS_TOLD], *(["…"] if len(told) > _GROUPS_TOLD else [])])
+    counts = [f"{group} ×{count}" if count > 1 else group for group, count in groups.items()]
+    return ", ".join(counts[:_SHOWN] + ["…"] * (len(counts) > _SHOWN))
 
 
 def step_folders(root: Path) -> list[Path]:
-    """Checkpoints, whole or not, the newest first."""
+    """List the checkpoint folders, complete or not, newest first."""
     try:
-        # not glob, for which a folder that may not be read is empty
+        # not glob, which treats an unreadable folder as empty
         folders = [folder for folder in root.iterdir() if STEP_FOLDER.fullmatch(folder.name)]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{root} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {root}: {error.strerror}") from error
     return sorted(folders, key=lambda folder: step_of(folder.name), reverse=True)
 
 
 def step_of(name: str) -> int:
-    """The step that a folder's name tells; -1 if it tells none."""
+    """Return the step in a folder's name; -1 if there is none."""
     match = STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all files are there, in their sizes."""
+    """Check that all files exist and have the listed sizes."""
     listed = _listed(folder)
     try:
         return listed.keys() >= _FILES and all(
@@ -372,20 +364,20 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def is_whole(folder: Path, needed: Callable[[str], bool] | None = None) -> bool:
-    """Whether all files are there, and those that are needed (None: all) hold what was written."""
+def is_intact(folder: Path, needed: Callable[[str], bool] | None = None) -> bool:
+    """Check that all files exist and those selected by ``needed`` (None: all) have the listed checksums."""
     if not is_complete(folder):
         return False
     wanted = {name: one for name, one in _listed(folder).items() if needed is None or needed(name)}
-    return all(_is_as_written(folder / name, one) for name, one in wanted.items())
+    return all(_matches(folder / name, one) for name, one in wanted.items())
 
 
 def listing(folder: Path) -> str:
-    """What COMPLETE is to hold of the files that are in a folder."""
+    """Return the content of COMPLETE for the files in a folder."""
     files = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
-    # by one thread, as a training wants the others
+    # by one thread, to leave the others to training
     listed = {
         name: {"bytes": path.stat().st_size, "crc32": checksum(path, threads=1)}
         for name, path in files.items()
@@ -394,7 +386,7 @@ def listing(folder: Path) -> str:
 
 
 def _listed(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and checksum of each file as COMPLETE has them, "" for no checksum; nothing where it is damaged."""
+    """Read size and checksum ("" if missing) of each file from COMPLETE; empty if that is missing or damaged."""
     try:
         listed = json.loads((folder / COMPLETE).read_text())
         entries = {
@@ -406,7 +398,8 @@ def _listed(folder: Path) -> dict[str, tuple[int, str]]:
     return entries
 
 
-def _is_as_written(path: Path, listed: tuple[int, str] | None) -> bool:
+def _matches(path: Path, listed: tuple[int, str] | None) -> bool:
+    """Check a file's checksum, if one is listed."""
     try:
         return listed is None or not listed[1] or checksum(path) == listed[1]
     except OSError:
@@ -418,6 +411,11 @@ def _is_of_model(name: str) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or does not contain a JSON object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -425,72 +423,61 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold an object")
+        raise CheckpointError(f"{path} does not contain a JSON object")
     return value
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-# --------------------------------------------------------------------------------------------------------------
-# A folder that holds one model and nothing of a run: model.json, model.safetensors, the tokenizer's files.
-#
-# ``clipkit.load`` takes it as it takes a checkpoint.
-
-
 def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = None) -> None:
-    """Write a model to a new folder; it is written aside and then put in its place.
+    """Write a model to a new folder (model.json, model.safetensors and the tokenizer's files), atomically.
+
+    ``clipkit.load`` reads such a folder like a checkpoint.
 
     Args:
-        model: whole, on any device.
-        out: a folder that does not exist, or is empty.
-        made_from: what model.json is to say of where it comes from.
+        model: the model, not sharded, on any device.
+        out: a folder that does not exist or is empty.
+        made_from: the model's origin, stored in model.json.
 
     Raises:
-        ConfigError: the folder holds something.
-        CheckpointError: it could not be written.
+        ConfigError: the folder is not empty.
+        CheckpointError: writing fails.
     """
     check_free(out)
     aside = out.with_name(f".{out.name}.partial")
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
         aside.mkdir(parents=True)
         tensors = {name: value.cpu() for name, value in weights_of(model).items()}
         save_file(tensors, aside / "model.safetensors")
         card = model_card(model, aside) | ({"made_from": dict(made_from)} if made_from else {})
         (aside / "model.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
         mode = (aside / "model.json").stat().st_mode & 0o777
-        (aside / "model.safetensors").chmod(mode)  # safetensors makes files that only their owner can read
+        (aside / "model.safetensors").chmod(mode)  # safetensors creates files that only their owner can read
         if out.is_dir():
             out.rmdir()
         aside.rename(out)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{out} was not written: {error}") from error
+        raise CheckpointError(f"cannot write {out}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_free(out: Path) -> None:
-    """Refuse a folder that a model cannot be written to.
+    """Check that a model can be written to a folder.
 
     Raises:
-        ConfigError: it holds something, has no name, or cannot be looked at.
+        ConfigError: the folder is not empty, has no name or cannot be accessed.
     """
     try:
         held = out.is_dir() and any(out.iterdir())
         if held or not out.name or (out.exists() and not out.is_dir()):
-            raise ConfigError(f"{out} is there already, and not empty: give a new folder")
-    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
-        raise ConfigError(f"no folder can be made at {str(out)[:200]!r}: {error}") from error
+            raise ConfigError(f"{out} already exists and is not empty: use a new folder")
+    except (OSError, ValueError) as error:  # a name that is too long, or contains a NUL
+        raise ConfigError(f"cannot create the folder {str(out)[:200]!r}: {error}") from error
 
 
 def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
-    """What model.json holds; the tokenizer's files are written to the folder."""
-    # a name of ours on another shape would mislead
+    """Return the content of model.json, and write the tokenizer's files to the folder."""
+    # drop a registered name if the architecture differs from the registered one
     name = model.name if ARCHITECTURES.get(model.name, model.architecture) == model.architecture else ""
     return {
         "format": FORMAT,
@@ -506,7 +493,7 @@ def weights_of(model: CLIP) -> dict[str, Tensor]:
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        if hasattr(value, "device_mesh"):  # a DTensor of clipkit's own towers, which tie nothing
+        if hasattr(value, "device_mesh"):  # a DTensor of clipkit's own towers, which share no tensors
             tensors[name] = value
             continue
         shared = value.untyped_storage().data_ptr() in seen
@@ -516,10 +503,10 @@ def weights_of(model: CLIP) -> dict[str, Tensor]:
 
 
 def model_hash(model: CLIP) -> str:
-    """32 hexadecimal digits that change with the weights, the architecture and the preprocessing.
+    """Hash the weights, the architecture and the preprocessing to 32 hexadecimal digits.
 
-    It tells models apart that are not made to be mistaken for each other: tensors count by their CRC, which takes
-    a tenth of the time of a cryptographic hash. How fresh weights would be drawn makes no other model.
+    Not safe against deliberate collisions: tensors are hashed by CRC-32, in a tenth of the time of a cryptographic
+    hash. The scheme for initializing fresh weights is not part of the hash.
     """
     shape = replace(model.architecture, small_data=False)
     digest = hashlib.sha256(f"{shape!r}\n{model.preprocess!r}\n".encode())

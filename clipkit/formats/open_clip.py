@@ -1,8 +1,8 @@
-"""What open_clip's trainer leaves behind: checkpoints, and a params.txt that says how they came about.
+"""Output of open_clip's trainer: checkpoints, and a params.txt with their settings.
 
 LOGS/NAME/params.txt                  every setting, as "name: value"
 LOGS/NAME/checkpoints/epoch_N.pt      state dict, optimizer and scaler after N epochs
-LOGS/NAME/checkpoints/epoch_latest.pt the same, where it was asked for
+LOGS/NAME/checkpoints/epoch_latest.pt the same for the latest epoch, with --save-most-recent
 """
 
 import json
@@ -20,29 +20,29 @@ from clipkit.model.names import OPEN_CLIP, check_names, from_open_clip, open_cli
 
 __all__ = ["TrainingRecord", "newest_epoch", "training_record"]
 
-_LARGEST = 2**20  # of params.txt, which has some hundred lines
+_MAX_PARAMS = 2**20  # characters read from params.txt, which has about a hundred lines
 _PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
-    """What params.txt says.
+    """Settings recorded in params.txt.
 
     Attributes:
-        architecture: None where it does not say enough.
-        name: of the architecture, "" without one.
-        lacking: why there is no architecture, for a message.
-        preprocess: how pictures were prepared, what differs from CLIP's own.
+        architecture: the architecture; None if the record does not determine it.
+        name: name of the architecture, or "".
+        lacking: why the architecture is unknown, for an error message.
+        preprocess: preprocessing settings that differ from CLIP's.
     """
 
     architecture: Architecture | None = None
     name: str = ""
-    lacking: str = "nothing beside these weights tells their architecture, nor whether it has QuickGELU"
+    lacking: str = "no file next to these weights records their architecture, nor whether it uses QuickGELU"
     preprocess: Mapping[str, Any] = field(default_factory=dict)
 
 
 def newest_epoch(folder: Path) -> Path | None:
-    """The newest checkpoint of a training folder or its ``checkpoints``; None where there is none."""
+    """Find the newest checkpoint in a training folder or its ``checkpoints`` folder; None if there is none."""
     for place in (folder / "checkpoints", folder):
         epochs = {
             int(match[1]): path
@@ -60,10 +60,10 @@ def newest_epoch(folder: Path) -> Path | None:
 
 
 def training_record(file: Path) -> TrainingRecord:
-    """What is recorded beside a checkpoint, or a folder above it.
+    """Read params.txt in a checkpoint's folder or its parent.
 
     Raises:
-        CheckpointError: the record contradicts itself.
+        CheckpointError: the record is inconsistent.
     """
     for folder in (file.parent, file.parent.parent):
         if (folder / "params.txt").is_file():
@@ -73,26 +73,27 @@ def training_record(file: Path) -> TrainingRecord:
 
 def _read(params: Path) -> TrainingRecord:
     with params.open(encoding="utf-8", errors="replace") as file:
-        lines = file.read(_LARGEST).splitlines()
+        lines = file.read(_MAX_PARAMS).splitlines()
     values = {name: _value(value) for name, value in (line.split(": ", 1) for line in lines if ": " in line)}
-    name = str(values.get("model", "")).replace("/", "-")  # as open_clip itself has it
+    name = str(values.get("model", "")).replace("/", "-")  # as open_clip does
     try:
         check_names(OPEN_CLIP + name)
     except ConfigError:
         return TrainingRecord(
-            lacking=f"{params} names the architecture {values.get('model')!r}, which open_clip's registry has not"
+            lacking=f"{params} names the architecture {values.get('model')!r}, which open_clip does not know"
         )
     shape = from_open_clip(open_clip_config(name))
-    published = _published(name, values.get("pretrained"))
+    tag = values.get("pretrained")  # the weights that training started from
+    published = published_weights(name, tag) if tag and isinstance(tag, str) else {}
     preprocess = {key: published.get(key) for key in _PREPROCESS}
     preprocess |= {key: given for key in _PREPROCESS if (given := values.get(f"image_{key}")) is not None}
     if values.get("force_quick_gelu") is True:
         shape = replace(shape, quick_gelu=True)
-    elif values.get("pretrained") == "openai" and not shape.quick_gelu:
+    elif tag == "openai" and not shape.quick_gelu:
         return TrainingRecord(
             preprocess=preprocess,
-            lacking=f"{params}: training began from OpenAI's weights, with QuickGELU in open_clip before version 3 "
-            "and with GELU since",
+            lacking=f"{params}: training started from OpenAI's weights, which open_clip used with QuickGELU before "
+            "version 3 and with GELU since",
         )
     try:
         sizes = {
@@ -108,7 +109,7 @@ def _read(params: Path) -> TrainingRecord:
 
 
 def _value(text: str) -> Any:
-    """A value as Python prints it: None, a truth value, a number, a list of numbers, or a word."""
+    """Parse a value as printed by Python: None, a bool, a number, a list of numbers, or a string."""
     words = {"None": None, "True": True, "False": False}
     if text in words:
         return words[text]
@@ -119,12 +120,7 @@ def _value(text: str) -> Any:
 
 
 def _one(size: Any) -> Any:
-    """A side of pictures may be given twice, for height and width."""
+    """Reduce a list of equal numbers, such as the height and width of images, to one."""
     if isinstance(size, list) and size and all(side == size[0] for side in size):
         return size[0]
     return size
-
-
-def _published(name: str, tag: Any) -> Mapping[str, Any]:
-    """What open_clip's registry says of the weights that training began from."""
-    return published_weights(name, tag) if tag and isinstance(tag, str) else {}

@@ -1,7 +1,7 @@
-"""What stored tensors tell about the model they are of, and what a stored configuration may claim about them.
+"""Infer architectures from the shapes of tensors, and check stored configurations against them.
 
-Weights often come without a word about their architecture. The shapes of a plain ViT's or ResNet's tensors give
-it away, but for the number of heads and the activation, which leave no trace.
+Weights often come without their architecture. The tensor shapes of a plain ViT or ResNet determine it, except for
+the number of heads and the activation.
 """
 
 import math
@@ -22,14 +22,12 @@ from clipkit.model.resample import fit_positions
 
 __all__ = ["OPENAI_MARKS", "check_claims", "fitting_names", "inferred", "mlp_ratio", "own_names"]
 
-# of OpenAI's state dicts; nobody else writes these beside the weights
+# extra entries of OpenAI's state dicts, which no other program writes
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
-_MOST_LAYERS = 256
-_MOST_POSITIONS = (
-    2**26
-)  # numbers in a table of positions, which some towers compute before they hold anything
-_NAMES_TOLD = 4
-# what libraries were seen to raise on configurations that are none
+_MAX_LAYERS = 256
+_MAX_POSITIONS = 2**26  # values in a table of positions, which some towers compute even on the meta device
+_SHOWN = 4
+# exceptions that libraries raise for invalid configurations
 _REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, MemoryError, OSError,
     RuntimeError, TypeError, ValueError,
@@ -37,11 +35,11 @@ _REFUSALS = (
 
 
 def own_names(tensors: Mapping[str, Tensor], *, flat: bool) -> dict[str, Tensor]:
-    """A state dict of open_clip's or OpenAI's with our names.
+    """Convert a state dict of open_clip or OpenAI to clipkit's names.
 
     Args:
         tensors: the state dict.
-        flat: whether the text tower is our own transformer, which lies at the top; another lies under ``text.``.
+        flat: whether the text tower is clipkit's transformer, at the top level; others are prefixed ``text.``.
     """
     top = ("positional_embedding", "text_projection", "token_embedding.", "transformer.", "ln_final.")
     own = {}
@@ -60,12 +58,12 @@ def own_names(tensors: Mapping[str, Tensor], *, flat: bool) -> dict[str, Tensor]
 
 
 def inferred(tensors: Mapping[str, Tensor]) -> Architecture:
-    """The architecture of a plain ViT CLIP, or a ResNet one, from the shapes of its tensors, with GELU.
+    """Infer the architecture of a plain ViT or ResNet CLIP from the shapes of its tensors.
 
-    Heads are taken to be 64 wide, as in every published one of OpenAI's.
+    Assumes GELU, and heads of width 64 as in all of OpenAI's models.
 
     Raises:
-        CheckpointError: it is of neither kind.
+        CheckpointError: the tensors are of neither kind.
     """
     try:
         text_width = len(tensors["ln_final.weight"])
@@ -107,7 +105,7 @@ def _inferred_resnet(tensors: Mapping[str, Tensor], embed_dim: int, text: TextTo
 
 
 def mlp_ratio(inner: int, width: int) -> float:
-    """What gives the inner width again when multiplied by the width and cut; a quotient may be rounded down."""
+    """Return a ratio such that ``int(ratio * width) == inner``, which the rounded quotient may miss by one."""
     ratio = inner / width
     return ratio if int(ratio * width) == inner else math.nextafter(ratio, math.inf)
 
@@ -121,9 +119,9 @@ def _layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the plain ViT and ResNet architectures that a state dict of open_clip's fits.
+    """List the plain ViT and ResNet architectures that match a state dict of open_clip.
 
-    Where its number of image positions or its context length is nobody's, those that it fits but for these.
+    If none matches its image size and context length, list those that match otherwise.
     """
     try:
         found = inferred(own_names(tensors, flat=True))
@@ -141,18 +139,18 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
         for name, shape in known.items()
         if _outline(shape) is not None and _outline(_resized(shape, sizes)) == _outline(found)
     ]
-    return names[:_NAMES_TOLD]
+    return names[:_SHOWN]
 
 
 def _resized(shape: Architecture, sizes: Mapping[str, int]) -> Architecture | None:
     try:
         return shape.resized(**sizes)
-    except ConfigError:  # no multiple of its patches
+    except ConfigError:  # not a multiple of its patch size
         return None
 
 
 def _outline(shape: Architecture | None) -> tuple[Any, ...] | None:
-    """What of an architecture the shapes of its tensors show; None where it is of another kind."""
+    """Return the part of an architecture that tensor shapes reveal; None if it is of another kind."""
     if shape is None or (text := shape.text.plain) is None or (seen := shape.vision.outline) is None:
         return None
     words = (text.width, text.layers, text.context_length, text.vocab_size, text.hidden)
@@ -162,36 +160,36 @@ def _outline(shape: Architecture | None) -> tuple[Any, ...] | None:
 def check_claims(
     shape: Architecture, tensors: dict[str, Tensor], *, origin: Path, resample: bool = False
 ) -> None:
-    """Refuse weights that do not fit an architecture before another library takes memory for what it claims.
+    """Check weights against an architecture before another library allocates memory for it.
 
     Raises:
-        CheckpointError: says what does not fit.
+        CheckpointError: the weights do not match.
     """
     if shape.is_own:
-        return  # clipkit.formats.checkpoint does the same for these
+        return  # checked by clipkit.formats.checkpoint
     try:
         for tower in (shape.vision, shape.text):
             _check_depth(getattr(tower, "config", {}))
-        if (count := shape.vision.position_values) > _MOST_POSITIONS:
-            raise ConfigError(f"image_size, patch_size and width make a table of {count} positions")
+        if (count := shape.vision.position_values) > _MAX_POSITIONS:
+            raise ConfigError(f"image_size, patch_size and width give a table of {count} position values")
         with torch.device("meta"):
             model = CLIP(shape)
     except _REFUSALS as error:
         if isinstance(error, RuntimeError) and "meta" in str(error):
-            return  # a tower that cannot be made without its values
-        raise CheckpointError(f"{origin}: no tower can be built as configured: {error}") from error
+            return  # a tower that cannot be built on the meta device
+        raise CheckpointError(f"{origin}: cannot build the configured tower: {error}") from error
     if resample:
         tensors = fit_positions(tensors, {name: value.shape for name, value in model.state_dict().items()})
     check_weights(model, tensors, origin=origin)
 
 
 def _check_depth(value: object, name: str = "") -> None:
-    """Layers are objects, which take memory even without values."""
+    """Limit the number of layers: modules take memory even on the meta device."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_depth(inner, str(key))
     elif "layers" in name:
         counts = value if isinstance(value, list | tuple) else [value]
         count = sum(count for count in counts if isinstance(count, int))
-        if count > _MOST_LAYERS:
-            raise ConfigError(f"{name} = {value} is more than {_MOST_LAYERS}")
+        if count > _MAX_LAYERS:
+            raise ConfigError(f"{name} = {value} is more than {_MAX_LAYERS}")

@@ -1,7 +1,7 @@
-"""Plain ViT CLIPs in the names and configuration of transformers' ``CLIPModel``, both ways.
+"""Convert plain ViT CLIPs from and to the names and configuration of transformers' ``CLIPModel``.
 
-transformers has a projection each for queries, keys and values where we have one for the three, and stores
-projections transposed.
+transformers has separate projections for queries, keys and values where clipkit has one, and stores the projections
+to the embedding space transposed.
 """
 
 import re
@@ -23,7 +23,7 @@ __all__ = [
     "end_of_text", "from_transformers", "preprocess_from_transformers", "to_transformers", "transformers_configs",
 ]  # fmt: skip
 
-# our name, theirs; what ends in a dot is a module with weight and bias
+# (clipkit's name, transformers' name); a name that ends in a dot is a prefix
 _NAMES = (
     ("logit_scale", "logit_scale"),
     ("visual.class_embedding", "vision_model.embeddings.class_embedding"),
@@ -51,10 +51,10 @@ _TRANSPOSED = {"visual.proj", "text_projection"}
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 # CLIPImageProcessor's defaults
 _SIZES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
-_OWN = "clipkit"  # the key of clipkit's own settings in preprocessor_config.json, which transformers ignores
+_OWN = "clipkit"  # key of clipkit's settings in preprocessor_config.json, which transformers ignores
 _QKV = ("q_proj", "k_proj", "v_proj")
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}
-# CLIPVisionConfig's and CLIPTextConfig's defaults: a config.json may leave out what equals them
+# defaults of CLIPVisionConfig and CLIPTextConfig, which a config.json may omit
 _VISION: dict[str, Any] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "num_channels": 3, "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
@@ -69,15 +69,15 @@ _TEXT: dict[str, Any] = {
 def from_transformers(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[Architecture, dict[str, Tensor]]:
-    """A ``CLIPModel``'s config.json and state dict → the architecture and the weights in our names.
+    """Convert the config.json and state dict of a ``CLIPModel`` to an architecture and weights in clipkit's names.
 
     Raises:
-        CheckpointError: it is another model, or has something that a plain ViT CLIP has not.
+        CheckpointError: it is another model, or differs from a plain ViT CLIP.
     """
     if config.get("model_type") != "clip":
-        raise CheckpointError(f"config.json is of a {config.get('model_type')!r} model, not of CLIPModel")
+        raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model, not a CLIPModel")
     if config.get("auto_map"):
-        raise CheckpointError("config.json names code of its own (auto_map), and none is run")
+        raise CheckpointError("config.json requires custom code (auto_map), which clipkit does not run")
     try:
         vision, text = _tower(config, "vision", _VISION), _tower(config, "text", _TEXT)
         shape = Architecture(
@@ -101,37 +101,37 @@ def from_transformers(
             quick_gelu=_quick_gelu(vision, text),
         )
     except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
-        raise CheckpointError(f"config.json does not fit: {error}") from error
+        raise CheckpointError(f"config.json is invalid: {error}") from error
     return shape, _own_names(tensors)
 
 
 def end_of_text(config: Mapping[str, Any]) -> int:
-    """The token at which a ``CLIPModel`` reads a text; see ``clipkit.model.tokenizer``.
+    """Return the token whose output a ``CLIPModel`` uses as the text's features; see ``clipkit.model.tokenizer``.
 
     Raises:
-        CheckpointError: it is none of the vocabulary's.
+        CheckpointError: it is not in the vocabulary.
     """
     text = _tower(config, "text", _TEXT)
     end, size = text["eos_token_id"], text["vocab_size"]
     if type(end) is not int or not 0 <= end < size:
-        raise CheckpointError(f"config.json: eos_token_id = {end!r} is no token of {size}")
+        raise CheckpointError(f"config.json: eos_token_id = {end!r} is not one of {size} tokens")
     return end
 
 
 def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """One tower's settings; where an old file has both forms, transformers takes the second."""
+    """Return the settings of one tower; in old files, ``*_config_dict`` takes precedence as in transformers."""
     plain, old = config.get(f"{kind}_config") or {}, config.get(f"{kind}_config_dict")
     tower = {**defaults, **(plain if old is None else old)}
     for name, needed in (("layer_norm_eps", 1e-5), ("num_channels", 3)):
         if tower.get(name, needed) != needed:
-            raise ConfigError(f"{kind}: {name} = {tower[name]!r}, and only {needed} is known")
+            raise ConfigError(f"{kind}: {name} = {tower[name]!r} is not supported, only {needed}")
     return tower
 
 
 def _quick_gelu(vision: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     one, other = vision["hidden_act"], text["hidden_act"]
     if one != other or one not in _ACTIVATIONS:
-        raise ConfigError(f"activations {one!r} and {other!r} are not one of CLIP's two")
+        raise ConfigError(f"activations {one!r} and {other!r} must be equal, and quick_gelu or gelu")
     return _ACTIVATIONS[one]
 
 
@@ -139,7 +139,7 @@ def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     own: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {}
     for theirs, value in tensors.items():
-        if theirs.endswith(".position_ids"):  # written by old versions
+        if theirs.endswith(".position_ids"):  # written by old versions of transformers
             continue
         name = _renamed(theirs, [(b, a) for a, b in _NAMES], [(b, a) for a, b in reversed(_BLOCK)])
         split = re.fullmatch(r"(.*\.attn\.in_proj_)(q_proj|k_proj|v_proj)\.(weight|bias)", name)
@@ -154,7 +154,7 @@ def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict in ``CLIPModel``'s names."""
+    """Convert clipkit's state dict to the names of ``CLIPModel``."""
     theirs: dict[str, Tensor] = {}
     for own, value in tensors.items():
         name = _renamed(own, _NAMES, _BLOCK)
@@ -181,7 +181,7 @@ def _renamed(name: str, names: Any, block: Any) -> str:
 
 
 def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict[str, Any]]:
-    """The files beside the weights that ``CLIPModel`` and ``CLIPImageProcessor`` read, by name."""
+    """Return the configuration files of ``CLIPModel`` and ``CLIPImageProcessor``, by name."""
     vision, text = shape.own_towers()
     activation = "quick_gelu" if shape.quick_gelu else "gelu"
     both = {"hidden_act": activation, "layer_norm_eps": 1e-5, "projection_dim": shape.embed_dim}
@@ -236,15 +236,17 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
 
 
 def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> Preprocess:
-    """What preprocessor_config.json says, for a model of this image size; {} is CLIP's own.
+    """Convert preprocessor_config.json for a model of this image size; {} gives CLIP's preprocessing.
 
     Raises:
-        CheckpointError: it asks for another kind of preprocessing than CLIP's.
+        CheckpointError: it describes another kind of preprocessing than CLIP's.
     """
     where = "preprocessor_config.json"
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(step) not in (None, True):
-            raise CheckpointError(f"{where}: {step} = {config[step]!r}, and CLIP's pictures need it")
+            raise CheckpointError(
+                f"{where}: {step} = {config[step]!r} is not supported, CLIP needs this step"
+            )
     if config.get("rescale_factor") not in (None, 1 / 255):
         raise CheckpointError(f"{where}: rescale_factor = {config['rescale_factor']!r} is not 1/255")
     resample = 3 if config.get("resample") is None else config["resample"]
@@ -256,13 +258,13 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
             values[ours] = config[theirs]
     own = config.get(_OWN, {})
     if not isinstance(own, Mapping) or own.keys() - {"background", "upright"}:
-        raise CheckpointError(f"{where}: {_OWN} = {own!r} is not a background and upright")
+        raise CheckpointError(f"{where}: {_OWN} = {own!r} has keys other than background and upright")
     values.update(own)
     return Preprocess.from_dict({**Preprocess(image_size=image_size).to_dict(), **values})
 
 
 def _resize_mode(config: Mapping[str, Any]) -> str:
-    """Which of clipkit's ways to a square ``size`` and ``crop_size`` describe."""
+    """Return clipkit's resize mode for ``size`` and ``crop_size``."""
     size, crop = (_edges(config.get(name) or default) for name, default in _SIZES.items())
     cropped = config.get("do_center_crop") in (None, True)
     sides = [*size.values(), *(crop.values() if cropped else ())]
@@ -272,11 +274,11 @@ def _resize_mode(config: Mapping[str, Any]) -> str:
         if size.keys() == {"shortest_edge"} and cropped:
             return "shortest"
     raise CheckpointError(
-        f"preprocessor_config.json: size {size} and crop_size {crop if cropped else None} are not one square: "
-        "the shortest edge cropped, or height and width"
+        f"preprocessor_config.json: size {size} and crop_size {crop if cropped else None} do not describe one "
+        "square: expected the shortest edge and a crop of it, or height and width"
     )
 
 
 def _edges(size: Any) -> dict[str, Any]:
-    """Old files have a number alone."""
+    """Convert a size to a dict; old files have just a number."""
     return dict(size) if isinstance(size, Mapping) else {"shortest_edge": size}

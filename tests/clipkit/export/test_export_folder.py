@@ -131,7 +131,7 @@ def test_a_file_in_the_way_is_one_line(model: CLIP, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
     with pytest.raises(ConfigError, match="not empty and no earlier export"):
         export(model, tmp_path / "out", to=["open_clip"])
-    with pytest.raises(CheckpointError, match="was not written"):
+    with pytest.raises(CheckpointError, match="cannot write"):
         export(model, tmp_path / "out" / "inner", to=["open_clip"])
     assert (tmp_path / "out").read_text() == "x"
 

@@ -174,7 +174,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(save: Save, name: str, ho
         shutil.rmtree(root / "step_00000001")
         for find in (latest_checkpoint, resolve_checkpoint):
             with pytest.raises(
-                CheckpointError, match="is whole, step_00000002 and all others: bring them back"
+                CheckpointError, match="from step_00000002 on, are incomplete or damaged: restore them"
             ):
                 find(root.parent)
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_other_bytes_is_passed_over_where_they_are_needed(
     assert same_bits(bits(clipkit.load(root)), want if is_of_model else bits(small))
     if name == "model.safetensors":
         with pytest.raises(
-            CheckpointError, match=r"model\.safetensors is not what was written: take another"
+            CheckpointError, match=r"model\.safetensors is damaged, its checksum is wrong: use another"
         ):
             clipkit.load(second)
         (second / "COMPLETE").unlink()
@@ -243,7 +243,7 @@ def test_a_run_that_has_lost_all_its_checkpoints_is_not_a_new_one(save: Save, tm
     for empty in (False, True):  # as where a disk is not mounted
         if empty:
             root.mkdir()
-        with pytest.raises(CheckpointError, match=r"its checkpoints are not in .* any more: bring them back"):
+        with pytest.raises(CheckpointError, match=r"its checkpoints in .* are missing: restore them"):
             latest_checkpoint(tmp_path)
     save(3)
     assert latest_checkpoint(tmp_path) == root / "step_00000003"
@@ -253,13 +253,13 @@ def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(save: Save, tmp_
     root = save(1)
     (root / "LATEST").unlink()
     (root / "LATEST").symlink_to("LATEST")  # which nobody can read, not even root
-    with pytest.raises(CheckpointError, match="LATEST cannot be read: Too many levels"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*LATEST: Too many levels"):
         latest_checkpoint(tmp_path)
     (tmp_path / "other").mkdir()
     for wrong in (lambda path: path.symlink_to(path.name), Path.touch):
         checkpoints = tmp_path / "other" / "checkpoints"
         wrong(checkpoints)
-        with pytest.raises(CheckpointError, match=r"checkpoints.* cannot be read"):
+        with pytest.raises(CheckpointError, match=r"cannot read .*checkpoints"):
             latest_checkpoint(checkpoints.parent)
         checkpoints.unlink()
 

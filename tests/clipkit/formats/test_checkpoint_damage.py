@@ -68,7 +68,7 @@ def rewrite(path: Path, change: Callable[[Any], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda card: card.update(format=2), "another format"),
+        (lambda card: card.update(format=2), "cannot read the format"),
         (lambda card: card.update(tokenizer="other"), "tokenizer 'other' is unknown"),
         (lambda card: card.pop("tokenizer"), "tokenizer 'none' is unknown"),
         (lambda card: card.pop("architecture"), "the stored architecture"),
@@ -176,10 +176,10 @@ def test_a_pickle_in_place_of_weights_is_refused_and_not_run(
         (folder / name).write_bytes(pickle.dumps({"logit_scale": Opener(trace)}))
     else:
         torch.save({"logit_scale": Opener(trace)}, folder / name)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot (be )?read"):
         load_training(folder, small, adamw(small, CONFIG.optim))
     if name.startswith("model"):
-        with pytest.raises(CheckpointError, match="cannot be read"):
+        with pytest.raises(CheckpointError, match=r"cannot (be )?read"):
             clipkit.load(folder)
     assert not trace.exists()
     pickle.loads(pickle.dumps(Opener(trace)))

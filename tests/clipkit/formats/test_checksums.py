@@ -11,7 +11,7 @@ from clipkit.formats.checkpoint import checksum
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_PIECE", 64)
+    monkeypatch.setattr(checkpoint, "_CHUNK", 64)
     monkeypatch.setattr(checkpoint, "_READ", 24)
 
 

@@ -139,7 +139,7 @@ def test_weights_alone_need_a_name(tmp_path: Path) -> None:
     how = r"by --name on the command line or clipkit.load\(…, name=…\)"
     names = "such as 'open_clip:ViT-tiny', with QuickGELU 'open_clip:ViT-tiny-quickgelu'"
     with pytest.raises(
-        CheckpointError, match=f"nor whether it has QuickGELU: give the name .* {how}, {names}"
+        CheckpointError, match=f"nor whether it uses QuickGELU: give the name .* {how}, {names}"
     ):
         clipkit.load(run)
     same(clipkit.load(run, name="open_clip:ViT-tiny-quickgelu"), theirs)
@@ -177,7 +177,7 @@ def test_any_name_has_a_kind_with_quickgelu(tmp_path: Path) -> None:
         ("--model ViT-tiny", "open_clip:RN-tiny", "of another architecture than open_clip:RN-tiny"),
         ("--model ViT-tiny", "ViT-B-32", "of another architecture than ViT-B-32"),
         ("--model ViT-tiny --pretrained openai", "", "before version 3 and with GELU since: give the name"),
-        ("--model local-dir:/some/where", "", "'local-dir:/some/where', which open_clip's registry has not"),
+        ("--model local-dir:/some/where", "", "'local-dir:/some/where', which open_clip does not know"),
         ("--model ViT-tiny --force-image-size 32 48", "", r"image_size = \[32, 48\]"),
     ],
 )  # fmt: skip
