@@ -302,7 +302,7 @@ def test_torchrun_gives_the_same_files(
     assert done.returncode == 0, done.stderr
     assert "process 1 of 2: 12 images in" in done.stdout
     assert "process 2 of 2: 11 images in" in done.stdout
-    assert f"19 embeddings of 128 numbers in 8 files of {tmp_path / 'out/img_emb'}" in done.stdout
+    assert f"19 embeddings of dimension 128 in 8 files in {tmp_path / 'out/img_emb'}" in done.stdout
     found = tree(tmp_path / "out")
     for one in (found, expected := dict(whole)):
         manifest = json.loads(one.pop("manifest.json"))
