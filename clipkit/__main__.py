@@ -4,19 +4,24 @@ A sub-command is an entry of ``COMMANDS``. The module that implements it is impo
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from clipkit.errors import MOST_BATCH, MOST_WORKERS, Parser, leaving_at_once, number, run_command, whole
+from clipkit.cli import (
+    MOST_BATCH,
+    MOST_WORKERS,
+    Command,
+    add_decoding_options,
+    chosen_command,
+    command_parser,
+    number,
+    whole,
+)
+from clipkit.errors import run_command
 from clipkit.export import EXPORTS
-from clipkit.files.traits import add_decoding_options
 
-__all__ = ["dispatch", "main"]
+__all__ = ["COMMANDS", "dispatch", "main"]
 
 
 SOURCES = """\
@@ -36,55 +41,24 @@ and with --text
 MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    """One sub-command."""
-
-    summary: str
-    epilog: str
-    module: str  # implements it: a function run(options) and the class of its options
-    options: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    stopped: str  # what to know after Ctrl-C
-
-
 def main() -> NoReturn:
     """Run the sub-command given on the command line."""
-    run_command(partial(dispatch, sys.argv[1:]))
+    run_command(dispatch)
 
 
-def dispatch(arguments: Sequence[str]) -> int:
-    """Run one sub-command; return the exit status.
+def dispatch(arguments: Sequence[str] | None = None) -> int:
+    """Run one sub-command, by default the one on the process's command line; return the exit status.
 
     Raises:
         ClipkitError: a user error.
     """
-    parser = Parser(
+    parser = command_parser(
+        COMMANDS,
         prog="clipkit",
         description="Encode, classify, export and interpolate with a CLIP model.",
         epilog="Run clipkit COMMAND --help for the options of a command.",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, command in COMMANDS.items():
-        one = commands.add_parser(
-            name,
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=command.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.arguments(one)
-    parsed = parser.parse_args(arguments)
-    chosen = COMMANDS[parsed.command]
-    with leaving_at_once(chosen.stopped):
-        module = import_module(chosen.module)
-    values = {name: value for name, value in vars(parsed).items() if name != "command"}
-    try:
-        status: int = module.run(getattr(module, chosen.options)(**values))
-        return status
-    except KeyboardInterrupt:
-        print(f"stopped; {chosen.stopped}", file=sys.stderr)
-        return 130
+    return chosen_command(COMMANDS, parser.parse_args(arguments))()
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +170,7 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "encode": _Command(
+    "encode": Command(
         summary="encode images or texts (in clip-retrieval's layout)",
         epilog=SOURCES
         + TEXTS
@@ -220,36 +194,33 @@ Running the same command again resumes it. If inputs were added, or their size
 or time has changed, the affected files of embeddings are encoded again. With
 several processes:
   torchrun --nproc-per-node 8 -m clipkit encode ...""",
-        module="clipkit.inference.encode",
+        run="clipkit.inference.encode:run",
         arguments=_encode_arguments,
-        options="EncodeOptions",
         stopped="run the same command again to resume",
     ),
-    "classify": _Command(
+    "classify": Command(
         summary="find the best labels for each image (zero-shot)",
         epilog=SOURCES
         + """
   clipkit classify photos/ --labels "cat,dog,a bird" --model runs/pets
   clipkit classify a.jpg --labels names.txt --templates "a sketch of a {c}."
     "a {c}" --model runs/pets --out labels.csv""",
-        module="clipkit.inference.classify",
+        run="clipkit.inference.classify:run",
         arguments=_classify_arguments,
-        options="ClassifyOptions",
         stopped="no file was written",
     ),
-    "export": _Command(
+    "export": Command(
         summary="export a model for other libraries",
         epilog="""\
 Each export is loaded by its library and checked to give the same embeddings.
 
   clipkit export runs/pets pets-clip
   clipkit export runs/pets pets-onnx --to onnx""",
-        module="clipkit.export.write",
+        run="clipkit.export.write:run",
         arguments=_export_arguments,
-        options="ExportOptions",
         stopped="no file was written",
     ),
-    "interpolate": _Command(
+    "interpolate": Command(
         summary="interpolate between the weights of two models (WiSE-FT)",
         epilog="""\
 Both must have the same architecture, tokenizer and preprocessing. DIR becomes
@@ -257,15 +228,12 @@ a model like any other.
 
   clipkit interpolate open_clip:ViT-B-32/openai runs/pets --out between
   clipkit interpolate runs/a runs/b --alpha 0.25 0.5 0.75 --out between""",
-        module="clipkit.export.interpolation",
+        run="clipkit.export.interpolation:run",
         arguments=_interpolate_arguments,
-        options="InterpolateOptions",
         stopped="what was finished is written",
     ),
 }
 
-
-# --------------------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
     main()

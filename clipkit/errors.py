@@ -4,10 +4,8 @@ Errors of the operating system are reported the same way. A bug in clipkit is an
 with its traceback.
 """
 
-import argparse
 import io
 import json
-import math
 import os
 import signal
 import sys
@@ -19,23 +17,16 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 __all__ = [
-    "MOST_BATCH",
-    "MOST_SEED",
-    "MOST_WORKERS",
     "CheckpointError",
     "ClipkitError",
     "ConfigError",
     "DataError",
-    "Parser",
     "Stopped",
-    "leaving_at_once",
     "let_go_if_broken",
     "nearest",
-    "number",
     "report_errors",
     "run_command",
     "tell_torchrun",
-    "whole",
 ]
 
 
@@ -65,7 +56,6 @@ class Stopped(KeyboardInterrupt):
 
 _MAX_LISTED = 1200  # characters of known names in a message
 _FIRST_NAMES = 12  # listed where there are more
-_MAX_SHOWN = 40  # characters of a value in a message
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -174,72 +164,3 @@ def _to_stderr(line: str) -> None:
     if sys.stderr is not None:  # print would take None for stdout
         with suppress(OSError):  # nobody reads stderr
             print(line, file=sys.stderr)
-
-
-@contextmanager
-def leaving_at_once(stopped: str) -> Iterator[None]:
-    """Exit at once on Ctrl-C while torch is imported: an interrupted import can end in any exception.
-
-    Args:
-        stopped: what stopping costs, for the line that is printed.
-    """
-
-    def leave(*_: object) -> None:
-        os.write(2, f"stopped; {stopped}\n".encode())
-        os._exit(130)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, or another program's
-        yield
-        return
-    signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# Shared by all command lines: a parser, and types of numbers with bounds.
-
-MOST_BATCH = 65_536
-MOST_SEED = 2**63 - 1
-MOST_WORKERS = 512
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line and exit status 1, like all user errors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing the usage and exiting."""
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return the type of an option that takes a whole number from ``least`` to ``most``."""
-
-    def parse(text: str) -> int:
-        digits = text.removeprefix("-")
-        value = int(text) if digits.isdecimal() and len(digits) < 20 else None
-        if value is None or not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text[:_MAX_SHOWN]!r} is not a whole number from {least:,} to {most:,}"
-            )
-        return value
-
-    return parse
-
-
-def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return the type of an option that takes a number from ``least``, or strictly above it, to ``most``."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (least < value if above else least <= value) or not value <= most:
-            bounds = f"above {least:,g} and up to" if above else f"from {least:,g} to"
-            raise argparse.ArgumentTypeError(f"{text[:_MAX_SHOWN]!r} is not a number {bounds} {most:,g}")
-        return value
-
-    return parse

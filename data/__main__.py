@@ -3,22 +3,30 @@
 import argparse
 import json
 import signal
-import sys
 import tempfile
 import textwrap
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clipkit.cli import (
+    MOST_BATCH,
+    Command,
+    Parser,
+    add_decoding_options,
+    chosen_command,
+    command_parser,
+    number,
+    whole,
+)
 from clipkit.config import Config
-from clipkit.errors import MOST_BATCH, ConfigError, DataError, Parser, nearest, number, run_command, whole
+from clipkit.errors import ConfigError, DataError, nearest, run_command
 from clipkit.files.atomic import write_atomic
 from clipkit.files.text import counted, printable
-from clipkit.files.traits import Decoding, add_decoding_options, color_of
+from clipkit.files.traits import Decoding, color_of
 from data.remote.cache_folder import cache_folder, shard_cache
 
 if TYPE_CHECKING:
@@ -323,18 +331,6 @@ With --test, train on the one split and score on the other by
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    """One sub-command; ``run`` imports what it needs, so that --help is fast."""
-
-    summary: str
-    description: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    epilog: str | None = None
-    usage: str | None = None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
@@ -343,10 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = make_parser().parse_args(arguments)
     try:
-        return COMMANDS[parsed.command].run(parsed)
-    except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
-        return 130
+        return chosen_command(COMMANDS, parsed)()
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
@@ -356,23 +349,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> Parser:
     """Build the parser of all commands."""
-    parser = Parser(
+    return command_parser(
+        COMMANDS,
         prog="python -m data",
         description="Make, pack, index and inspect data sets of WebDataset shards.",
         epilog="python -m data COMMAND --help says more about a command.",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, command in COMMANDS.items():
-        one = commands.add_parser(
-            name,
-            help=command.summary,
-            description=command.description,
-            epilog=command.epilog,
-            usage=command.usage,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.arguments(one)
-    return parser
 
 
 def _make_arguments(parser: argparse.ArgumentParser) -> None:
@@ -571,38 +553,43 @@ def _summary(out: Path, seconds: float) -> None:
 
 
 COMMANDS = {
-    "make": _Command(
+    "make": Command(
         summary="make one of the built-in data sets",
         description="Make a built-in data set; nothing is downloaded.\n\n" + SETS,
         arguments=_make_arguments,
         run=_make,
+        stopped="nothing was written",
     ),
-    "pack": _Command(
+    "pack": Command(
         summary="pack your own images and captions from a table",
         description="Pack images and captions of a CSV, TSV, JSONL or Parquet table into shards.",
         epilog=COLUMNS,
         arguments=_pack_arguments,
         run=_pack,
+        stopped="nothing was written",
     ),
-    "index": _Command(
+    "index": Command(
         summary="index shards, so that a training can begin at once",
         description="Index shards: which samples they hold, and where their bytes are.\n\n" + INDEX_TEXT,
         arguments=_index_arguments,
         run=_index,
+        stopped="nothing was written",
     ),
-    "inspect": _Command(
+    "inspect": Command(
         summary="inspect shards: what is missing, broken, bad, duplicate, slow",
         description="Inspect shards before training on them.\n\n" + INSPECT_TEXT,
         usage="python -m data inspect [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
         arguments=_inspect_arguments,
         run=_inspect,
+        stopped="nothing was written",
     ),
-    "speed": _Command(
+    "speed": Command(
         summary="measure how fast batches are made",
         description="Measure how fast batches are made.\n\n" + SPEED_TEXT,
         usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
         arguments=_speed_arguments,
         run=_speed,
+        stopped="nothing was written",
     ),
 }
 

@@ -4,14 +4,21 @@ The modules that do the work, and with them torch, are imported after the comman
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
-from clipkit.errors import MOST_BATCH, MOST_SEED, Parser, leaving_at_once, run_command, whole
-from clipkit.files.traits import add_decoding_options
+from clipkit.cli import (
+    MOST_BATCH,
+    MOST_SEED,
+    Command,
+    Parser,
+    add_decoding_options,
+    chosen_command,
+    command_parser,
+    whole,
+)
+from clipkit.errors import run_command
 from eval.tasks import TASKS, Task
 
 __all__ = ["COMMANDS", "main"]
@@ -34,56 +41,27 @@ _EPILOG = """examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    """A sub-command.
-
-    Attributes:
-        summary: one line for ``--help``.
-        arguments: declares its options.
-        function: "module:name" of the function that takes the parsed options and returns the exit status.
-    """
-
-    summary: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    function: str
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
     Raises:
         ClipkitError: the user made a mistake, or data are broken.
     """
-    return _command(arguments)()
+    return chosen_command(COMMANDS, _parser().parse_args(arguments))()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+def _parser() -> Parser:
+    return command_parser(
+        COMMANDS,
         prog="python -m eval",
         description="Score models on datasets, and build pages of the results.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, one in COMMANDS.items():
-        description = f"{one.summary[0].upper()}{one.summary[1:]}."
-        one.arguments(commands.add_parser(name, help=one.summary, description=description))
-    return parser
-
-
-def _command(arguments: Sequence[str] | None) -> Callable[[], int]:
-    """Parse the arguments, then import what their command needs."""
-    parsed = _parser().parse_args(arguments)
-    module, _, name = COMMANDS[parsed.command].function.partition(":")
-    with leaving_at_once("nothing was scored"):
-        function: Callable[[argparse.Namespace], int] = getattr(import_module(module), name)
-    return partial(function, parsed)
 
 
 def _program() -> int:
     """The command that the process was started with, among all ranks that torchrun has started."""
-    command = _command(None)
+    command = chosen_command(COMMANDS, _parser().parse_args())
     from clipkit import distributed
 
     return distributed.together(command)()
@@ -254,43 +232,43 @@ def _new_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "run": _Command(
+    "run": Command(
         summary="score models on datasets and suites, by each dataset's main task or by the tasks given",
         arguments=_run_arguments,
-        function="eval.commands:score",
+        run="eval.commands:score",
     ),
     **{
-        name: _Command(
+        name: Command(
             summary=task.summary,
             arguments=partial(_task_arguments, name, task),
-            function="eval.commands:score",
+            run="eval.commands:score",
         )
         for name, task in TASKS.items()
     },
-    "verify": _Command(
+    "verify": Command(
         summary="check that a model reaches the scores that cards expect of it",
         arguments=_verify_arguments,
-        function="eval.commands:verify",
+        run="eval.commands:verify",
     ),
-    "report": _Command(
+    "report": Command(
         summary="build a run's report.html, or a page or table over the results of many models",
         arguments=_report_arguments,
-        function="eval.commands:report",
+        run="eval.commands:report",
     ),
-    "compare": _Command(
+    "compare": Command(
         summary="test which differences between two models are statistically significant",
         arguments=_compare_arguments,
-        function="eval.commands:compare_models",
+        run="eval.commands:compare_models",
     ),
-    "list": _Command(
+    "list": Command(
         summary="list the suites and their datasets",
         arguments=_list_arguments,
-        function="eval.commands:list_datasets",
+        run="eval.commands:list_datasets",
     ),
-    "new": _Command(
+    "new": Command(
         summary="make a card for a dataset of your own from its folder",
         arguments=_new_arguments,
-        function="eval.datasets.new:run",
+        run="eval.datasets.new:run",
     ),
 }
 

@@ -4,10 +4,10 @@ A model that was fine-tuned on some images may score worse on others; weights be
 from lose less, as the paper reports. ``python -m eval`` measures which fraction is best for your own data.
 """
 
+import argparse
 import math
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from clipkit.formats.checkpoint import check_free, save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import Tokenizer
 
-__all__ = ["InterpolateOptions", "interpolate", "run"]
+__all__ = ["interpolate", "run"]
 
 # texts for which different tokenizers give different tokens: case, accents, numbers, scripts, length
 _PROBES = (
@@ -100,23 +100,12 @@ def _same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
     return a.shape == b.shape and bool((a == b).all())
 
 
-@dataclass(frozen=True, kw_only=True)
-class InterpolateOptions:
-    """Options of the command line, see ``clipkit interpolate --help``."""
-
-    first: str
-    second: str
-    out: Path
-    alpha: Sequence[float] = (0.5,)
-    name: str = ""
-
-
 def _folder(alpha: float) -> str:
     """Name of a subfolder: alpha_0.5 for 0.5, alpha_1 for 1.0."""
     return "alpha_" + repr(float(abs(alpha))).removesuffix(".0")
 
 
-def run(options: InterpolateOptions) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit status.
 
     Raises:

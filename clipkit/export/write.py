@@ -4,6 +4,7 @@ The export is written to a temporary folder and only moved to its place once eac
 export of the same weights to other libraries stays in the folder, and so do files that a user has added.
 """
 
+import argparse
 import importlib.util
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from clipkit.formats.checkpoint import model_hash
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import evaluating
 
-__all__ = ["ExportOptions", "Exported", "export", "run"]
+__all__ = ["Exported", "export", "run"]
 
 TOLERANCE = 1e-5  # of embeddings
 # what a library of another version than clipkit was tested with may raise
@@ -188,17 +189,7 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
     return done
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of the command line, see ``clipkit export --help``."""
-
-    model: str
-    out: Path
-    to: Sequence[str] = ()
-    name: str = ""
-
-
-def run(options: ExportOptions) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit status.
 
     Raises:

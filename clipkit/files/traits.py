@@ -4,7 +4,6 @@ As open_clip does, clipkit by default drops an alpha channel, so that a transpar
 under it, and ignores an EXIF orientation. ``Decoding`` says otherwise; ``Traits`` says what a file holds.
 """
 
-import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
@@ -20,7 +19,6 @@ __all__ = [
     "Decoding",
     "TraitCounts",
     "Traits",
-    "add_decoding_options",
     "align_transparent_color",
     "color_of",
     "flattened",
@@ -158,20 +156,6 @@ def is_rgb(values: object) -> TypeGuard[Color]:
 def hex_of(color: Color | None) -> str:
     """A color as "#rrggbb", "none" for none."""
     return "none" if color is None else "#{:02x}{:02x}{:02x}".format(*color)
-
-
-def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Declare ``--background`` and ``--upright``; ``default`` says what applies without them."""
-    parser.add_argument(
-        "--background",
-        metavar="COLOR",
-        help=f"lay transparent images on this color, such as white; none drops their alpha (default: {default})",
-    )
-    parser.add_argument(
-        "--upright",
-        action=argparse.BooleanOptionalAction,
-        help=f"apply the EXIF orientation of images, or do not (default: {default})",
-    )
 
 
 def is_transparent(image: "Image") -> bool:

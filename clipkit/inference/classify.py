@@ -14,6 +14,7 @@ With an output file, the terminal shows only failures and a summary; otherwise i
 Dimensions: B batch, C classes, O embedding dimension.
 """
 
+import argparse
 import csv
 import io
 import json
@@ -40,33 +41,13 @@ from clipkit.inference.inputs import Stream
 from clipkit.inference.stream import Failure, FeatureStream, pick_device
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
-__all__ = ["Classification", "ClassifyOptions", "classify_images", "labels_of", "run", "templates_of"]
+__all__ = ["Classification", "classify_images", "labels_of", "run", "templates_of"]
 
 # widths of the table's columns, separated by two spaces
 _WIDTH = 80
 _LABEL_WIDTH, _PROBABILITY_WIDTH = 30, len("probability")
 _IMAGE_WIDTH = _WIDTH - _LABEL_WIDTH - _PROBABILITY_WIDTH - 4
 _MAX_LIST_BYTES = 16 << 20  # size limit of a file of labels or templates
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifyOptions:
-    """Command-line options; see ``clipkit classify --help``."""
-
-    sources: Sequence[str]
-    model: str
-    labels: str
-    templates: Sequence[str] | None
-    top: int
-    out: Path | None
-    batch_size: int | None
-    workers: int | None
-    device: str | None
-    precision: str
-    name: str
-    image_column: str | None
-    background: str | None
-    upright: bool | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +143,7 @@ def templates_of(given: Sequence[str] | None) -> list[str]:
     return templates
 
 
-def run(options: ClassifyOptions) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0 if at least one image was classified.
 
     Raises:

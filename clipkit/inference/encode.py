@@ -6,6 +6,7 @@ however often the run was interrupted. A part is encoded again if its items' nam
 is read again only if the size, a time or the inode of a file has changed; see ``clipkit.inference.folder``.
 """
 
+import argparse
 import errno
 import hashlib
 import sys
@@ -36,29 +37,7 @@ from clipkit.inference.folder import (
 from clipkit.inference.inputs import Item, Member, Stream
 from clipkit.inference.stream import Failure, FeatureStream, pick_device
 
-__all__ = ["EncodeOptions", "Encoded", "encode", "run"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodeOptions:
-    """Command-line options; see ``clipkit encode --help``."""
-
-    sources: Sequence[str]
-    model: str
-    out: Path
-    text: bool
-    batch_size: int | None
-    rows_per_file: int
-    workers: int | None
-    device: str | None
-    precision: str
-    name: str
-    image_column: str | None
-    caption_column: str | None
-    background: str | None
-    upright: bool | None
-    retry_failed: bool
-    quiet: bool
+__all__ = ["Encoded", "encode", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +301,7 @@ class _Stamps:
         return self._last[1]
 
 
-def run(options: EncodeOptions) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if no item could be encoded.
 
     Raises:
@@ -373,7 +352,7 @@ def run(options: EncodeOptions) -> int:
     return 1 if encoded.totals and not encoded.totals.rows else 0
 
 
-def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
+def _report(encoded: Encoded, options: argparse.Namespace, who: str) -> None:
     """Print what was done; once the folder is complete, the last line summarizes its content."""
     totals, listing = encoded.totals, options.out / "failures.jsonl"
     compared = ""

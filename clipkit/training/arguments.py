@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from clipkit.cli import Parser, number, whole
 from clipkit.config import settings_reference
-from clipkit.errors import ConfigError, Parser, number, whole
+from clipkit.errors import ConfigError
 
 __all__ = ["Arguments", "parse_arguments"]
 

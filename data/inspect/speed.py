@@ -12,7 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clipkit.errors import MOST_WORKERS, ConfigError
+from clipkit.cli import MOST_WORKERS
+from clipkit.errors import ConfigError
 from data.remote.store import shown
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from clipkit.errors import MOST_BATCH, MOST_SEED, ConfigError, nearest, number, whole
+from clipkit.cli import MOST_BATCH, MOST_SEED, number, whole
+from clipkit.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset

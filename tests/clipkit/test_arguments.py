@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipkit import __main__
-from clipkit.errors import ConfigError, Parser, number, whole
+from clipkit.__main__ import COMMANDS
+from clipkit.cli import Parser, command_parser, number, whole
+from clipkit.errors import ConfigError
 from data.__main__ import make_parser as data_parser
 from eval.__main__ import _parser as eval_parser
 
@@ -27,15 +28,11 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.
                 yield from ((command.prog, own) for own in command._actions)
 
 
-def clipkit_parser() -> Parser:
-    parser = Parser(prog="clipkit")
-    commands = parser.add_subparsers()
-    for name, command in __main__.COMMANDS.items():
-        command.arguments(commands.add_parser(name))
-    return parser
-
-
-@pytest.mark.parametrize("parser", [clipkit_parser(), data_parser(), eval_parser()], ids=lambda one: one.prog)
+@pytest.mark.parametrize(
+    "parser",
+    [command_parser(COMMANDS, prog="clipkit"), data_parser(), eval_parser()],
+    ids=lambda one: one.prog,
+)
 def test_no_option_takes_any_number(parser: argparse.ArgumentParser) -> None:
     checked = 0
     for prog, action in options_of(parser):

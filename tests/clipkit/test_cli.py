@@ -98,12 +98,12 @@ def test_help_loads_no_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "command"), COMMANDS.items())
 def test_ctrl_c_while_a_command_is_imported_is_one_line(name: str, command: Any) -> None:
     code = (
-        "import signal\nfrom clipkit import __main__ as cli\n"
+        "import signal\nfrom clipkit import __main__, cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def interrupted(module):\n"
         "    try:\n        signal.raise_signal(signal.SIGINT)\n"
         "    except BaseException as error:\n        raise ImportError from error\n"
-        f"cli.import_module = interrupted\ncli.dispatch({[name, *NEEDED[name]]})"
+        f"cli.import_module = interrupted\n__main__.dispatch({[name, *NEEDED[name]]})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
@@ -303,7 +303,7 @@ def test_classify_where_nothing_works_is_exit_1_and_an_empty_array(checkpoint: P
 
 
 def test_what_is_written_appears_when_it_is_complete(
-    checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from clipkit.inference import classify as classification
 
@@ -315,8 +315,8 @@ def test_what_is_written_appears_when_it_is_complete(
 
     Path("out.csv").write_text("former")
     monkeypatch.setattr(classification, "classify_images", stopped)
-    assert classify(checkpoint, "--out", "out.csv") == 130
-    assert capsys.readouterr().err.endswith("stopped; no file was written\n")
+    with pytest.raises(KeyboardInterrupt, match="no file was written"):
+        classify(checkpoint, "--out", "out.csv")
     assert Path("out.csv").read_text() == "former"
     assert not list(Path().glob(".*partial"))
 

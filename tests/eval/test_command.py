@@ -179,5 +179,5 @@ def test_ctrl_c_while_torch_loads_is_one_line() -> None:
         while "torch" not in Path(f"/proc/{process.pid}/maps").read_text():  # which takes seconds from here
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == "stopped; nothing was scored\n"
+        assert process.communicate(timeout=60)[1] == "stopped; nothing was done\n"
     assert process.returncode == 130

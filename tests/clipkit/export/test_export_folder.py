@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import EXPORTS, export
 from clipkit.export import write as exporting
 from clipkit.export.model_card import KnownScore, Source, source_of
-from clipkit.export.write import ExportOptions, run
+from clipkit.export.write import run
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import Architecture, BagOfWords, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
@@ -210,7 +211,7 @@ def test_a_library_that_is_not_installed(
 ) -> None:
     monkeypatch.setitem(EXPORTS, "timm", replace(EXPORTS["timm"], package="no_such_package"))
     monkeypatch.setattr(exporting, "load", lambda *_, **__: model)
-    assert run(ExportOptions(model="x", out=tmp_path / "out", to=["timm"])) == 0
+    assert run(Namespace(model="x", name="", out=tmp_path / "out", to=["timm"])) == 0
     assert "timm: 2 files; not checked, as timm is not installed: pip install -e '.[export]'" in (
         capsys.readouterr().out
     )
@@ -297,7 +298,7 @@ def test_the_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Capt
     save_checkpoint(
         tmp_path / "run", odd, adamw(odd, OptimConfig()), LoopState(step=1, data="x"), Config(), keep=1
     )
-    assert run(ExportOptions(model=str(tmp_path / "run"), out=tmp_path / "out")) == 0
+    assert run(Namespace(model=str(tmp_path / "run"), name="", out=tmp_path / "out", to=[])) == 0
     assert (
         "transformers: not written, as transformers' CLIPModel has no logit_bias" in capsys.readouterr().out
     )
@@ -349,7 +350,7 @@ def test_a_background_and_an_orientation_are_left_to_callers_and_said_so(
     )
     chosen.load_state_dict(model.state_dict())
     save_model(chosen.eval(), tmp_path / "model")
-    assert run(ExportOptions(model=str(tmp_path / "model"), out=tmp_path / "out", to=["open_clip"])) == 0
+    assert run(Namespace(model=str(tmp_path / "model"), name="", out=tmp_path / "out", to=["open_clip"])) == 0
     line = (
         "Before this, transparent images are laid on #ffffff and the EXIF orientation of images is applied: other "
         "libraries do not do so, and the caller must."

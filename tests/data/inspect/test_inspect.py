@@ -396,11 +396,12 @@ def test_ctrl_c_ends_it_with_a_line(good: Path, capsys: pytest.CaptureFixture[st
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
-        assert main(["inspect", str(good), "--image-size", "8000", "--quiet"]) == 130
+        with pytest.raises(SystemExit) as stop:
+            run_command(partial(main, ["inspect", str(good), "--image-size", "8000", "--quiet"]))
     finally:
         timer.cancel()
     output = capsys.readouterr()
-    assert output.out == "" and output.err.startswith("stopped") and output.err.count("\n") == 1
+    assert (stop.value.code, output.out, output.err) == (130, "", "stopped; nothing was written\n")
 
 
 def test_several_sources(good: Path, tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""Command lines: programs with sub-commands, and options that several of them share. Imports no torch."""
+
+import argparse
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NoReturn
+
+from clipkit.errors import ConfigError
+
+__all__ = [
+    "MOST_BATCH",
+    "MOST_SEED",
+    "MOST_WORKERS",
+    "Command",
+    "Parser",
+    "add_decoding_options",
+    "chosen_command",
+    "command_parser",
+    "number",
+    "whole",
+]
+
+MOST_BATCH = 65_536
+MOST_SEED = 2**63 - 1
+MOST_WORKERS = 512
+_SHOWN = 40  # characters of a value in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A sub-command.
+
+    Attributes:
+        summary: one line for the program's ``--help``.
+        arguments: declares its options.
+        run: takes the parsed options and returns the exit status; as "module:name", it is imported when chosen.
+        description: the first paragraph of its ``--help``; by default the summary.
+        stopped: what Ctrl-C has cost, for the message.
+    """
+
+    summary: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: str | Callable[[argparse.Namespace], int]
+    description: str = ""
+    epilog: str | None = None
+    usage: str | None = None
+    stopped: str = ""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and exit status 1, like all user errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing the usage and exiting."""
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
+    """Build the parser of a program with sub-commands; ``program`` holds arguments of ``Parser``."""
+    parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **program)
+    added = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, command in commands.items():
+        plain = not (command.description or command.epilog)
+        one = added.add_parser(
+            name,
+            help=command.summary,
+            description=command.description or f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=command.epilog,
+            usage=command.usage,
+            formatter_class=argparse.HelpFormatter if plain else argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(one)
+    return parser
+
+
+def chosen_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
+    """Import the command of a parsed command line; return a function that runs it and returns the exit status."""
+    command = commands[parsed.command]
+    run = command.run
+    if isinstance(run, str):
+        module, _, name = run.partition(":")
+        with _leaving_at_once(command.stopped or "nothing was done"):
+            run = getattr(import_module(module), name)
+    function: Callable[[argparse.Namespace], int] = run
+
+    def start() -> int:
+        try:
+            return function(parsed)
+        except KeyboardInterrupt:
+            if command.stopped:
+                raise KeyboardInterrupt(command.stopped) from None
+            raise
+
+    return start
+
+
+@contextmanager
+def _leaving_at_once(stopped: str) -> Iterator[None]:
+    """Exit at once on Ctrl-C while torch is imported, as an interrupted import can end in any exception."""
+
+    def leave(*_: object) -> None:
+        os.write(2, f"stopped; {stopped}\n".encode())
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or another program's
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Return the type of an option that takes a whole number from ``least`` to ``most``."""
+
+    def parse(text: str) -> int:
+        digits = text.removeprefix("-")
+        value = int(text) if digits.isdecimal() and len(digits) < 20 else None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text[:_SHOWN]!r} is not a whole number from {least:,} to {most:,}"
+            )
+        return value
+
+    return parse
+
+
+def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
+    """Return the type of an option that takes a number from ``least``, or strictly above it, to ``most``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least < value if above else least <= value) or not value <= most:
+            bounds = f"above {least:,g} and up to" if above else f"from {least:,g} to"
+            raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not a number {bounds} {most:,g}")
+        return value
+
+    return parse
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Declare ``--background`` and ``--upright``; ``default`` says what applies without them."""
+    parser.add_argument(
+        "--background",
+        metavar="COLOR",
+        help=f"lay transparent images on this color, such as white; none drops their alpha (default: {default})",
+    )
+    parser.add_argument(
+        "--upright",
+        action=argparse.BooleanOptionalAction,
+        help=f"apply the EXIF orientation of images, or do not (default: {default})",
+    )
