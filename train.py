@@ -32,7 +32,7 @@ import torch
 
 from clipkit import distributed
 from clipkit.config import Config, load_config, to_toml
-from clipkit.files.urls import shown, without_secrets
+from clipkit.files.terminal import shown, without_secrets
 from clipkit.objectives import OBJECTIVES
 from clipkit.training import build, checkpoint, costs, ema, guards, machines, metrics, optim, parallel
 from clipkit.training.step import Teacher, TrainingStep, check_rows

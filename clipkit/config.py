@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from clipkit.errors import ConfigError, nearest
-from clipkit.files import urls
+from clipkit.files.terminal import shown as shown_url
 from clipkit.files.traits import color_of
 from clipkit.model.names import check_names
 
@@ -796,7 +796,7 @@ def _refuse_given_twice(overrides: Sequence[str]) -> None:
         else:
             takes_list = isinstance(_flat(Config()).get(key), tuple)
             instead = f"pass one list, {_list_form(key, ['a', 'b'])}" if takes_list else "remove one"
-            first, second = (shown(urls.shown(one)) for one in (given[key], text))
+            first, second = (shown(shown_url(one)) for one in (given[key], text))
             raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
 
 

@@ -25,7 +25,7 @@ from clipkit.cli import (
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, nearest, run_command
 from clipkit.files.atomic import write_atomic
-from clipkit.files.text import counted, printable
+from clipkit.files.terminal import counted, printable
 from clipkit.files.traits import Decoding, color_of
 from data.remote.cache_folder import cache_folder, shard_cache
 
@@ -68,8 +68,8 @@ def _index_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(parsed: argparse.Namespace) -> int:
-    from clipkit.files.progress import CountProgress
     from clipkit.files.tar import TruncatedError
+    from clipkit.files.terminal import CountProgress
     from data.captions import Selection
     from data.shards.manifest import make_manifest
     from data.shards.sources import find_shards
@@ -284,7 +284,7 @@ class _Bars:
 
     def show(self, what: str, done: int, failed: int, total: int) -> None:
         """So much of this is done."""
-        from clipkit.files.progress import CountProgress
+        from clipkit.files.terminal import CountProgress
 
         if what != self._what:
             self._stack.close()

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from clipkit.config import DataConfig, DistillConfig, SmallConfig
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files.decode import jpeg_orientation, plain_jpeg_size
-from clipkit.files.progress import CountProgress
 from clipkit.files.tar import TruncatedError
+from clipkit.files.terminal import CountProgress
 from clipkit.files.traits import Color, Decoding, TraitCounts, Traits, color_of
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import MAX_CHARACTERS

@@ -18,7 +18,7 @@ from rich.table import Table
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
-from clipkit.files.text import counted, printable
+from clipkit.files.terminal import counted, printable
 from clipkit.formats.checkpoint import resolve_checkpoint
 from clipkit.formats.open_clip import newest_epoch
 from data.remote.cache_folder import cache_folder

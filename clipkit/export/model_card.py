@@ -12,7 +12,7 @@ from clipkit import __version__
 from clipkit.export import EXPORTS
 from clipkit.export.checks import TEXTS
 from clipkit.files.pages import templates
-from clipkit.files.urls import without_secrets
+from clipkit.files.terminal import without_secrets
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClipTokenizer
 

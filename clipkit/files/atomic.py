@@ -1,19 +1,23 @@
-"""Write files that appear complete or not at all."""
+"""Files that appear complete or not at all, and locks between processes."""
 
+import errno
+import fcntl
 import os
 import secrets
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["replacing", "sync", "temporary_path", "write_atomic"]
+__all__ = ["FileLock", "replacing", "sync", "temporary_path", "write_atomic"]
 
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to ``path`` and rename it to ``path`` when the block ends.
 
-    If the block fails, the temporary file is removed, so that a full disk does not stay full.
+    If the block fails, the temporary file is removed.
 
     Args:
         path: the file to create or replace; its folder exists.
@@ -34,14 +38,15 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file as ``replacing`` does; half a surrogate pair in a text becomes a question mark."""
+    """Write a file as ``replacing`` does; unpaired surrogates in text become question marks."""
     with replacing(path, durable=durable) as temporary:
         temporary.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
 
 
 def temporary_path(path: Path) -> Path:
     """Return a hidden name next to ``path`` that no other process on any host uses."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    start = path.name[:50]  # the name may already have the maximal length
+    return path.with_name(f".{start}.{secrets.token_hex(4)}.partial")
 
 
 def sync(path: Path) -> None:
@@ -51,3 +56,94 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_held: set[str] = set()  # by threads of this process, which record locks do not tell apart
+_guard = threading.Lock()
+
+
+def _forget() -> None:
+    global _held, _guard
+    _held, _guard = set(), threading.Lock()  # a forked process holds none of its parent's locks
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class FileLock:
+    """Lock that one thread of one process holds at a time, named by a file in an existing folder.
+
+    It is a record lock (``fcntl.lockf``), which the operating system releases when its process ends, even by
+    ``kill -9``. The filelock library uses ``flock``, whose locks forked data workers would inherit. Closing any
+    descriptor of the file releases the lock too, so no other code of its process may open the file.
+
+    Args:
+        path: the file; it contains the name of the holder and is removed on release.
+        note: text to add to the name of this process.
+
+    Attributes:
+        holder: who had the lock when ``try_acquire`` returned False, such as "process 17 on node3"; may be empty.
+    """
+
+    def __init__(self, path: Path, *, note: str = "") -> None:
+        self._path = str(path.absolute())
+        self._note = note
+        self._descriptor = -1
+        self.holder = ""
+
+    def try_acquire(self) -> bool:
+        """Take the lock if it is free, without waiting.
+
+        Raises:
+            OSError: the file cannot be made, or the file system has no locks.
+        """
+        with _guard:
+            if self._path in _held:
+                self.holder = f"process {os.getpid()}"
+                return False
+            _held.add(self._path)
+        try:
+            while (descriptor := self._lock_file()) is None:
+                pass  # the file was removed between opening and locking it
+            self._descriptor = descriptor
+        finally:
+            if self._descriptor < 0:
+                with _guard:
+                    _held.discard(self._path)
+        return self._descriptor >= 0
+
+    def _lock_file(self) -> int | None:
+        """Return a locked descriptor, -1 if another process has the lock, None if the file was removed."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        kept = False
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kept = os.path.samestat(os.fstat(descriptor), Path(self._path).stat())
+            if kept:
+                with suppress(OSError):  # a full disk; the name is only for messages
+                    os.ftruncate(descriptor, 0)
+                    name = f"process {os.getpid()} on {socket.gethostname()}{self._note}\n"
+                    os.pwrite(descriptor, name.encode(), 0)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            self.holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            return -1
+        finally:
+            if not kept:
+                os.close(descriptor)
+        return descriptor if kept else None
+
+    def release(self) -> None:
+        """Remove the file and let others take the lock; does nothing if this object does not hold it."""
+        if self._descriptor < 0:
+            return
+        try:
+            Path(self._path).unlink(missing_ok=True)
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            with _guard:
+                _held.discard(self._path)

@@ -1,4 +1,4 @@
-"""Which files a user means: brace patterns, wildcards, the order of numbered names, image file extensions."""
+"""Brace patterns, wildcards, the order of file names, and the extensions of images."""
 
 import glob
 import re
@@ -18,11 +18,13 @@ __all__ = [
     "user_path",
 ]
 
-# Extensions of image members of shards; the order breaks ties in messages. Indexes of shards depend on them.
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif")
-IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in (*IMAGE_EXTENSIONS, "jpe"))  # of image files
+# The order breaks ties in messages. The stored indexes of shards depend on this list.
+IMAGE_EXTENSIONS = (
+    "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "jpe",
+)  # fmt: skip
+IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
-_MAX_NAMES = 1_000_000  # that a pattern may stand for
+_MAX_NAMES = 1_000_000  # in one pattern
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
 
 
@@ -37,7 +39,7 @@ def path_order(path: Path) -> tuple[str, int, str]:
 
 
 def user_path(given: str) -> Path:
-    """Return a path as a user types it; a ``~`` that is nobody's home is part of a name."""
+    """Expand ``~``; a ``~`` without a home folder is part of a name."""
     try:
         return Path(given).expanduser()
     except RuntimeError:
@@ -45,12 +47,12 @@ def user_path(given: str) -> Path:
 
 
 def match_wildcards(path: Path) -> list[Path]:
-    """Return the files and folders that wildcards match, by ``path_order``; a path that exists is itself.
+    """Return the files and folders that match, sorted by ``path_order``, without hidden ones.
 
-    Hidden files are left out, as in a shell. A path without wildcards is returned whether it exists or not.
+    A path that exists, or has no wildcards, is returned unchanged.
 
     Raises:
-        DataError: a million names or more match.
+        DataError: more than a million names match.
     """
     if not glob.has_magic(str(path)) or path.exists():
         return [path]
@@ -65,13 +67,13 @@ def expand_braces(source: str) -> Iterator[str]:
     """Expand a brace pattern such as ``{00000..00041}.tar``; the names are counted before any is made.
 
     Raises:
-        DataError: the pattern stands for over a million names, or its braces do not balance.
+        DataError: the pattern has more than a million names, or its braces do not balance.
     """
     from braceexpand import braceexpand
 
     if _count_names(source) > _MAX_NAMES:
         raise DataError(
-            f"the braces of {source[:200]!r} stand for more than {_MAX_NAMES:,} names: check their ranges"
+            f"the braces of {source[:200]!r} expand to more than {_MAX_NAMES:,} names: check their ranges"
         )
     try:
         names: Iterator[str] = braceexpand(source)
@@ -81,7 +83,7 @@ def expand_braces(source: str) -> Iterator[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """Count the names that a brace pattern stands for; beyond the limit, return some number above it."""
+    """Count the names of a brace pattern; beyond the limit, return some number above it."""
     opened: list[tuple[int, int, int]] = []  # position of each open brace, and the two counts before it
     before, here = 0, 1  # names of the items of this list that a comma ended, and of the current item
     position = 0

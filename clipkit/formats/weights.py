@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from clipkit.errors import CheckpointError
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable
 
 __all__ = [
     "Archive",

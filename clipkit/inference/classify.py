@@ -34,9 +34,8 @@ from clipkit.api import load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
 from clipkit.files.patterns import user_path
-from clipkit.files.progress import CountProgress
 from clipkit.files.table import safe_cell
-from clipkit.files.text import counted, printable
+from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.inference.inputs import Stream
 from clipkit.inference.stream import Failure, FeatureStream, pick_device
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier

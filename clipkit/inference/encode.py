@@ -21,8 +21,7 @@ import numpy as np
 from clipkit.api import load
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.progress import CountProgress
-from clipkit.files.text import counted
+from clipkit.files.terminal import CountProgress, counted
 from clipkit.files.traits import hex_of
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.folder import (

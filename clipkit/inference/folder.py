@@ -34,8 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import replacing, sync, temporary_path, write_atomic
-from clipkit.files.lock import FileLock
+from clipkit.files.atomic import FileLock, replacing, sync, temporary_path, write_atomic
 from clipkit.files.patterns import user_path
 from clipkit.inference.inputs import Item
 from clipkit.inference.stream import Failure, Features

@@ -34,8 +34,7 @@ from torch.distributed.tensor import DTensor
 from clipkit.config import Config, changes, load_config, shown, to_toml
 from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files.atomic import sync, write_atomic
-from clipkit.files.lock import FileLock
+from clipkit.files.atomic import FileLock, sync, write_atomic
 from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import (
     COMPLETE,

@@ -22,7 +22,7 @@ from clipkit.api import load
 from clipkit.config import Config, to_toml
 from clipkit.distributed import ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
-from clipkit.files.urls import without_secrets
+from clipkit.files.terminal import without_secrets
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.flops import (

@@ -21,9 +21,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from clipkit.config import Config, to_toml
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable, without_secrets
 from clipkit.files.traits import Decoding, TraitCounts
-from clipkit.files.urls import without_secrets
 from clipkit.model.clip import CLIP
 from clipkit.objectives import OBJECTIVES
 from clipkit.training.optim import learning_rate

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 
 from clipkit.errors import DataError, nearest
-from clipkit.files.lock import FileLock
+from clipkit.files.atomic import FileLock
 from data.remote.cache_folder import cache_folder
 
 __all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent"]

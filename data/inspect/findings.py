@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable
 from clipkit.files.traits import Decoding
 
 __all__ = [

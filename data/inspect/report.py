@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clipkit.files.pages import templates
-from clipkit.files.text import counted, printable
+from clipkit.files.terminal import counted, printable
 from clipkit.files.traits import TraitCounts, hex_of
 from data.inspect.findings import (
     Duplicates,

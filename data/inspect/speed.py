@@ -95,7 +95,7 @@ def _worker_numbers(text: str) -> list[int]:
 
 def make_loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
     """The loader as a training would make it, and the bytes of a sample in its shard."""
-    from clipkit.files.progress import CountProgress
+    from clipkit.files.terminal import CountProgress
     from clipkit.model.tokenizer import ClipTokenizer
     from data.augment import Augmentation
     from data.captions import Selection

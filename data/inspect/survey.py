@@ -19,8 +19,8 @@ import torch
 from clipkit.config import Config, DataConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.decode import decode_image, jpeg_size
+from clipkit.files.terminal import shown
 from clipkit.files.traits import Decoding
-from clipkit.files.urls import shown
 from clipkit.model.tokenizer import CONTEXT_LENGTH, END_OF_TEXT, tokenize
 from data.augment import Augmentation
 from data.captions import NOT_UTF8, TEXT, CaptionRule, Filter, Selection, field_hint, leaf_fields

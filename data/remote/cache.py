@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
-from clipkit.files.atomic import sync, write_atomic
-from clipkit.files.lock import FileLock
+from clipkit.files.atomic import FileLock, sync, write_atomic
 from data.remote.shard_file import ShardFile
 from data.remote.store import download, has_answered, shown
 

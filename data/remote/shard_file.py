@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.files.urls import shown
+from clipkit.files.terminal import shown
 
 __all__ = ["ShardFile", "is_remote"]
 

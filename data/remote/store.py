@@ -34,7 +34,7 @@ from urllib.request import getproxies
 
 from clipkit.errors import DataError
 from clipkit.files.patterns import name_order
-from clipkit.files.urls import shown
+from clipkit.files.terminal import shown
 from data.remote.shard_file import ShardFile, is_remote
 
 __all__ = [

@@ -28,7 +28,7 @@ from clipkit.errors import DataError
 from clipkit.files.atomic import write_atomic
 from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.tar import TruncatedError, sample_name, tar_files
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable
 from data.remote.cache_folder import cache_folder
 from data.remote.shard_file import ShardFile
 
@@ -169,7 +169,7 @@ _LONGEST = 40  # characters of one that are told
 _MOST_CONTENT = np.array((1 << 10, 64 << 10, 64 << 10, 64 << 10), dtype=np.int64)
 # their images may end alike (uncompressed, or metadata at the end): 512 bytes at each quarter count too
 _ENDING_ALIKE = {"bmp", "ppm", "pgm", "tif", "tiff", "webp"}
-_VERSION = 5  # of the stored form; raise it when the scan or the arrays change
+_VERSION = 6  # of the stored form; raise it when the scan or the arrays change
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clipkit.errors import DataError
 from clipkit.files.patterns import IMAGE_SUFFIXES, expand_braces, match_wildcards, path_order
-from clipkit.files.text import counted
+from clipkit.files.terminal import counted
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote.shard_file import ShardFile, is_remote
 from data.remote.store import Unreachable, shown

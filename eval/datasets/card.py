@@ -10,7 +10,7 @@ from typing import Any
 
 from clipkit.errors import DataError, nearest
 from clipkit.files.open_clip import prompt_list
-from clipkit.files.text import counted
+from clipkit.files.terminal import counted
 from eval.datasets.dataset import SPLITS
 from eval.metrics import METRICS, metric_of
 from eval.tasks import TASKS, Task

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from clipkit.errors import DataError, nearest
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable
 from eval.datasets.card import (
     DATASETS,
     FOLDER,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.text import counted, printable
+from clipkit.files.terminal import counted, printable
 from eval.datasets import Card, Prompts, Published, card_names, card_toml, load_card, load_suite, suite_names
 from eval.datasets.card import MetricKind
 from eval.datasets.dataset import TEST, EvalDataset, NoSplit, some

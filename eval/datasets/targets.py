@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files.text import counted
+from clipkit.files.terminal import counted
 from data.corpora.builtin import BUILTIN
 from data.remote.shard_file import is_remote
 from data.remote.store import Unreachable, shown

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.files.lock import FileLock
+from clipkit.files.atomic import FileLock
 from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.preprocess import eval_pixels, pixels_and_traits

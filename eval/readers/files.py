@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.text import counted
+from clipkit.files.terminal import counted
 from data.remote.shard_file import is_remote
 from data.shards.samples import Sample
 from eval.datasets.dataset import TEST, EvalDataset, some

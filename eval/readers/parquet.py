@@ -35,7 +35,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files.patterns import IMAGE_EXTENSIONS
-from clipkit.files.urls import shown
+from clipkit.files.terminal import shown
 from data.remote.cache_folder import shard_cache
 from data.remote.shard_file import ShardFile
 from data.remote.store import Unreachable

@@ -34,7 +34,7 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.tar import Content, FileContent, sample_name, tar_files_of
-from clipkit.files.text import counted
+from clipkit.files.terminal import counted
 from data.captions import CaptionRule, Selection, is_utf8
 from data.remote.cache_folder import shard_cache
 from data.remote.shard_file import ShardFile, is_remote

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from clipkit.errors import DataError
-from clipkit.files.text import counted
+from clipkit.files.terminal import counted
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.model.flops import image_flops
 from eval.datasets.dataset import some

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.files.pages import write_page
-from clipkit.files.urls import without_secrets
+from clipkit.files.terminal import without_secrets
 from eval.report.charts import (
     TEMPLATES,
     Chart,

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable
 from eval.compare import LEVEL, Difference, ModelComparison
 from eval.report.scores import PLAIN, is_rank, is_share, lower_is_better, metric_name, setting_name, tells
 from eval.results.scores import Score

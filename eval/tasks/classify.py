@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files.text import counted
+from clipkit.files.terminal import counted
 from clipkit.model.zero_shot import indistinguishable_classes, token_numbers
 from eval.datasets.dataset import EvalDataset, labels_of, some
 from eval.metrics import METRICS, Answers, metric_of

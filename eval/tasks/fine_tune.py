@@ -35,9 +35,8 @@ import torch
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files.atomic import write_atomic
+from clipkit.files.atomic import FileLock, write_atomic
 from clipkit.files.decode import decode_image
-from clipkit.files.lock import FileLock
 from clipkit.formats.checkpoint import latest_checkpoint, model_hash, save_model, step_of
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.model.class_head import with_class_head

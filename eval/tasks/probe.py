@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.files.terminal import counted
 from clipkit.model.probes import layer_count
 from eval.datasets.dataset import EvalDataset, NoSplit, labels_of, some
 from eval.metrics import METRICS, Answers, class_ranks, class_scores, top_classes
@@ -495,7 +496,7 @@ def _possible(subject: Subject, labels: Tensor, shots: Sequence[int]) -> list[in
         )
     least = int(counts[counts > 0].min())
     name = dataset.class_names[int((counts == least).nonzero()[0])]
-    why = f"class {name!r} has {least} image{'s' * (least > 1)} to learn from"
+    why = f"class {name!r} has {counted(least, 'image')} to learn from"
     possible = sorted({k for k in shots if k <= least})
     if not possible:
         raise DataError(f"dataset {dataset.name}: {why}, ask for as few shots")

@@ -20,7 +20,7 @@ import clipkit
 from clipkit.__main__ import COMMANDS, dispatch
 from clipkit.config import Config, OptimConfig
 from clipkit.errors import ConfigError, DataError, run_command
-from clipkit.files import progress
+from clipkit.files import terminal
 from clipkit.files.table import Table
 from clipkit.inference.classify import Classification, classify_images, labels_of, templates_of
 from clipkit.inference.inputs import Item, Stream
@@ -169,11 +169,11 @@ def test_encode_where_nothing_works_is_exit_1(
 def test_progress_is_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_PLAIN_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(terminal, "_PLAIN_EVERY_SECONDS", 0.0)
     for total in (2000, None):
-        with progress.CountProgress("encoding", total=total, shown=True) as bar:
+        with terminal.CountProgress("encoding", total=total, shown=True) as bar:
             bar.show(1500, 2)
-    with progress.CountProgress("encoding", total=2000, shown=False) as bar:
+    with terminal.CountProgress("encoding", total=2000, shown=False) as bar:
         bar.show(1500, 2)
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"encoding 1,500 of 2,000, [\d,.]+/s, 2 failed, left 0m00s", first)

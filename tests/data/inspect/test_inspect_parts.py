@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable
 from data.inspect.findings import Histogram, Speed, wilson
 from data.inspect.samples import groups_alike, groups_equal, look_code, missing_numbers
 from data.inspect.survey import token_counts

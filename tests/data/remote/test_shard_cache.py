@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from clipkit.files.lock import FileLock
+from clipkit.files.atomic import FileLock
 from data.remote import cache as shard_cache
 from data.remote.cache import ShardCache
 from data.remote.shard_file import ShardFile

@@ -62,13 +62,13 @@ def test_the_ways_to_name_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("~there-is-no-such-user/x", "cannot look for data at '~there-is-no-such-user/x': "),
         (
             "x{{0..300000000}}.tar",
-            "the braces of 'x{{0..300000000}}.tar' stand for more than 1,000,000 names",
+            "the braces of 'x{{0..300000000}}.tar' expand to more than 1,000,000 names",
         ),
         (
             "{{0..9999}}{{0..9999}}",
-            "the braces of '{{0..9999}}{{0..9999}}' stand for more than 1,000,000 names",
+            "the braces of '{{0..9999}}{{0..9999}}' expand to more than 1,000,000 names",
         ),
-        ("{{0,{{0..9}}{{0..999999..-5}}}}", "the braces of '{{0,{{0..9}}{{0..999999..-5}}}}' stand for more"),
+        ("{{0,{{0..9}}{{0..999999..-5}}}}", "the braces of '{{0,{{0..9}}{{0..999999..-5}}}}' expand to more"),
         ("{{0.." + "9" * 5000 + "}}", "the braces of '{{0..999"),
         ("{{" * 5000 + "1,2" + "}}" * 5000, "the braces of '{{{{{{"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from clipkit.files.text import printable
+from clipkit.files.terminal import printable
 from eval.compare import Difference, ModelComparison
 from eval.metrics import Comparison
 from eval.report.terminal import comparison_table, score_table

@@ -3,7 +3,7 @@
 import tomllib
 
 from clipkit.config import Config, DataConfig, to_toml
-from clipkit.files.urls import without_secrets
+from clipkit.files.terminal import without_secrets
 
 
 def test_a_configuration_without_its_secrets_is_still_one() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clipkit.files.lock import FileLock
+from clipkit.files.atomic import FileLock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

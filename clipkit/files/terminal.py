@@ -1,0 +1,128 @@
+"""Text for terminals, logs and pages: names without control characters, counts, URLs without secrets, progress."""
+
+import re
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+__all__ = ["CountProgress", "counted", "printable", "shown", "without_secrets"]
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """Escape characters that could control a terminal, line ends included.
+
+    Args:
+        text: any text, such as a key or caption from data.
+        most: number of characters to keep; "…" replaces the rest.
+    """
+    shown = text if most is None or len(text) <= most else text[:most] + "…"
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode()
+        for one in shown
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun whose plural ends in s: ``1 image``, ``2,000 images``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+_AUTHORITY = re.compile(r"[\w.\-]*(:[0-9]*)?|\[[0-9a-fA-F:.]*\](:[0-9]*)?")
+_TAR_NAME = re.compile(r"[\w.\-]{1,100}\.tar(?!\w)")
+_WORD = re.compile(r"[\w./\-]{1,100}")
+_QUOTED = re.compile(r'"((?:[^"\\\n]|\\.)*)"')  # a string of TOML or JSON
+
+
+def shown(url: str) -> str:
+    """Remove what may be secret from a URL: user, password, query and fragment.
+
+    Of a ``pipe:`` command, and of a URL with an ambiguous authority (such as a password with a slash), only the
+    program or scheme and the name of the tar remain.
+    """
+    tar = [" " + name for name in _TAR_NAME.findall(url)[-1:]]
+    if url.startswith("pipe:"):
+        words = [word for word in url[5:].split() if "=" not in word]
+        program = words[0].rpartition("/")[2] if words and _WORD.fullmatch(words[0]) else ""
+        return "".join([f"pipe:{program} …", *tar])
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    authority, slash, path = rest.partition("/")
+    host = authority.rpartition("@")[2]
+    ambiguous = "@" in path and scheme != "hf"  # hf:// has revisions after an @
+    if ambiguous or not _AUTHORITY.fullmatch(host) or "?" in authority or "#" in authority:
+        return "".join([f"{scheme}://…", *tar])
+    path = path.partition("?")[0].partition("#")[0]
+    text = " ".join(f"{scheme}://{host}{slash}{path}".split())
+    return text if len(text) <= 300 else text[:300] + "…"
+
+
+def without_secrets(text: str) -> str:
+    """Apply ``shown`` to every string in a configuration (TOML or JSON) that is a URL or a command."""
+
+    def replaced(match: re.Match[str]) -> str:
+        one = match[1]
+        return f'"{shown(one) if "://" in one or one.startswith("pipe:") else one}"'
+
+    return _QUOTED.sub(replaced, text)
+
+
+_PLAIN_EVERY_SECONDS = 10.0
+
+
+class CountProgress:
+    """Show on stderr how many images, texts or shards are done: a bar on a terminal, else a line every ten seconds.
+
+    Args:
+        what: the work, at the start of the line.
+        total: how many items there are; None if unknown.
+        shown: False prints nothing.
+    """
+
+    def __init__(self, what: str, *, total: int | None, shown: bool) -> None:
+        self._what, self._total, self._shown = what, total, shown
+        self._began = self._last_line = time.monotonic()
+        self._bar: RichProgress | None = None
+        if shown and sys.stderr is not None and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            known = "/{task.total:,}" if total is not None else ""
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=16),  # a line as wide as the terminal could not be erased after Ctrl-C
+                TextColumn("{task.completed:,}" + known),
+                TextColumn("{task.fields[note]}"),
+                *((TimeRemainingColumn(compact=True),) if total is not None else ()),
+                console=Console(file=sys.stderr, highlight=False),
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task(what, total=total, note="")
+
+    def __enter__(self) -> "CountProgress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, done: int, failed: int = 0) -> None:
+        """Report how many items are done so far, and how many of these failed."""
+        now = time.monotonic()
+        rate = done / max(1e-9, now - self._began)
+        note = f"{rate:,.1f}/s" + (f"{' ' if self._bar else ', '}{failed:,} failed" if failed else "")
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, note=note)
+        elif self._shown and now - self._last_line >= _PLAIN_EVERY_SECONDS:
+            self._last_line = now
+            line = f"{self._what} {done:,}"
+            if self._total is not None:
+                left = round((self._total - done) / max(1e-9, rate))
+                line += f" of {self._total:,}, {note}, left {left // 60}m{left % 60:02d}s"
+            print(line, file=sys.stderr, flush=True)
