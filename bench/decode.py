@@ -57,7 +57,7 @@ from clipkit.files.decode import decode_image
 from data.augment import Augmentation, empty_batch, random_of, training_pixels
 from data.loader import Loader
 from data.order import Order
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.samples import Shards
 
 RESULTS = Path(__file__).parent / "results"

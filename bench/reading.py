@@ -31,7 +31,7 @@ from pathlib import Path
 import webdataset
 
 from clipkit.files.tar import tar_files
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.index import index_of_members, with_content
 from data.shards.samples import Shards
 

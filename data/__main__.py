@@ -27,7 +27,7 @@ from clipkit.errors import ConfigError, DataError, nearest, run_command
 from clipkit.files.atomic import write_atomic
 from clipkit.files.terminal import counted, printable
 from clipkit.files.traits import Decoding, color_of
-from data.remote.cache_folder import cache_folder, shard_cache
+from data.remote.cache import cache_folder, shard_cache
 
 if TYPE_CHECKING:
     from data.inspect.findings import Findings
@@ -213,7 +213,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
     from data.augment import Augmentation
     from data.inspect import inspect
     from data.inspect.report import page_of, print_table
-    from data.remote.cache_folder import shard_cache
+    from data.remote.cache import shard_cache
 
     augmentation, sources = Augmentation.given(parsed.sources)
     with _Bars(shown=not parsed.quiet) as bars:

@@ -52,9 +52,8 @@ from data.augment import (
 from data.captions import CaptionRule, Filter, Selection
 from data.corpora.builtin import BUILTIN, end_with_parent
 from data.order import Order
-from data.remote.cache import ShardCache
-from data.remote.cache_folder import shard_cache
-from data.remote.shard_file import is_remote
+from data.remote.cache import ShardCache, shard_cache
+from data.remote.store import is_remote
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Sample, Shards
 from data.shards.sources import find_shards

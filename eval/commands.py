@@ -21,7 +21,7 @@ from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
 from clipkit.files.terminal import counted, printable
 from clipkit.formats.checkpoint import resolve_checkpoint
 from clipkit.formats.open_clip import newest_epoch
-from data.remote.cache_folder import cache_folder
+from data.remote.cache import cache_folder
 from eval.compare import (
     Check,
     checks_of,

@@ -11,7 +11,7 @@ from threading import Thread
 
 from clipkit.errors import DataError, nearest
 from clipkit.files.atomic import FileLock
-from data.remote.cache_folder import cache_folder
+from data.remote.cache import cache_folder
 
 __all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent"]
 

@@ -28,7 +28,7 @@ from clipkit.model.tokenizer import CONTEXT_LENGTH, MAX_CHARACTERS, tokenize
 from data.augment import Augmentation, empty_batch, random_of, training_pixels
 from data.captions import CaptionRule, Selection
 from data.inspect.findings import Place
-from data.remote.shard_file import ShardFile, is_remote
+from data.remote.store import ShardFile, is_remote
 from data.shards.index import (
     CAPTION,
     IMAGE,

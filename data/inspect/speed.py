@@ -101,7 +101,7 @@ def make_loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
     from data.captions import Selection
     from data.loader import Loader
     from data.order import Order
-    from data.remote.cache_folder import shard_cache
+    from data.remote.cache import shard_cache
     from data.shards.manifest import make_manifest
     from data.shards.samples import Shards
     from data.shards.sources import find_shards

@@ -1,15 +1,15 @@
-"""The shards of stores on the disk of this machine, shared by its processes.
+"""The cache folder, and in it the copies of remote shards that the processes of a machine share.
 
-    FOLDER/lock                     held for moments, while room is made
-    FOLDER/ab/abcd….tar             a whole shard; the name is of its full URL, size and version
-    FOLDER/ab/abcd….part            one on its way, from its beginning as long as it is going to be
-    FOLDER/ab/abcd….lock            who fetches it
-    FOLDER/ab/abcd….json            the size and CRC-32 that it had when it first came; stays when the shard goes
-    FOLDER/ab/abcd….fault           why it could not be fetched, for those who wait
+    FOLDER/lock                     held briefly while space is reserved
+    FOLDER/ab/abcd….tar             a complete shard; the name is a hash of its full URL, size and version
+    FOLDER/ab/abcd….part            a download in progress, with its final size from the start
+    FOLDER/ab/abcd….lock            held by the process that downloads
+    FOLDER/ab/abcd….json            size and CRC-32 at the first download; stays when the shard is removed
+    FOLDER/ab/abcd….fault           why the download failed, for processes that wait for it
 
-The sizes of all ``.tar`` and ``.part`` together never exceed a bound; what was used least recently goes first. A
-process that has a file open keeps reading it when it goes, as POSIX has it; one that only has the path must open it
-at once, or ask again.
+The total size of all ``.tar`` and ``.part`` files never exceeds a limit; the least recently used shards are
+removed first. A process that has a file open can still read it after removal (POSIX). One that only has the path
+must open it at once, or fetch again.
 """
 
 import hashlib
@@ -17,193 +17,58 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import FileLock, sync, write_atomic
-from data.remote.shard_file import ShardFile
-from data.remote.store import download, has_answered, shown
+from data.remote.store import ShardFile, download, is_remote, shown
+from data.remote.transfer import answered
 
-__all__ = ["STILL_SECONDS", "CacheRoom", "NoRoom", "ShardCache"]
+__all__ = ["STILL_SECONDS", "ShardCache", "cache_folder", "shard_cache"]
 
-
-# --------------------------------------------------------------------------------------------------------------
-# Room in the folder of a shard cache: what its files may take together, and which of them go.
-
-STILL_SECONDS = 900.0  # for which others may stand in our way without getting on; beyond all tries of a store
+STILL_SECONDS = 900.0  # limit for waiting for a process without progress; longer than all retries of a store
 _POLL_SECONDS = 0.05
-
-
-class NoRoom(Exception):
-    """Everything is in use or on its way."""
-
-
-class CacheRoom:
-    """The bound on the bytes of ``FOLDER/??/*.tar`` and ``*.part`` together.
-
-    A part file counts with the size that it is going to have, which it has from its beginning. A ``.tar`` is used
-    when its time of change is set.
-
-    Args:
-        folder: the cache's.
-        max_bytes: the bound.
-        in_use_seconds: how long after its last use a file goes for urgent needs only.
-    """
-
-    def __init__(self, folder: Path, max_bytes: int, in_use_seconds: float) -> None:
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._in_use_seconds = in_use_seconds
-
-    def grow(self, part: Path, size: int, *, of: str, urgent: bool, has: int) -> None:
-        """Give a part file its size once there is room for it.
-
-        Args:
-            part: the file, which is made if there is none. Its lock is held by the caller.
-            size: in bytes.
-            of: names the shard in messages.
-            urgent: whether files in use go too, and parts of others are waited for.
-            has: the size that it has by now.
-
-        Raises:
-            NoRoom: nothing may go, and it is neither urgent nor begun.
-            DataError: it is larger than the cache, the disk is full, or others do not get on.
-        """
-        if size > self._max_bytes:
-            raise DataError(
-                f"{of} has {size} bytes or more, but the shard cache may hold {self._max_bytes} in all: raise "
-                "data.cache_gb"
-            )
-        until = time.monotonic() + STILL_SECONDS
-        while True:
-            with self._locked():
-                if self._make_room(part, size, urgent):
-                    with part.open("ab") as file:
-                        file.truncate(size)
-                    return
-            if not urgent and not has:
-                raise NoRoom
-            if time.monotonic() > until:
-                raise DataError(
-                    f"the shard cache {self._folder} is full of shards that are being fetched, {self._max_bytes} "
-                    "bytes: raise data.cache_gb"
-                )
-            time.sleep(_POLL_SECONDS)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        lock = FileLock(self._folder / "lock")
-        until = time.monotonic() + STILL_SECONDS
-        while not lock.try_acquire():
-            if time.monotonic() > until:
-                raise DataError(
-                    f"{lock.holder or 'another process'} holds {self._folder / 'lock'} without progress: end it"
-                )
-            time.sleep(_POLL_SECONDS / 10)
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _make_room(self, part: Path, size: int, urgent: bool) -> bool:
-        """Remove what was used least recently until ``part`` may have its size; whether that could be."""
-        files, parts, unwritten = [], 0, 0
-        for path, status in self._files():
-            if path == part:
-                continue
-            if path.suffix == ".tar":
-                files.append((status.st_mtime_ns, path, status.st_size))
-            elif not _was_left(path):
-                parts += status.st_size
-                unwritten += max(0, status.st_size - status.st_blocks * 512)
-        total = size + parts + sum(one[2] for one in files)
-        before = time.time_ns() - int(self._in_use_seconds * 1e9)
-        removable = sorted(one for one in files if urgent or one[0] < before)
-        if total - sum(one[2] for one in removable) > self._max_bytes:
-            return False
-        for _, path, bytes_of_file in removable:
-            if total <= self._max_bytes:
-                break
-            path.unlink(missing_ok=True)
-            total -= bytes_of_file
-        self._check_disk(part, size, unwritten)
-        return True
-
-    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        for folder in self._folder.glob("??"):
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.name.endswith((".tar", ".part")):
-                        with suppress(FileNotFoundError):
-                            yield Path(entry.path), entry.stat()
-
-    def _check_disk(self, part: Path, size: int, unwritten: int) -> None:
-        disk = os.statvfs(self._folder)
-        free = disk.f_bavail * disk.f_frsize - unwritten
-        with suppress(FileNotFoundError):
-            free += part.stat().st_blocks * 512
-        if size > free:
-            raise DataError(
-                f"the disk of the shard cache {self._folder} has no room for {size} bytes ({max(free, 0)} are "
-                "free): lower data.cache_gb, or name another folder by CLIPKIT_CACHE"
-            )
-
-
-def _was_left(part: Path) -> bool:
-    """Whether nobody works at a part file any more; it is removed then."""
-    lock = FileLock(part.with_suffix(".lock"))
-    if not lock.try_acquire():
-        return False
-    part.unlink(missing_ok=True)
-    lock.release()
-    return True
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-_TOUCH_SECONDS = 60.0  # uses within a minute count once
-_LATER_SECONDS = 0.3  # until a shard is looked at again that cannot be fetched now
+_TOUCH_SECONDS = 60.0  # uses within this time count once
+_LATER_SECONDS = 0.3  # before a shard that cannot be downloaded now is tried again
 _STEP = 16 << 20  # bytes by which a file of unknown size grows
 
 
+def cache_folder() -> Path:
+    """Return ``$CLIPKIT_CACHE``, else ``$XDG_CACHE_HOME/clipkit``, else ``~/.cache/clipkit``; does not create
+    it."""
+    if own := os.environ.get("CLIPKIT_CACHE"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "clipkit"
+    return Path.home() / ".cache" / "clipkit"
+
+
+def shard_cache(sources: Sequence[str], gigabytes: float) -> "ShardCache | None":
+    """Return this machine's cache of remote shards; None if no source is remote or nothing is to be kept."""
+    if not gigabytes and any(source.startswith("pipe:") for source in sources):
+        raise ConfigError(
+            "the output of pipe: can be read only once and needs a cache: set data.cache_gb (or --cache-gb) above 0"
+        )
+    if not gigabytes or not any(map(is_remote, sources)):
+        return None
+    return ShardCache(cache_folder() / "shards", int(gigabytes * 1e9))
+
+
+class _NoSpace(Exception):
+    """All files are in use or being downloaded."""
+
+
 class _Closed(Exception):
-    """Nobody wants it any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a shard lies."""
-
-    stem: Path
-
-    @property
-    def file(self) -> Path:
-        return self.stem.with_suffix(".tar")
-
-    @property
-    def part(self) -> Path:
-        return self.stem.with_suffix(".part")
-
-    @property
-    def lock(self) -> Path:
-        return self.stem.with_suffix(".lock")
-
-    @property
-    def about(self) -> Path:
-        return self.stem.with_suffix(".json")
-
-    @property
-    def fault(self) -> Path:
-        return self.stem.with_suffix(".fault")
+    """The cache was closed during a download."""
 
 
 @dataclass
-class _Ahead:
-    """What is fetched ahead by the threads of one process."""
+class _Prefetch:
+    """What the threads of one process download ahead."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     wanted: list[ShardFile] = field(default_factory=list)
@@ -216,36 +81,35 @@ class _Ahead:
 
 
 class ShardCache:
-    """Files of shards, fetched when they are needed or before.
+    """Local copies of shards, downloaded when needed or ahead of time.
 
-    May be pickled and used after a fork; what is fetched ahead belongs to the process that asked for it. Safe from
-    several threads.
+    Thread-safe. Can be pickled and used after a fork; downloads ahead belong to the process that requested them.
 
     Args:
-        folder: where the files lie. It is made when it is needed, and may be shared by the processes of a machine.
-        max_bytes: of all files together, those on their way included.
-        in_use_seconds: how long after its last use a file stays, unless a shard is needed at once.
+        folder: is created when needed; the processes of a machine may share it.
+        max_bytes: limit for all files together, including downloads in progress.
+        in_use_seconds: a file stays this long after its last use, unless another shard is needed at once.
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, in_use_seconds: float = 300.0) -> None:
         self.folder = folder.absolute()
         self.max_bytes = max_bytes
         self._touch_seconds = min(_TOUCH_SECONDS, in_use_seconds / 2)
-        self._room = CacheRoom(self.folder, max_bytes, in_use_seconds + self._touch_seconds)
-        self._by_process: dict[int, _Ahead] = {}
+        self._in_use_seconds = in_use_seconds + self._touch_seconds
+        self._by_process: dict[int, _Prefetch] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_by_process": {}}
 
     @property
-    def _ahead(self) -> _Ahead:
-        return self._by_process.setdefault(os.getpid(), _Ahead())
+    def _ahead(self) -> _Prefetch:
+        return self._by_process.setdefault(os.getpid(), _Prefetch())
 
     def path(self, shard: ShardFile) -> Path | None:
-        """The file of a shard if it is here, which counts as a use of it; of a local one its own path.
+        """Return the file of a shard if it is present, and mark it as used; for a local shard its own path.
 
         Raises:
-            DataError: it was to be fetched ahead, and that failed; told once.
+            DataError: its download ahead of time failed; raised once.
         """
         if not shard.is_remote:
             return Path(shard.url)
@@ -254,42 +118,45 @@ class ShardCache:
             failure = ahead.failures.pop(shard, None)
         if failure is not None:
             raise failure
-        return self._found(shard, self._place(shard))
+        return self._found(shard)
 
     def fetch(self, shard: ShardFile) -> Path:
-        """The file of a shard, downloaded now if it is not here; one process does it while the others wait.
+        """Return the file of a shard, downloaded now if needed, by one process while the others wait.
 
         Raises:
-            DataError: it cannot be fetched or stored, or is not what it was before.
+            DataError: it cannot be downloaded or stored, or its bytes differ from an earlier download.
         """
         found = self.path(shard)
         if found is not None:
             return found
-        place = self._place(shard)
-        began = time.time()
-        with self._usable():
-            lock = self._acquire(place)
+        stem, began = self._stem(shard), time.time()
+        try:
+            lock = self._acquire(stem)
             try:
                 found = self.path(shard)
                 if found is not None:
                     return found
-                self._raise_fault(place, began)
-                self._download(shard, place, urgent=True)
+                with suppress(OSError):  # otherwise each waiting process would retry for minutes
+                    if (fault := stem.with_suffix(".fault")).stat().st_mtime >= began:
+                        raise DataError(fault.read_text(errors="replace"))
+                self._download(shard, stem, urgent=True)
             finally:
                 lock.release()
-        return place.file
+        except OSError as error:
+            raise self._unusable(error) from error
+        return stem.with_suffix(".tar")
 
     def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
-        """Fetch these next, in their order, instead of what an earlier call has named.
+        """Download these shards next, in their order, instead of those of an earlier call.
 
-        Their samples were counted, so a store that cannot be reached now is out of order rather than wrong.
-        Failures are kept for who asks for the shard. What is under way is brought to its end.
+        Their samples were counted, so a store that cannot be reached now has an outage. Failures are raised by
+        ``path`` and ``fetch``. Downloads in progress are finished.
         """
         ahead = self._ahead
         with ahead.changed:
             ahead.wanted = [shard for shard in dict.fromkeys(shards) if shard.is_remote]
             for shard in ahead.wanted:
-                has_answered(shard.url)  # to whoever has counted its samples, if not to this process
+                answered(shard.url)
             ahead.later.clear()
             ahead.limit = threads
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
@@ -301,7 +168,7 @@ class ShardCache:
             ahead.changed.notify_all()
 
     def close(self) -> None:
-        """End the threads of this process; what is under way is dropped."""
+        """Stop the threads of this process and drop downloads in progress."""
         ahead = self._by_process.pop(os.getpid(), None)
         if ahead is None:
             return
@@ -309,22 +176,18 @@ class ShardCache:
             ahead.closed = True
             ahead.changed.notify_all()
         until = time.monotonic() + 5.0
-        for thread in list(ahead.threads):
-            thread.join(
-                max(0.0, until - time.monotonic())
-            )  # daemons: one that waits for a store does not keep us
+        for thread in list(ahead.threads):  # daemons: one that waits for a store does not block the exit
+            thread.join(max(0.0, until - time.monotonic()))
 
-    # Fetching ahead
-
-    def _work(self, ahead: _Ahead) -> None:
+    def _work(self, ahead: _Prefetch) -> None:
         while (shard := self._next(ahead)) is not None:
             done = True
             with ahead.changed:
-                ahead.failures.pop(shard, None)  # of an earlier try, which nobody has asked for
+                ahead.failures.pop(shard, None)  # of an earlier attempt
             try:
                 done = self._fetch_ahead(shard, ahead)
             except DataError as error:
-                self._keep(error, shard, ahead)
+                ahead.failures[shard] = error
             except _Closed:
                 pass
             with ahead.changed:
@@ -335,12 +198,8 @@ class ShardCache:
                     ahead.wanted.remove(shard)
                 ahead.changed.notify_all()
 
-    def _keep(self, error: DataError, shard: ShardFile, ahead: _Ahead) -> None:
-        with ahead.changed:
-            ahead.failures[shard] = error
-
-    def _next(self, ahead: _Ahead) -> ShardFile | None:
-        """What to fetch now; None for a thread that is not needed any more."""
+    def _next(self, ahead: _Prefetch) -> ShardFile | None:
+        """Wait for the next shard to download; None if the thread is no longer needed."""
         with ahead.changed:
             while not ahead.closed and len(ahead.threads) <= ahead.limit:
                 now = time.monotonic()
@@ -353,105 +212,106 @@ class ShardCache:
                 ahead.threads.remove(threading.current_thread())
         return None
 
-    def _fetch_ahead(self, shard: ShardFile, ahead: _Ahead) -> bool:
-        """Whether a shard needs no more care; not so where another process fetches it or nothing may go for it."""
-        place = self._place(shard)
-        if self._found(shard, place) is not None:
+    def _fetch_ahead(self, shard: ShardFile, ahead: _Prefetch) -> bool:
+        """Return whether a shard is done; False while another process downloads it or there is no space."""
+        if self._found(shard) is not None:
             return True
-        with self._usable():
-            place.stem.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(place.lock)
+        stem = self._stem(shard)
+        try:
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(stem.with_suffix(".lock"))
             if not lock.try_acquire():
                 return False
             try:
-                if self._found(shard, place) is None:
-                    self._download(shard, place, urgent=False, ahead=ahead)
-            except NoRoom:
+                if self._found(shard) is None:
+                    self._download(shard, stem, urgent=False, ahead=ahead)
+            except _NoSpace:
                 return False
             except DataError as error:
-                self._keep(error, shard, ahead)  # before who waits for the lock tries again
+                ahead.failures[shard] = error  # before a process that waits for the lock tries again
             finally:
                 lock.release()
+        except OSError as error:
+            raise self._unusable(error) from error
         return True
 
-    # One shard
+    def _unusable(self, error: OSError) -> DataError:
+        return DataError(f"the shard cache {self.folder} cannot be used: {error.strerror}")
 
-    def _place(self, shard: ShardFile) -> _Place:
+    def _stem(self, shard: ShardFile) -> Path:
         identity = f"{shard.url}\n{shard.size}\n{shard.version}"
         digest = hashlib.sha256(os.fsencode(identity)).hexdigest()
-        return _Place(self.folder / digest[:2] / digest)
+        return self.folder / digest[:2] / digest
 
-    def _found(self, shard: ShardFile, place: _Place) -> Path | None:
+    def _found(self, shard: ShardFile) -> Path | None:
+        path = self._stem(shard).with_suffix(".tar")
         try:
-            status = place.file.stat()
+            status = path.stat()
         except OSError:
             return None
-        if shard.size >= 0 and status.st_size != shard.size:  # somebody has changed it
+        if shard.size >= 0 and status.st_size != shard.size:  # modified
             return None
         now = time.time_ns()
         if not 0 <= now - status.st_mtime_ns < self._touch_seconds * 1e9:
-            with suppress(OSError):  # gone meanwhile, or it is another user's
-                os.utime(place.file, ns=(now, now))
-        return place.file
+            with suppress(OSError):  # removed meanwhile, or owned by another user
+                os.utime(path, ns=(now, now))
+        return path
 
-    def _acquire(self, place: _Place) -> FileLock:
-        """Wait for the lock of a shard as long as who has it gets on."""
-        place.stem.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(place.lock)
+    def _acquire(self, stem: Path) -> FileLock:
+        """Wait for the lock of a shard while its holder makes progress."""
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(stem.with_suffix(".lock"))
         last, since = 0, time.monotonic()
         while not lock.try_acquire():
             time.sleep(_POLL_SECONDS)
             with suppress(OSError):
-                if (now := place.part.stat().st_mtime_ns) != last:
+                if (now := stem.with_suffix(".part").stat().st_mtime_ns) != last:
                     last, since = now, time.monotonic()
             if time.monotonic() - since > STILL_SECONDS:
                 raise DataError(
-                    f"another process has been fetching {place.file} without getting on for "
-                    f"{STILL_SECONDS:.0f} s: end it, or name another folder by CLIPKIT_CACHE"
+                    f"another process has been downloading {stem}.tar without progress for {STILL_SECONDS:.0f} s: "
+                    "end it, or set CLIPKIT_CACHE to another folder"
                 )
         return lock
 
-    def _raise_fault(self, place: _Place, began: float) -> None:
-        """What has failed for another one while we waited for it fails for us: else each would try for minutes."""
-        with suppress(OSError):
-            if place.fault.stat().st_mtime >= began:
-                raise DataError(place.fault.read_text(errors="replace"))
-
     def _download(
-        self, shard: ShardFile, place: _Place, *, urgent: bool, ahead: _Ahead | None = None
+        self, shard: ShardFile, stem: Path, *, urgent: bool, ahead: _Prefetch | None = None
     ) -> None:
-        """Bring a shard here, with its lock held."""
+        """Download a shard; the caller holds its lock."""
+        part, record, fault = (stem.with_suffix(suffix) for suffix in (".part", ".json", ".fault"))
+        known: tuple[int, int] | None = None
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            recorded = json.loads(record.read_text())
+            known = int(recorded["size"]), int(recorded["crc32"])
         try:
-            size, crc = self._receive(shard, place, urgent, ahead)
-            known = _recorded(place)
-            if known is not None and known != (size, crc):
-                size, crc = self._receive(shard, place, urgent, ahead)
-                if known != (size, crc):
+            received = self._receive(shard, part, urgent, ahead)
+            if known is not None and known != received:
+                received = self._receive(shard, part, urgent, ahead)
+                if known != received:
                     raise DataError(
-                        f"{shown(shard.url)}: the store gives other bytes (CRC-32 {crc:08x}) than before "
-                        f"({known[1]:08x}) for the same size and version; remove {place.about} if they are right"
+                        f"{shown(shard.url)}: the bytes differ from an earlier download (CRC-32 {received[1]:08x}, "
+                        f"before {known[1]:08x}) at the same size and version; remove {record} if they are right"
                     )
             if known is None:
-                self._record(shard, place, size, crc)
-            place.part.replace(place.file)
-            sync(place.file.parent)
-            place.fault.unlink(missing_ok=True)
+                size, crc = received
+                about = {"url": shown(shard.url), "version": shard.version, "size": size, "crc32": crc}
+                write_atomic(record, json.dumps(about) + "\n")
+            part.replace(stem.with_suffix(".tar"))
+            sync(stem.parent)
+            fault.unlink(missing_ok=True)
         except DataError as error:
             with suppress(OSError):
-                place.fault.write_text(str(error))
+                fault.write_text(str(error))
             raise
         finally:
             with suppress(OSError):
-                place.part.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
 
     def _receive(
-        self, shard: ShardFile, place: _Place, urgent: bool, ahead: _Ahead | None
+        self, shard: ShardFile, part: Path, urgent: bool, ahead: _Prefetch | None
     ) -> tuple[int, int]:
-        """Fetch a shard into its part file; its size and CRC-32."""
-        with suppress(
-            FileNotFoundError
-        ):  # of someone who was killed, or with other bytes than there should be
-            place.part.unlink()
+        """Download a shard into its part file and return size and CRC-32."""
+        part.unlink(missing_ok=True)  # of a killed process, or of a failed check
         reserved = 0
 
         def reserve(size: int) -> None:
@@ -459,33 +319,93 @@ class ShardCache:
             if ahead is not None and ahead.closed:
                 raise _Closed
             if size > reserved or not reserved:
-                # the size is known, or there is room for a step more
                 wanted = max(size, shard.size if shard.size >= 0 else min(size + _STEP, self.max_bytes))
-                self._room.grow(place.part, wanted, of=shown(shard.url), urgent=urgent, has=reserved)
+                self._reserve(part, wanted, called=shown(shard.url), urgent=urgent, has=reserved)
                 reserved = wanted
 
         if shard.size >= 0:
             reserve(shard.size)
-        crc = download(shard, place.part, room=reserve)
-        os.utime(place.part)
-        sync(place.part)
-        return place.part.stat().st_size, crc
+        crc = download(shard, part, reserve=reserve)
+        os.utime(part)
+        sync(part)
+        return part.stat().st_size, crc
 
-    def _record(self, shard: ShardFile, place: _Place, size: int, crc: int) -> None:
-        about = {"url": shown(shard.url), "version": shard.version, "size": size, "crc32": crc}
-        write_atomic(place.about, json.dumps(about) + "\n")
+    def _reserve(self, part: Path, size: int, *, called: str, urgent: bool, has: int) -> None:
+        """Give a part file its size as soon as there is space.
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"the shard cache {self.folder} cannot be used: {error.strerror}") from error
+        Args:
+            part: the file, created if needed; the caller holds its lock.
+            size: in bytes.
+            called: name of the shard in messages.
+            urgent: whether files in use may be removed, and other downloads are waited for.
+            has: current size.
 
+        Raises:
+            _NoSpace: nothing may be removed, and the download is neither urgent nor started.
+            DataError: the shard is larger than the cache, the disk is full, or other downloads make no progress.
+        """
+        if size > self.max_bytes:
+            raise DataError(
+                f"{called} has {size} bytes or more, but the shard cache is limited to {self.max_bytes}: raise "
+                "data.cache_gb"
+            )
+        until = time.monotonic() + STILL_SECONDS
+        lock = FileLock(self.folder / "lock")
+        while True:
+            while not lock.try_acquire():
+                if time.monotonic() > until:
+                    holder = lock.holder or "another process"
+                    raise DataError(f"{holder} holds {self.folder / 'lock'} without progress: end it")
+                time.sleep(_POLL_SECONDS / 10)
+            try:
+                if self._make_space(part, size, urgent):
+                    with part.open("ab") as file:
+                        file.truncate(size)
+                    return
+            finally:
+                lock.release()
+            if not urgent and not has:
+                raise _NoSpace
+            if time.monotonic() > until:
+                raise DataError(
+                    f"the shard cache {self.folder} is full of downloads in progress, {self.max_bytes} bytes: "
+                    "raise data.cache_gb"
+                )
+            time.sleep(_POLL_SECONDS)
 
-def _recorded(place: _Place) -> tuple[int, int] | None:
-    try:
-        about = json.loads(place.about.read_text())
-        return int(about["size"]), int(about["crc32"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
+        """Remove the least recently used files until ``part`` may have its size; False if that is impossible."""
+        files, total, unwritten = list[tuple[int, Path, int]](), size, 0
+        for path in [*self.folder.glob("??/*.tar"), *self.folder.glob("??/*.part")]:
+            if path == part:
+                continue
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                if path.suffix == ".tar":
+                    files.append((status.st_mtime_ns, path, status.st_size))
+                elif (lock := FileLock(path.with_suffix(".lock"))).try_acquire():  # of a killed process
+                    path.unlink(missing_ok=True)
+                    lock.release()
+                    continue
+                else:
+                    unwritten += max(0, status.st_size - status.st_blocks * 512)
+                total += status.st_size
+        before = time.time_ns() - int(self._in_use_seconds * 1e9)
+        removable = sorted(one for one in files if urgent or one[0] < before)
+        if total - sum(one[2] for one in removable) > self.max_bytes:
+            return False
+        for _, path, freed in removable:
+            if total <= self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= freed
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize - unwritten
+        with suppress(FileNotFoundError):
+            free += part.stat().st_blocks * 512
+        if size > free:
+            raise DataError(
+                f"the disk of the shard cache {self.folder} has no room for {size} bytes ({max(free, 0)} are "
+                "free): lower data.cache_gb, or set CLIPKIT_CACHE to another folder"
+            )
+        return True

@@ -29,8 +29,8 @@ from clipkit.files.atomic import write_atomic
 from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.tar import TruncatedError, sample_name, tar_files
 from clipkit.files.terminal import printable
-from data.remote.cache_folder import cache_folder
-from data.remote.shard_file import ShardFile
+from data.remote.cache import cache_folder
+from data.remote.store import ShardFile
 
 __all__ = [
     "CAPTION",

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from data.captions import TEXT, CaptionRule, Selection, field_hint, leaf_fields, listed, value_at
 from data.corpora.builtin import end_with_parent
-from data.remote.cache_folder import cache_folder
-from data.remote.shard_file import ShardFile
+from data.remote.cache import cache_folder
+from data.remote.store import ShardFile
 from data.shards.index import (
     CAPTION,
     META,

@@ -12,7 +12,7 @@ import numpy as np
 
 from clipkit.errors import DataError
 from data.captions import CaptionRule, Selection
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.index import CAPTION, IMAGE, LABEL, META, stored_index
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.shard import OpenShard, label_of, meta_of, text_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from clipkit.files.tar import tar_files, tar_files_of
 from data.captions import Chosen, Selection
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.index import (
     CAPTION,
     META,

@@ -19,8 +19,7 @@ from clipkit.errors import DataError
 from clipkit.files.patterns import IMAGE_SUFFIXES, expand_braces, match_wildcards, path_order
 from clipkit.files.terminal import counted
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote.shard_file import ShardFile, is_remote
-from data.remote.store import Unreachable, shown
+from data.remote.store import ShardFile, Unreachable, is_remote, shown
 
 __all__ = [
     "find_shards",

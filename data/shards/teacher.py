@@ -27,7 +27,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.inference.inputs import readable
 from data.captions import TEXT, CaptionRule
 from data.order import hashed
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.index import CAPTION, IMAGE, META, ShardIndex, index_shard, stored_index
 from data.shards.samples import Shards
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files.terminal import counted
 from data.corpora.builtin import BUILTIN
-from data.remote.shard_file import is_remote
-from data.remote.store import Unreachable, shown
+from data.remote.store import Unreachable, is_remote, shown
 from eval.datasets import Card, card_names, load_card, load_suite, read_card, suite_names
 from eval.datasets.card import MetricKind
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some

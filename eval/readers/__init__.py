@@ -21,8 +21,7 @@ from typing import Any
 
 from clipkit.errors import DataError, nearest
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote.shard_file import is_remote
-from data.remote.store import shown
+from data.remote.store import is_remote, shown
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.choices import open_caption_choices
 from eval.readers.files import how_to_pack, is_table, read_text_file

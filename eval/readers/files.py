@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files.terminal import counted
-from data.remote.shard_file import is_remote
+from data.remote.store import is_remote
 from data.shards.samples import Sample
 from eval.datasets.dataset import TEST, EvalDataset, some
 

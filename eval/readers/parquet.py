@@ -36,9 +36,8 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.terminal import shown
-from data.remote.cache_folder import shard_cache
-from data.remote.shard_file import ShardFile
-from data.remote.store import Unreachable
+from data.remote.cache import shard_cache
+from data.remote.store import ShardFile, Unreachable
 from data.shards.samples import Sample
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Images, NoSplit, some
 from eval.readers.files import FileImages, beside, checked_set, how_to_pack

@@ -36,9 +36,8 @@ from clipkit.files.patterns import IMAGE_EXTENSIONS
 from clipkit.files.tar import Content, FileContent, sample_name, tar_files_of
 from clipkit.files.terminal import counted
 from data.captions import CaptionRule, Selection, is_utf8
-from data.remote.cache_folder import shard_cache
-from data.remote.shard_file import ShardFile, is_remote
-from data.remote.store import Unreachable
+from data.remote.cache import shard_cache
+from data.remote.store import ShardFile, Unreachable, is_remote
 from data.shards.index import CAPTION, IMAGE, LABEL, META
 from data.shards.manifest import make_manifest
 from data.shards.samples import Sample, Shards
@@ -528,7 +527,7 @@ def files_in(folder: str) -> list[ShardFile]:
         DataError: there is no such bucket or data set.
         Unreachable: the store does not answer, or fails.
     """
-    from data.remote.store import Attempts, TransferError, listing
+    from data.remote.transfer import Attempts, TransferError, listing
 
     attempts = Attempts(folder)
     while True:

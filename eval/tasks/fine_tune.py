@@ -42,7 +42,7 @@ from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
 from clipkit.model.class_head import with_class_head
 from clipkit.model.clip import CLIP
 from clipkit.model.names import architecture
-from data.remote.cache_folder import cache_folder
+from data.remote.cache import cache_folder
 from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of
 from eval.features.encoder import Encoder, dtype_name

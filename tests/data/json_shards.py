@@ -7,7 +7,7 @@ from typing import Any
 
 import webdataset
 
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 
 
 def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:

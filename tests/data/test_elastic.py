@@ -14,7 +14,7 @@ from clipkit.model.tokenizer import ClipTokenizer
 from data.captions import CaptionRule, Selection
 from data.loader import Batch, Loader
 from data.order import Order
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 

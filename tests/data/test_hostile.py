@@ -14,7 +14,7 @@ import pytest
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.tar import tar_files
 from data.captions import CaptionRule, Filter, Selection
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
 from data.shards.sources import find_shards

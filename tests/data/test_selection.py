@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from clipkit.errors import ConfigError, DataError
 from data.captions import CaptionRule, Filter, Selection
 from data.order import Order
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards import shard as open_shard
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards

@@ -11,7 +11,7 @@ import pytest
 from clipkit.errors import DataError
 from data.corpora import digits, glyphs
 from data.corpora.builtin import BUILTIN, built_in
-from data.remote.cache_folder import cache_folder
+from data.remote.cache import cache_folder
 
 ROOT = Path(__file__).parents[3]
 

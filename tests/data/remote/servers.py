@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from clipkit.errors import DataError
-from data.remote import store
-from data.remote.shard_file import ShardFile
+from data.remote import transfer
+from data.remote.store import ShardFile
 
 __all__ = [
     "S3", "SECRETS", "Nginx", "Request", "Unruly", "error_of", "impatient", "nginx", "s3", "unruly",
@@ -195,9 +195,9 @@ def nginx(tmp_path: Path) -> Iterator[Nginx]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> store.Patience:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> transfer.Patience:
     """Waits of tests are short."""
-    short = store.Patience(
+    short = transfer.Patience(
         tries=8,
         first_wait=0.02,
         longest_wait=0.3,
@@ -207,8 +207,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> store.Patience:
         connect_seconds=2.0,
         stall_seconds=0.4,
     )
-    monkeypatch.setattr(store, "PATIENCE", short)
-    monkeypatch.setattr(store, "_answered", set())  # ports come again
+    monkeypatch.setattr(transfer, "PATIENCE", short)
+    monkeypatch.setattr(transfer, "_answered", set())  # ports come again
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     return short
@@ -333,7 +333,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> S3:
     pytest.importorskip("moto.server")
     import boto3
 
-    monkeypatch.setattr(store, "_clients", {})  # those that were made in another environment
+    monkeypatch.setattr(transfer, "_clients", {})  # those that were made in another environment
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{_moto()}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-of-a-test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-a-test")

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.remote import cache as cache_room
 from data.remote import cache as shard_cache
 from data.remote.cache import ShardCache
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 
 
 @settings(max_examples=40, deadline=None)
@@ -30,12 +29,12 @@ def test_the_bound_holds(draws: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         cache = ShardCache(Path(folder), bound, in_use_seconds=0)
 
-        def download(shard: ShardFile, path: Path, *, room: Callable[[int], None]) -> int:
+        def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None]) -> int:
             number = int(shard.name.partition(".")[0])
             data = bytes([number]) * sizes[number]
             with path.open("r+b" if path.exists() else "wb") as file:
                 for byte in range(len(data)):
-                    room(byte + 1)
+                    reserve(byte + 1)
                     file.write(data[byte : byte + 1])
                 file.flush()
                 assert sum(one.stat().st_size for one in Path(folder).glob("*/*.[tp]a*")) <= bound
@@ -44,7 +43,7 @@ def test_the_bound_holds(draws: st.DataObject) -> None:
 
         patch.setattr(shard_cache, "download", download)
         patch.setattr(shard_cache, "_STEP", draws.draw(st.sampled_from([1, 7])))
-        patch.setattr(cache_room, "_POLL_SECONDS", 0.001)
+        patch.setattr(shard_cache, "_POLL_SECONDS", 0.001)
         patch.setattr(shard_cache, "sync", lambda _: None)
         for number in draws.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)):
             if draws.draw(st.booleans()):
@@ -55,7 +54,7 @@ def test_the_bound_holds(draws: st.DataObject) -> None:
             assert path.read_bytes() == bytes([number]) * sizes[number]
             model[number] = sizes[number]
             model.move_to_end(number)
-            here = [one for one in model if cache._place(shards[one]).file.exists()]
+            here = [one for one in model if cache._stem(shards[one]).with_suffix(".tar").exists()]
             assert sum(sizes[one] for one in here) <= bound
             sized = [one for one in model if one in here or sizes[one]]
             assert sized[len(sized) - len(here) :] == here  # those that went are those used longest ago

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from data.remote import store
+from data.remote import transfer
 from data.remote.cache import ShardCache
-from data.remote.shard_file import ShardFile
-from data.remote.store import Patience, describe, download, read_range
+from data.remote.store import ShardFile, describe, download, read_range
+from data.remote.transfer import Patience
 from data.shards.sources import find_shards
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx, error_of, whole
@@ -50,7 +50,7 @@ def test_the_line_names_host_and_cause(closed_port: int, caplog: pytest.LogCaptu
     )
     assert "; gave up after 3 tries in 0 s" in message
     message = error_of(lambda: describe(["http://no-such-host.invalid/0.tar"]))
-    assert message.startswith("http://no-such-host.invalid/0.tar: the host is not known (")
+    assert message.startswith("http://no-such-host.invalid/0.tar: the host is unknown (")
     assert "a wrong name, or no network; gave up after 3 tries" in message
     assert not caplog.records
 
@@ -58,10 +58,10 @@ def test_the_line_names_host_and_cause(closed_port: int, caplog: pytest.LogCaptu
 def test_an_endpoint_of_s3_that_is_wrong(s3: S3, closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint, said in (
         (f"http://127.0.0.1:{closed_port}", "the connection failed (refused by 127.0.0.1)"),
-        ("http://no-such-host.invalid", "the host no-such-host.invalid is not known"),
+        ("http://no-such-host.invalid", "the host no-such-host.invalid is unknown"),
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        monkeypatch.setattr(store, "_clients", {})
+        monkeypatch.setattr(transfer, "_clients", {})
         message = error_of(lambda: describe(["s3://pairs/0.tar"]))
         assert said in message and "gave up after 3 tries" in message
 
@@ -70,8 +70,8 @@ def test_commands_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     for command, tries, said in (
         ("exit 3", 3, "the command failed with status 3; gave up after 3 tries"),
         ("kill -9 $$", 3, "the command failed by signal 9; gave up after 3 tries"),
-        ("no-such-program-here t0ken", 1, "failed with status 127: a program of it was not found"),
-        ("/dev/null", 1, "failed with status 126: a program of it cannot be run"),
+        ("no-such-program-here t0ken", 1, "failed with status 127: a program was not found"),
+        ("/dev/null", 1, "failed with status 126: a program cannot be run"),
     ):
         runs = tmp_path / "runs"
         runs.write_text("")
@@ -110,7 +110,7 @@ def test_commands_told_by_a_program(closed_port: int, tmp_path: Path) -> None:
 def test_a_server_that_is_being_started(nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     nginx.put("0.tar", bytes(1000))
     nginx.kill()
-    monkeypatch.setattr(store, "PATIENCE", replace(store.PATIENCE, contact_waits=(0.6, 1.0)))
+    monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, contact_waits=(0.6, 1.0)))
     threading.Timer(0.3, nginx.start).start()
     assert describe([nginx.url("0.tar")])[0].size == 1000
     waits = Patience().contact_waits

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.remote import store
+from data.remote import transfer
 from data.remote.store import HUB_FORM, describe, list_folder
 from data.shards.sources import find_shards
 from tests.data.remote import servers
@@ -41,21 +41,21 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(store, "_clients", {})
+    monkeypatch.setattr(transfer, "_clients", {})
     monkeypatch.setenv("HF_TOKEN", "t0ken")
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("hf://datasets/who/other/{0..3}.tar", "there is no such data set at Hugging Face, or it is private"),
+        ("hf://datasets/who/other/{0..3}.tar", "there is no such dataset at Hugging Face, or it is private"),
         (
             "hf://datasets/who/other",
-            "there is no such data set at Hugging Face, or it is private and HF_TOKEN",
+            "there is no such dataset at Hugging Face, or it is private and HF_TOKEN gives no access",
         ),
         ("hf://who/what", "there is no such model at Hugging Face"),
         ("hf://who/what/{0..3}.tar", "there is no such model at Hugging Face"),
-        ("hf://datasets/who/what@old/0.tar", "the data set has no such revision"),
+        ("hf://datasets/who/what@old/0.tar", "the dataset has no such revision"),
         ("hf://datasets/who/what/0.tar", "there is no such file"),
         (
             "hf://datasets/who/what/{0..3}.tar",
@@ -65,8 +65,8 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "hf://datasets/who/what",
             "no tar at hf://datasets/who/what or in its folder 'train'; name the shards",
         ),
-        ("hf://what", "this names no file of a repository"),
-        ("hf://datasets/what", "this names no file of a repository"),
+        ("hf://what", "not a file of a repository"),
+        ("hf://datasets/what", "not a file of a repository"),
     ],
 )
 def test_names_that_are_none(source: str, said: str, hub: Nginx) -> None:
@@ -81,7 +81,7 @@ def test_no_way_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         port = one.getsockname()[1]
     for endpoint, said in (
         (f"http://127.0.0.1:{port}", "the connection failed (refused by 127.0.0.1)"),
-        ("http://no-such-host.invalid", "the host no-such-host.invalid is not known"),
+        ("http://no-such-host.invalid", "the host no-such-host.invalid is unknown"),
     ):
         use(endpoint, monkeypatch)
         for work in (
@@ -93,4 +93,4 @@ def test_no_way_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         assert FORM in error_of(lambda: describe(["hf://who/what/0.tar"]))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = error_of(lambda: describe(["hf://datasets/who/what/0.tar"]))
-    assert message == "hf://datasets/who/what/0.tar: HF_HUB_OFFLINE forbids to ask for it: unset it"
+    assert message == "hf://datasets/who/what/0.tar: HF_HUB_OFFLINE forbids downloads: unset it"

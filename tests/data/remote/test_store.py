@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipkit.files.tar import tar_files, tar_files_of
-from data.remote import store
-from data.remote.shard_file import ShardFile
-from data.remote.store import RangedBytes, describe, download, list_folder, read_range, read_text
+from data.remote import store, transfer
+from data.remote.store import RangedBytes, ShardFile, describe, download, list_folder, read_range, read_text
 from tests.data.remote import servers
 from tests.data.remote.servers import S3, Nginx, error_of, whole
 
@@ -152,7 +151,7 @@ def test_a_repository_of_hugging_face(nginx: Nginx, tmp_path: Path, monkeypatch:
     template = f"{hub}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(store, "_clients", {})
+    monkeypatch.setattr(transfer, "_clients", {})
     monkeypatch.setenv("HF_TOKEN", "t0ken")
     (tmp_path / "netrc").write_text(
         "machine 127.0.0.1 login u password p-word\n"
@@ -167,7 +166,7 @@ def test_a_repository_of_hugging_face(nginx: Nginx, tmp_path: Path, monkeypatch:
     assert "checksum" in error_of(lambda: download(shard, tmp_path / "got"))
     monkeypatch.setenv("HF_TOKEN", "other")
     assert "status 401" in error_of(lambda: describe([shard.url]))
-    assert "no file of a repository" in error_of(lambda: describe(["hf://x"]))
+    assert "not a file of a repository" in error_of(lambda: describe(["hf://x"]))
 
 
 def test_files_of_other_protocols(tmp_path: Path) -> None:
@@ -191,9 +190,9 @@ def test_the_output_of_a_command(tmp_path: Path) -> None:
     shard = whole(f"pipe:cat {tmp_path}/0.tar")
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     assert (tmp_path / "got").read_bytes() == data
-    assert "nobody knows its size" in error_of(lambda: RangedBytes(shard))
+    assert "its size is unknown" in error_of(lambda: RangedBytes(shard))
     assert "data.cache_gb" in error_of(lambda: read_range(shard, 5, 9))
-    assert "no folder" in error_of(lambda: list_folder(shard.url))
+    assert "not a folder" in error_of(lambda: list_folder(shard.url))
     # half of it, and a failure; then all
     flag = tmp_path / "flag"
     once = f"[ -e {flag} ] || {{ touch {flag}; head -c 999 {tmp_path}/0.tar; exit 3; }}; cat {tmp_path}/0.tar"
@@ -206,7 +205,7 @@ def test_the_output_of_a_command(tmp_path: Path) -> None:
 
 
 def test_a_command_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PATIENCE", replace(store.PATIENCE, tries=2))
+    monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, tries=2))
     message = error_of(lambda: download(whole("pipe:echo $$; exec sleep 77.7"), tmp_path / "got"))
     assert "has written nothing for" in message
     child = int((tmp_path / "got").read_text())

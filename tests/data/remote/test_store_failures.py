@@ -18,10 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipkit.errors import DataError
-from data.remote import store
+from data.remote import transfer
 from data.remote.cache import ShardCache
-from data.remote.shard_file import ShardFile
-from data.remote.store import describe, download, list_folder, read_range, shown
+from data.remote.store import ShardFile, describe, download, list_folder, read_range, shown
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
@@ -47,7 +46,7 @@ def test_a_server_that_is_killed_in_the_middle(nginx: Nginx, tmp_path: Path) -> 
         if len(sizes) in (1, 3):
             nginx.restart_after(0.1)
 
-    assert download(shard, tmp_path / "got", room=kill) == zlib.crc32(data)
+    assert download(shard, tmp_path / "got", reserve=kill) == zlib.crc32(data)
     assert (tmp_path / "got").read_bytes() == data
     starts = [int(one.range[6:-1]) for one in nginx.requests() if one.range.endswith("-")]
     assert starts and all(start > 0 for start in starts)  # none began again
@@ -90,7 +89,7 @@ def test_faults_that_do_not_pass(unruly: Unruly, tmp_path: Path) -> None:
         ("403", "credentials come from the environment"),
         ("401", "credentials come from the environment"),
         ("404", "no such file (status 404)"),
-        ("418", "refused (status 418)"),
+        ("418", "refused the request (status 418)"),
     ):
         for work in works:
             unruly.script = [word]
@@ -124,21 +123,21 @@ def test_what_begins_again_must_come_further(
     s3: S3, unruly: Unruly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a file of some MiB whose bytes are never right would be fetched for ever."""
-    monkeypatch.setattr(store, "PATIENCE", replace(store.PATIENCE, stall_seconds=20.0))
+    monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, stall_seconds=20.0))
     unruly.data = os.urandom(3 << 19)
     unruly.etag = f'"{hashlib.md5(unruly.data).hexdigest()}"'
     unruly.script = ["other"] * 99
     monkeypatch.setenv("AWS_ENDPOINT_URL", unruly.url.rpartition("/")[0])
     message = error_of(lambda: download(whole("s3://pairs/00000.tar"), tmp_path / "got"))
-    assert "checksum that the store states; gave up after 8 tries" in message
+    assert "its checksum is not the one that the store states; gave up after 8 tries" in message
     assert len(unruly.requests) == 8
 
 
 def test_nobody_there(tmp_path: Path) -> None:
     message = error_of(lambda: read_range(whole("http://u:p-word@127.0.0.1:9/0.tar?X-Sig=s1gn4ture"), 0, 9))
     assert message.startswith("http://127.0.0.1:9/0.tar: the connection failed")
-    assert "no URL" in error_of(lambda: describe(["http://[x/0.tar"]))
-    assert "nobody can read gopher://" in error_of(lambda: describe(["gopher://x/0.tar"]))
+    assert "invalid URL" in error_of(lambda: describe(["http://[x/0.tar"]))
+    assert "gopher:// is not supported" in error_of(lambda: describe(["gopher://x/0.tar"]))
 
 
 def test_a_server_without_ranges(nginx: Nginx, tmp_path: Path) -> None:
@@ -149,7 +148,7 @@ def test_a_server_without_ranges(nginx: Nginx, tmp_path: Path) -> None:
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     for start, stop in ((0, 10), (10, 20), (0, len(data))):
         message = error_of(partial(read_range, shard, start, stop))
-        assert message.startswith(f"{shard.url}: this server gives no ranges")
+        assert message.startswith(f"{shard.url}: this server supports no ranges")
         assert message.endswith("set data.cache_gb (--cache-gb) to more than 0")
 
 
@@ -178,7 +177,7 @@ def test_a_server_without_ranges_is_told_before_samples_are_read(
         assert error_of(lambda: Shards.of(shards, cache=None)) == message  # now that all is counted, too
         server.shutdown()
         thread.join()
-    assert "/train/0.tar: this server gives no ranges" in message and "data.cache_gb" in message
+    assert "/train/0.tar: this server supports no ranges" in message and "data.cache_gb" in message
 
 
 def test_a_full_disk_is_no_failure_of_the_store(nginx: Nginx, tmp_path: Path) -> None:
@@ -277,7 +276,7 @@ def test_a_library_that_is_missing(
     protocol: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = pytest.importorskip("fsspec.registry")
-    monkeypatch.setattr(store, "_clients", {})
+    monkeypatch.setattr(transfer, "_clients", {})
     monkeypatch.delitem(registry._registry, protocol, raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     message = error_of(lambda: describe([f"{protocol}://datasets/who/0.tar"]))
@@ -288,14 +287,14 @@ def test_a_library_that_is_missing(
 def test_patience_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(store, "PATIENCE", store.Patience())
-    attempts = store.Attempts("s3://pairs/0.tar")
-    error = store.of_status(503, wait=9e9)
+    monkeypatch.setattr(transfer, "PATIENCE", transfer.Patience())
+    attempts = transfer.Attempts("s3://pairs/0.tar")
+    error = transfer.http_error(503, wait=9e9)
     with pytest.raises(DataError, match="gave up after 8 tries"):
         while True:
             attempts.failed(error)
     assert len(slept) == 7 and max(slept) <= 30.0
-    attempts = store.Attempts("s3://pairs/0.tar")
+    attempts = transfer.Attempts("s3://pairs/0.tar")
     for _ in range(20):  # much comes between the failures
-        attempts.failed(store.of_status(500))
+        attempts.failed(transfer.http_error(500))
         attempts.received(2 << 20)

@@ -16,7 +16,7 @@ import webdataset
 
 from clipkit.errors import DataError
 from data.captions import Selection
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards import manifest
 from data.shards.manifest import Census, make_manifest, take_census
 from data.shards.shard import OpenShard
@@ -126,7 +126,7 @@ from data.shards import manifest as census
 from data.shards.manifest import make_manifest
 from data.shards.shard import OpenShard
 from data.captions import Selection
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 
 program = os.getpid()
 

@@ -21,8 +21,8 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import DataError
 from clipkit.files.patterns import IMAGE_EXTENSIONS
-from data.remote.cache_folder import cache_folder
-from data.remote.shard_file import ShardFile
+from data.remote.cache import cache_folder
+from data.remote.store import ShardFile
 from data.shards import index
 from data.shards.index import CAPTION, IMAGE, LABEL, META, ShardIndex
 from data.shards.index import index_shard as index_file

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import DataError
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.index import ShardIndex
 from data.shards.index import index_shard as index_file
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from clipkit.errors import DataError
 from data.captions import CaptionRule, Filter, Selection
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards import manifest
 from data.shards.index import ShardIndex, Strings, index_shard, pack_arrays, write_arrays
 from data.shards.manifest import Manifest, make_manifest

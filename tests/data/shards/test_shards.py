@@ -13,7 +13,7 @@ import pytest
 import webdataset
 
 from clipkit.errors import DataError
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards import samples as shards_module
 from data.shards import shard as open_shard
 from data.shards.samples import Sample, Shards

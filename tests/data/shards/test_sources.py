@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from clipkit.errors import DataError
 from clipkit.files import patterns
 from data.remote import store
-from data.remote.shard_file import ShardFile, is_remote
+from data.remote.store import ShardFile, is_remote
 from data.shards.sources import find_shards, hint_of_remote
 from data.shards.writer import DatasetWriter, Record
 
@@ -212,7 +212,7 @@ def test_a_web_folder_without_tars_shows_the_form(page: str | None, monkeypatch:
     said = str(caught.value)
     assert said.endswith("; name the shards as 'http://host/dir/{00000..00331}.tar'") and "Zq" not in said
     assert said.count("name the shards") == 1
-    assert ("no tar at" if page else "may not be listed") in said
+    assert ("no tar at" if page else "cannot be listed") in said
 
 
 def test_a_folder_of_other_things(tmp_path: Path) -> None:

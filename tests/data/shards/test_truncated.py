@@ -11,7 +11,7 @@ from clipkit.files.tar import TruncatedError
 from data.__main__ import main
 from data.captions import Selection
 from data.remote.cache import ShardCache
-from data.remote.shard_file import ShardFile
+from data.remote.store import ShardFile
 from data.shards.index import index_shard, stored_index
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import ConfigError, DataError
-from data.remote.store import PATIENCE
+from data.remote.transfer import PATIENCE
 from eval.compare import find_known, known_tasks, nothing_checked
 from eval.datasets.new import new_card
 from eval.datasets.targets import Missing, find_named, find_suites, find_targets
@@ -19,7 +19,7 @@ KNOWN = "open_clip:ViT-B-32/openai"
 
 
 def test_a_store_that_nobody_answers_for_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.remote.store.PATIENCE", replace(PATIENCE, contact_waits=(0.01, 0.02)))
+    monkeypatch.setattr("data.remote.transfer.PATIENCE", replace(PATIENCE, contact_waits=(0.01, 0.02)))
     with socket.socket() as closed:  # bound, not listening: whoever asks is refused
         closed.bind(("127.0.0.1", 0))
         root = f"http://127.0.0.1:{closed.getsockname()[1]}/sets"

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipkit.errors import DataError
-from data.remote import store
-from data.remote.store import Patience, Unreachable
+from data.remote import transfer
+from data.remote.transfer import Patience, Unreachable
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.datasets.targets import find_suites
 from eval.readers import find_published, open_dataset
@@ -382,7 +382,7 @@ def test_a_root_whose_server_fails_is_told_as_that(
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    monkeypatch.setattr(store, "PATIENCE", Patience(tries=2, first_wait=0.01, contact_waits=(0.01,)))
+    monkeypatch.setattr(transfer, "PATIENCE", Patience(tries=2, first_wait=0.01, contact_waits=(0.01,)))
     with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
