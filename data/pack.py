@@ -27,182 +27,30 @@ training. Memory does not grow with the table.
 """
 
 import hashlib
-import io
 import json
 import os
 import stat
-import struct
 import warnings
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.table import Row, Table
-from clipkit.files.traits import (
-    ORIENTATION_TAG,
-    color_of,
-    flattened,
-    is_transparent,
-    orientation_of,
-    upright_image,
-)
+from clipkit.files.traits import color_of
 from data.captions import field_name, json_value
+from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
 
-__all__ = ["BadPicture", "PackReport", "StoredPicture", "Storing", "pack", "store_picture"]
+__all__ = ["BadRow", "FieldNames", "PackReport", "captions_of", "fields_of", "pack"]
 
-
-# --------------------------------------------------------------------------------------------------------------
-# What a packed dataset stores of one picture file: its bytes as they are, or the picture encoded anew.
-#
-# JPEG, PNG and WebP are stored byte for byte unless something has to be done to the picture: to turn it
-# upright, to lay it on a background, or to reduce it. CLIP's preprocessing heeds neither an EXIF orientation
-# nor an alpha channel, so whoever trains or evaluates on the stored picture sees it as it is stored. Other
-# formats are stored as PNG, of an animation the first frame.
-
-MOST_PIXELS = 100_000_000
-STORED_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-READ = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them runs a program
-QUALITY = 95  # of JPEG and WebP
-# all that Pillow's decoders raise on broken bytes; MemoryError for sizes that a header only claims
-BROKEN = (
-    OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, MemoryError,
-    NotImplementedError, AttributeError, struct.error, zlib.error,
-)  # fmt: skip
-
-
-class BadPicture(Exception):
-    """The cause for which a picture cannot be stored, in words that are the same for all of that cause."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storing:
-    """What is done to pictures.
-
-    Attributes:
-        max_side: a picture with a longer side than this many pixels is reduced to it.
-        keep_orientation: leave a picture as it lies in its file, also where an EXIF tag says how to turn it.
-        background: red, green and blue, each 0–255, to lay partly transparent pictures on.
-    """
-
-    max_side: int | None = None
-    keep_orientation: bool = False
-    background: tuple[int, int, int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredPicture:
-    """A picture as it is stored, and what was found in its file.
-
-    Attributes:
-        data: the encoded picture.
-        extension: "jpg", "png" or "webp".
-        upright: whether the file has no EXIF orientation other than upright.
-        transparent: whether a pixel of the file is less than opaque.
-    """
-
-    data: bytes
-    extension: str
-    upright: bool
-    transparent: bool
-
-
-def store_picture(data: bytes, how: Storing) -> StoredPicture:
-    """What to store of a picture file, which is decoded in any case to see that it is whole.
-
-    Raises:
-        BadPicture: it is broken, too large, of an unknown format, or cannot be encoded anew without loss of depth.
-    """
-    known = tuple(name for name in READ if name in Image.OPEN)
-    try:
-        with Image.open(io.BytesIO(data), formats=known) as image:
-            return _stored(image, data, how)
-    except Image.DecompressionBombError:
-        raise BadPicture(f"picture of more than {MOST_PIXELS:,} pixels") from None
-    except UnidentifiedImageError:
-        raise BadPicture("not a picture of a known format") from None
-    except BROKEN:
-        raise BadPicture("broken or truncated picture") from None
-
-
-def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredPicture:
-    if image.width * image.height > MOST_PIXELS:
-        raise BadPicture(f"picture of more than {MOST_PIXELS:,} pixels")
-    if how.max_side is not None and max(image.size) <= how.max_side:
-        how = replace(how, max_side=None)
-    extension = STORED_AS_IS.get(image.format or "")
-    orientation = orientation_of(image)
-    as_it_is = extension is not None and how.max_side is None and (orientation == 1 or how.keep_orientation)
-    if as_it_is:
-        # an eighth of the size is enough to run through all bytes of a JPEG, and faster
-        image.draft(None, (max(1, image.width // 8), max(1, image.height // 8)))
-    elif how.max_side is not None:
-        image.draft("RGB", (2 * how.max_side, 2 * how.max_side))
-    image.load()
-    transparent = is_transparent(image)
-    if not transparent:  # no JPEG is, so none is encoded from its draft of an eighth
-        how = replace(how, background=None)
-    if not as_it_is or how.background is not None:
-        lossless = image.format == "WEBP" and b"VP8L" in data
-        data = _encoded(image, extension or "png", how, orientation=orientation, lossless=lossless)
-    return StoredPicture(
-        data=data, extension=extension or "png", upright=orientation == 1, transparent=transparent
-    )
-
-
-def _is_deep(image: Image.Image) -> bool:
-    return image.mode.startswith(("I", "F"))
-
-
-def _encoded(image: Image.Image, extension: str, how: Storing, *, orientation: int, lossless: bool) -> bytes:
-    """The picture turned, laid on the background and reduced, each where ``how`` says so."""
-    if _is_deep(image) and (how.max_side is not None or image.format != "PNG"):
-        raise BadPicture("more than 8 bits a pixel: convert it first")
-    profile = image.info.get("icc_profile") if image.mode in ("L", "LA", "P", "RGB", "RGBA") else None
-    tags = Image.Exif()
-    picture = image
-    if orientation != 1 and how.keep_orientation:
-        tags[ORIENTATION_TAG] = orientation
-    elif orientation != 1:
-        picture = upright_image(picture, orientation)
-    if not _is_deep(picture):
-        picture = picture.convert(_plain_mode(picture))
-    if how.background is not None:
-        profile = None if picture.mode == "LA" else profile  # one of grey does not fit colours
-        picture = flattened(picture, how.background)
-    if how.max_side is not None:
-        picture.thumbnail((how.max_side, how.max_side), Image.Resampling.LANCZOS)
-    # nothing else that the file says of itself: some of it would be wrong now
-    picture.info = {name: value for name, value in picture.info.items() if name == "transparency"}
-    said = {"exif": tags.tobytes() if tags else b"", "icc_profile": profile}
-    buffer = io.BytesIO()
-    if extension == "jpg":
-        subsampling = "4:4:4" if how.max_side is None else "4:2:0"  # all colours where all pixels stay
-        picture.save(buffer, "JPEG", quality=QUALITY, subsampling=subsampling, **said)
-    elif extension == "webp":
-        picture.save(buffer, "WEBP", quality=QUALITY, lossless=lossless, **said)
-    else:
-        picture.save(buffer, "PNG", **said)
-    return buffer.getvalue()
-
-
-def _plain_mode(image: Image.Image) -> str:
-    """The mode of 8 bits a channel that loses nothing of the picture."""
-    if image.mode in ("1", "L", "LA") and "transparency" not in image.info:
-        return "LA" if image.mode == "LA" else "L"
-    return "RGBA" if image.has_transparency_data else "RGB"
-
-
-# --------------------------------------------------------------------------------------------------------------
 
 LARGEST_FILE = 64 * 2**20  # bytes
 LONGEST_CAPTION = 10_000  # characters
@@ -247,7 +95,7 @@ class PackReport:
         return sum(self.splits.values())
 
 
-class _BadRow(Exception):
+class BadRow(Exception):
     """The cause for which a row cannot be used, in words that are the same for all rows of that cause."""
 
 
@@ -304,7 +152,11 @@ def pack(
     if not 0 <= test <= 1:
         raise ConfigError(f"test = {test}: it must be a share from 0 to 1, such as 0.1")
     ground = None if background is None else color_of(background)
-    how = Storing(max_side=max_side, keep_orientation=keep_orientation, background=ground)
+    how = Storing(
+        resize=Resize(mode="keep_ratio_largest", size=max_side) if max_side else None,
+        keep_orientation=keep_orientation,
+        background=ground,
+    )
     source = Table(table, image_column=image_column, caption_column=caption_column, others=fields)
     with DatasetWriter(out, samples_per_shard=samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken pictures: they end in the list of bad rows
@@ -370,7 +222,7 @@ def _in_order(source: Table, how: Storing, test: float) -> Iterator[tuple[Row, _
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads: files are read and decoded outside the interpreter lock
     waiting: deque[tuple[Row, Future[_Packed | str]]] = deque()
-    names = _FieldNames(source.others)
+    names = FieldNames(source.others)
     with ThreadPoolExecutor(workers) as pool:
         for row in source:
             waiting.append(
@@ -385,11 +237,11 @@ def _in_order(source: Table, how: Storing, test: float) -> Iterator[tuple[Row, _
 
 def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test: float) -> _Packed | str:
     try:
-        captions = _captions(row)
+        captions = captions_of(row)
         data = _bytes(row, folder)
-        picture = store_picture(data, how)
-        meta = _meta(row.others, names, captions)
-    except (_BadRow, BadPicture) as cause:
+        picture = store_image(data, how)
+        meta = fields_of(row.others, names, captions)
+    except (BadRow, BadImage) as cause:
         return str(cause)
     record = Record(
         key=f"{row.number:09d}",
@@ -411,23 +263,24 @@ def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test
     )
 
 
-class _FieldNames:
+class FieldNames:
     """Names of fields in the json for a table's columns, the same in all rows.
 
     They differ from one another and from fields with a meaning. Of columns that are first seen together, those
     whose own name can be used keep it. At most ``_MOST_FIELDS`` columns get a name.
     """
 
-    def __init__(self, columns: Iterable[str]) -> None:
+    def __init__(self, columns: Iterable[str], *, taken: Iterable[str] = ()) -> None:
         self._names: dict[str, str] = {}
-        self._taken = set(_OWN_FIELDS)
+        self._own = {*_OWN_FIELDS, *taken}
+        self._taken = set(self._own)
         self.of(columns)
 
     def of(self, columns: Iterable[str]) -> dict[str, str]:
         """The names of these columns, in their order; call it in the order of the table."""
         columns = list(columns)
         new = [column for column in columns if column not in self._names]
-        for column in sorted(new, key=lambda column: field_name(column) != column or column in _OWN_FIELDS):
+        for column in sorted(new, key=lambda column: field_name(column) != column or column in self._own):
             if len(self._names) == _MOST_FIELDS:
                 break
             name = field_name(column)
@@ -438,17 +291,19 @@ class _FieldNames:
         return {column: self._names[column] for column in columns if column in self._names}
 
 
-def _meta(others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]) -> dict[str, Any]:
+def fields_of(
+    others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
+) -> dict[str, Any]:
     """A sample's json, of a size that training reads."""
     if len(names) < len(others):
-        raise _BadRow(f"more than {_MOST_FIELDS:,} different columns in the table (--fields chooses some)")
+        raise BadRow(f"more than {_MOST_FIELDS:,} different columns in the table (--fields chooses some)")
     try:
         meta = {names[column]: json_value(value) for column, value in others.items()}
         size = len(json.dumps(meta, ensure_ascii=False).encode())
     except RecursionError:
-        raise _BadRow("other columns have too many lists in one another") from None
+        raise BadRow("other columns have too many lists in one another") from None
     if size > LARGEST_JSON:
-        raise _BadRow(f"other columns of more than {LARGEST_JSON // 2**20} MiB (--fields chooses some)")
+        raise BadRow(f"other columns of more than {LARGEST_JSON // 2**20} MiB (--fields chooses some)")
     # a line break would make several captions of one, so that is told in the list too
     if len(captions) > 1 or "\n" in captions[0]:
         meta["captions"] = list(captions)
@@ -463,24 +318,24 @@ def _split(data: bytes, test: float) -> str:
     return "test" if number < test * 2**64 else "train"
 
 
-def _captions(row: Row) -> list[str]:
+def captions_of(row: Row) -> list[str]:
     """The captions of a row, at least one; blank ones of several are left out."""
     if row.cause:
-        raise _BadRow(row.cause)
+        raise BadRow(row.cause)
     given = row.caption if isinstance(row.caption, list) else [row.caption]
     texts = [one for one in given if isinstance(one, str)]
     if len(texts) + given.count(None) < len(given):
-        raise _BadRow("caption is not text, nor a list of texts")
+        raise BadRow("caption is not text, nor a list of texts")
     captions = [text.strip() for text in texts if text.strip()]
     if not captions:
-        raise _BadRow("empty caption")
+        raise BadRow("empty caption")
     if len(captions) > MOST_CAPTIONS:
-        raise _BadRow(f"more than {MOST_CAPTIONS} captions")
+        raise BadRow(f"more than {MOST_CAPTIONS} captions")
     for one in captions:
         if len(one) > LONGEST_CAPTION:
-            raise _BadRow(f"caption of more than {LONGEST_CAPTION:,} characters")
+            raise BadRow(f"caption of more than {LONGEST_CAPTION:,} characters")
         if any(mark == "\ufffd" or "\ud800" <= mark <= "\udfff" for mark in one):
-            raise _BadRow("caption is not UTF-8")
+            raise BadRow("caption is not UTF-8")
     return captions
 
 
@@ -488,26 +343,26 @@ def _bytes(row: Row, folder: Path) -> bytes:
     """The picture file of a row, whole."""
     given = row.path
     if given is None or given == "":
-        raise _BadRow("no path")
+        raise BadRow("no path")
     if not isinstance(given, str):
-        raise _BadRow("path is not text")
+        raise BadRow("path is not text")
     if given.startswith(("http://", "https://", "s3://", "gs://", "ftp://")):
-        raise _BadRow("a web address, not a file: download it first")
+        raise BadRow("a web address, not a file: download it first")
     try:
         path = folder / given.removeprefix("file://")
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a pipe or a device might never end
-            raise _BadRow("not a file")
+            raise BadRow("not a file")
         if status.st_size > LARGEST_FILE:
-            raise _BadRow(f"file of more than {LARGEST_FILE // 2**20} MiB")
+            raise BadRow(f"file of more than {LARGEST_FILE // 2**20} MiB")
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE)
     except (FileNotFoundError, NotADirectoryError):
-        raise _BadRow("missing file") from None
+        raise BadRow("missing file") from None
     except (OSError, ValueError):  # ValueError: a path with a null byte, or letters the system lacks
-        raise _BadRow("file cannot be read") from None
+        raise BadRow("file cannot be read") from None
     if not data:
-        raise _BadRow("empty file")
+        raise BadRow("empty file")
     return data
 
 

@@ -75,6 +75,8 @@ class Table:
         path: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file.
         image_column: the column with the paths; guessed from the usual names if not given.
         caption_column: the column with the captions; guessed likewise.
+        image_columns: the usual names of the former.
+        image_name: what they hold, "image" or "url".
         need: which of "image" and "caption" the table must have.
         others: names of other columns to read; None for all of them.
 
@@ -94,6 +96,8 @@ class Table:
         *,
         image_column: str | None,
         caption_column: str | None,
+        image_columns: Sequence[str] = IMAGE_COLUMNS,
+        image_name: str = "image",
         need: Sequence[str] = ("image", "caption"),
         others: Sequence[str] | None = (),
     ) -> None:
@@ -101,6 +105,7 @@ class Table:
             raise DataError(f"{path} is not a file: name a .csv, .tsv, .jsonl or .parquet table")
         self.path = path
         self._asked = image_column, caption_column
+        self._usual = image_columns, CAPTION_COLUMNS
         self._delimiter = ","
         suffix = path.suffix.lower()
         if suffix in _DELIMITED:
@@ -117,8 +122,10 @@ class Table:
             raise DataError(
                 f"{path}: a table is a .csv, .tsv, .jsonl or .parquet file, not {suffix or 'that'}"
             )
-        self.image_column = self._column(names, image_column, IMAGE_COLUMNS, "image", need)
-        self.caption_column = self._column(names, caption_column, CAPTION_COLUMNS, "caption", need)
+        self.image_column = self._column(names, image_column, image_columns, image_name, "image" in need)
+        self.caption_column = self._column(
+            names, caption_column, CAPTION_COLUMNS, "caption", "caption" in need
+        )
         if suffix in _PARQUET:
             self._check_text(schema, need)
         self._read = [name for name in (self.image_column, self.caption_column) if name]
@@ -151,7 +158,7 @@ class Table:
         return self._rows()
 
     def _column(
-        self, names: Sequence[str], asked: str | None, usual: Sequence[str], what: str, need: Sequence[str]
+        self, names: Sequence[str], asked: str | None, usual: Sequence[str], what: str, needed: bool
     ) -> str:
         """The column that was asked for, or the one with the most telling usual name; "" if there need be none."""
         shown = ", ".join(name[:40] for name in names[:30]) or "none"
@@ -163,7 +170,7 @@ class Table:
         for name in usual:
             if name in plain:
                 return plain[name]
-        if what not in need:
+        if not needed:
             return ""
         raise DataError(
             f"{self.path}: which column is the {what}? Say --{what}-column; its columns are {shown}"
@@ -205,7 +212,7 @@ class Table:
                 continue
             found = sum(
                 asked in fields if asked is not None else any(_plain(name) in usual for name in fields)
-                for asked, usual in zip(self._asked, (IMAGE_COLUMNS, CAPTION_COLUMNS), strict=True)
+                for asked, usual in zip(self._asked, self._usual, strict=True)
             )
             if (found, len(fields)) > best:
                 best, names, self._delimiter = (found, len(fields)), fields, delimiter

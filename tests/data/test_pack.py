@@ -115,11 +115,11 @@ def test_bad_rows_are_counted_and_listed_and_never_fatal(pictures: Path, tmp_pat
         ("a.jpg", "good", ""),
         ("missing.jpg", "x", "missing file"),
         ("a.jpg/deeper.jpg", "x", "missing file"),
-        ("half.jpg", "x", "broken or truncated picture"),
-        ("half.png", "x", "broken or truncated picture"),
-        ("text.jpg", "x", "not a picture of a known format"),
+        ("half.jpg", "x", "broken or truncated image"),
+        ("half.png", "x", "broken or truncated image"),
+        ("text.jpg", "x", "not an image in a known format"),
         ("empty.jpg", "x", "empty file"),
-        ("bomb.ppm", "x", "picture of more than 100,000,000 pixels"),
+        ("bomb.ppm", "x", "image of more than 100,000,000 pixels"),
         ("large.jpg", "x", "file of more than 64 MiB"),
         ("pipe.jpg", "x", "not a file"),
         (".", "x", "not a file"),
@@ -135,7 +135,7 @@ def test_bad_rows_are_counted_and_listed_and_never_fatal(pictures: Path, tmp_pat
     assert report.packed == 2
     expected = [(number, row[0], row[2]) for number, row in enumerate(rows, 1) if row[2]]
     assert bad_rows(tmp_path / "out") == expected
-    assert report.bad["broken or truncated picture"] == 2
+    assert report.bad["broken or truncated image"] == 2
     assert sum(report.bad.values()) == len(expected)
     assert report.bad_rows == tmp_path / "out/bad_rows.jsonl"
     assert json.loads((tmp_path / "out/card.json").read_text())["bad_rows"] == report.bad

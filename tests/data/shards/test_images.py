@@ -1,7 +1,8 @@
-"""What is stored of a picture file: its own bytes, or what it shows, upright and on a ground."""
+"""Stored images: the bytes of a file, or the image rotated upright, laid on a background and resized."""
 
 import io
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps, JpegImagePlugin
 
-from data.pack import BadPicture, StoredPicture, Storing, store_picture
+from clipkit.errors import ConfigError
+from data.shards.images import RESIZE_MODES, BadImage, Resize, StoredImage, Storing, store_image
 
 ORIENTATION = 0x0112
 WHITE = (255, 255, 255)
@@ -48,8 +50,9 @@ def shown(data: bytes) -> Image.Image:
     return image
 
 
-def store(data: bytes, **how: Any) -> StoredPicture:
-    return store_picture(data, Storing(**how))
+def store(data: bytes, *, max_side: int | None = None, **how: Any) -> StoredImage:
+    resize = Resize(mode="keep_ratio_largest", size=max_side) if max_side else None
+    return store_image(data, Storing(resize=resize, **how))
 
 
 def difference(one: Image.Image, other: Image.Image) -> float:
@@ -76,9 +79,7 @@ def test_what_an_exif_tag_says_to_turn_is_stored_upright(
     lossless = kind == "PNG" or "lossless" in options
     assert difference(result, upright) <= (0 if lossless else 1.5)
     assert difference(result, ImageOps.mirror(upright)) > 10
-    assert store(stored.data) == StoredPicture(
-        data=stored.data, extension=stored.extension, upright=True, transparent=False
-    )
+    assert store(stored.data) == replace(stored, upright=True)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -204,7 +205,7 @@ def test_other_formats_become_png() -> None:
         assert (stored.extension, shown(stored.data).mode) == ("png", stored_mode)
     deep = Image.new("I;16", (8, 8))
     for source, how in [(encoded(deep, "TIFF"), {}), (encoded(deep, "PNG"), {"max_side": 4})]:
-        with pytest.raises(BadPicture, match="more than 8 bits a pixel: convert it first"):
+        with pytest.raises(BadImage, match="more than 8 bits per channel: convert it first"):
             store(source, **how)
 
 
@@ -222,8 +223,69 @@ def test_a_broken_picture_has_a_cause(data: st.DataObject) -> None:
         warnings.simplefilter("ignore")
         try:
             stored = store(broken, max_side=max_side, background=background)
-        except BadPicture as error:
+        except BadImage as error:
             assert str(error)
         else:
             assert stored.data
             assert stored.extension in ("jpg", "png", "webp")
+
+
+SIDES = st.integers(1, 90)
+
+
+def waves(width: int, height: int) -> Image.Image:
+    y, x = np.mgrid[:height, :width]
+    levels = [128 + 100 * np.sin(x / 9 + i) * np.cos(y / 11 - i) for i in range(3)]
+    return Image.fromarray(np.stack(levels, -1).astype(np.uint8))
+
+
+@settings(max_examples=60)
+@given(SIDES, SIDES, SIDES, st.sampled_from(RESIZE_MODES), st.booleans(), st.sampled_from(["JPEG", "PNG"]))
+def test_sizes(width: int, height: int, size: int, mode: Any, enlarge: bool, kind: str) -> None:
+    source = encoded(waves(width, height), kind)
+    stored = store_image(source, Storing(resize=Resize(mode=mode, size=size, enlarge=enlarge)))
+    side = min(width, height) if mode in ("keep_ratio", "center_crop") else max(width, height)
+    if side < size and not enlarge:
+        assert stored.data == source
+        expected = width, height
+    elif mode in ("center_crop", "border"):
+        expected = size, size
+    else:
+        expected = tuple(max(1, round(one * size / side)) for one in (width, height))  # type: ignore[assignment]
+    assert stored.size == expected == Image.open(io.BytesIO(stored.data)).size
+    assert stored.original_size == (width, height)
+
+
+@pytest.mark.parametrize("mode", RESIZE_MODES)
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("size", [(300, 200), (640, 1000)])
+def test_the_fast_path_shows_the_same_image(mode: Any, orientation: int, size: tuple[int, int]) -> None:
+    """A JPEG without a color profile is resized without Pillow; one with a profile, or a PNG, is not."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    how = Storing(resize=Resize(mode=mode, size=96))
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    results = [
+        store_image(encoded(waves(*size), kind, exif=exif, **options), how)
+        for kind, options in (
+            ("JPEG", {"quality": 95}),
+            ("JPEG", {"quality": 95, "icc_profile": profile}),
+            ("PNG", {}),
+        )
+    ]
+    assert len({(result.size, result.original_size, result.upright) for result in results}) == 1
+    shown = [Image.open(io.BytesIO(result.data)) for result in results]
+    assert [image.format for image in shown] == ["JPEG", "JPEG", "PNG"]
+    assert shown[1].info["icc_profile"] == profile
+    pixels = [
+        np.asarray(image.convert("L"), dtype=float) for image in shown
+    ]  # colors are stored at half the size
+    assert all(np.abs(pixels[0] - other).mean() < 1.5 for other in pixels[1:])
+    assert pixels[0].std() > 20
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="choose one of"):
+        Resize(mode="squash", size=8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="at least 1"):
+        Resize(mode="border", size=0)

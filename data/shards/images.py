@@ -1,0 +1,269 @@
+"""The image of a packed sample: the bytes of its file, or the image rotated, laid on a background or resized.
+
+JPEG, PNG and WebP files that need no change are stored byte for byte. Other formats are stored as PNG, of
+animations the first frame. CLIP's preprocessing ignores EXIF orientation and alpha channels, so a stored image is
+what a model sees.
+"""
+
+import io
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from clipkit.errors import ConfigError, DataError
+from clipkit.files.decode import decode_jpeg, jpeg_orientation, jpeg_size, upright_array
+from clipkit.files.traits import (
+    ORIENTATION_TAG,
+    Color,
+    flattened,
+    is_transparent,
+    orientation_of,
+    upright_image,
+)
+
+__all__ = ["RESIZE_MODES", "BadImage", "Resize", "StoredImage", "Storing", "store_image"]
+
+MAX_PIXELS = 100_000_000
+_QUALITY = 95  # of JPEG and WebP
+_AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+_READ = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them runs a program
+# what Pillow's decoders raise for broken files; MemoryError for sizes that a header only claims
+_BROKEN = (
+    OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, MemoryError,
+    NotImplementedError, AttributeError, struct.error, zlib.error,
+)  # fmt: skip
+ResizeMode = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border"]
+RESIZE_MODES: tuple[ResizeMode, ...] = get_args(ResizeMode)
+
+
+class BadImage(Exception):
+    """Why an image cannot be stored, with the same words for all images with that cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resize:
+    """How the size of images changes, as in img2dataset.
+
+    Attributes:
+        mode: ``keep_ratio`` makes the shorter side ``size`` pixels, ``keep_ratio_largest`` the longer side;
+            ``center_crop`` crops the middle of the former to a square; ``border`` makes the latter a square with
+            a white border.
+        size: in pixels.
+        enlarge: whether smaller images are enlarged; otherwise they are not changed.
+    """
+
+    mode: ResizeMode
+    size: int
+    enlarge: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in RESIZE_MODES:
+            raise ConfigError(f"resize mode {self.mode!r}: choose one of {', '.join(RESIZE_MODES)}")
+        if self.size < 1:
+            raise ConfigError(f"image size = {self.size}: expected at least 1")
+
+    def target(self, width: int, height: int) -> tuple[int, int] | None:
+        """Return the width and height to resize to, before cropping and borders; None to keep an image as it is."""
+        side = (min if self.mode in ("keep_ratio", "center_crop") else max)(width, height)
+        if (side < self.size and not self.enlarge) or (side == self.size and width == height):
+            return None
+        if side == self.size and self.mode.startswith("keep_ratio"):
+            return None
+        return tuple(max(1, round(one * self.size / side)) for one in (width, height))  # type: ignore[return-value]
+
+    def box(self, width: int, height: int) -> tuple[int, int, int, int] | None:
+        """Return left, top, right and bottom of the square in a resized image, beyond it for a border."""
+        if self.mode.startswith("keep_ratio"):
+            return None
+        left, top = (width - self.size) // 2, (height - self.size) // 2
+        return left, top, left + self.size, top + self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storing:
+    """What is changed about images.
+
+    Attributes:
+        resize: None keeps their size.
+        keep_orientation: do not rotate an image upright that has an EXIF orientation.
+        background: color that transparent images are laid on; None keeps their alpha channel.
+    """
+
+    resize: Resize | None = None
+    keep_orientation: bool = False
+    background: Color | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredImage:
+    """An image as it is stored, and facts about its file.
+
+    Attributes:
+        data: the encoded image.
+        extension: "jpg", "png" or "webp".
+        size: width and height of the stored image in pixels.
+        original_size: width and height of the image in the file, rotated upright unless the orientation is kept.
+        upright: whether the file has no EXIF orientation other than upright.
+        transparent: whether a pixel of the file is less than opaque.
+    """
+
+    data: bytes
+    extension: str
+    size: tuple[int, int]
+    original_size: tuple[int, int]
+    upright: bool
+    transparent: bool
+
+
+def store_image(data: bytes, how: Storing) -> StoredImage:
+    """Decode an image file completely and return what to store of it.
+
+    Call ``PIL.Image.init()`` first where threads call this.
+
+    Raises:
+        BadImage: it is broken, too large, of an unknown format, or cannot be encoded again without losing depth.
+    """
+    try:
+        if how.resize is not None and (stored := _resized_jpeg(data, how)) is not None:
+            return stored
+        with Image.open(
+            io.BytesIO(data), formats=tuple(name for name in _READ if name in Image.OPEN)
+        ) as image:
+            return _stored(image, data, how)
+    except (Image.DecompressionBombError, DataError):
+        raise BadImage(f"image of more than {MAX_PIXELS:,} pixels") from None
+    except UnidentifiedImageError:
+        raise BadImage("not an image in a known format") from None
+    except _BROKEN:
+        raise BadImage("broken or truncated image") from None
+
+
+def _resized_jpeg(data: bytes, how: Storing) -> StoredImage | None:
+    """Resize a JPEG without a color profile, several times as fast as Pillow; None for other images."""
+    assert how.resize is not None
+    if b"ICC_PROFILE" in data[: 2**16] or (size := jpeg_size(data)) is None:
+        return None
+    orientation = jpeg_orientation(data)
+    if orientation != 1 and how.keep_orientation:
+        return None
+    height, width = size
+    if orientation >= 5:
+        height, width = width, height
+    if (target := how.resize.target(width, height)) is None:
+        return None
+    import simplejpeg
+    import torch
+
+    # decode at a half, a quarter or an eighth where at least twice the pixels that are needed remain
+    reduce = max(by for by in (1, 2, 4, 8) if by == 1 or min(width / target[0], height / target[1]) >= 2 * by)
+    if (pixels := decode_jpeg(data, reduce=reduce)) is None:
+        return None
+    # torch's fast kernel for bytes takes a batch with channels last
+    tensor = torch.from_numpy(upright_array(pixels, orientation)[None]).permute(0, 3, 1, 2)  # (1, 3, H, W)
+    tensor = torch.nn.functional.interpolate(
+        tensor, size=(target[1], target[0]), mode="bicubic", align_corners=False, antialias=True
+    )
+    array = tensor[0].permute(1, 2, 0).numpy()  # (H, W, 3)
+    if (box := how.resize.box(*target)) is not None:
+        left, top, right, bottom = box
+        if how.resize.mode == "center_crop":
+            array = array[top:bottom, left:right]
+        else:
+            array = np.pad(
+                array, ((-top, bottom - target[1]), (-left, right - target[0]), (0, 0)), constant_values=255
+            )
+    array = np.ascontiguousarray(array)
+    return StoredImage(
+        data=simplejpeg.encode_jpeg(array, quality=_QUALITY, colorsubsampling="420"),
+        extension="jpg",
+        size=(array.shape[1], array.shape[0]),
+        original_size=(width, height),
+        upright=orientation == 1,
+        transparent=False,
+    )
+
+
+def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
+    if image.width * image.height > MAX_PIXELS:
+        raise BadImage(f"image of more than {MAX_PIXELS:,} pixels")
+    extension = _AS_IS.get(image.format or "")
+    orientation = orientation_of(image)
+    rotate = orientation != 1 and not how.keep_orientation
+    original = (image.height, image.width) if rotate and orientation >= 5 else image.size
+    target = how.resize.target(*original) if how.resize else None
+    as_is = extension is not None and target is None and not rotate
+    if as_is:
+        # an eighth of the size is enough to read all bytes of a JPEG, and faster
+        image.draft(None, (max(1, image.width // 8), max(1, image.height // 8)))
+    elif target is not None:
+        image.draft("RGB", (2 * max(target), 2 * max(target)))
+    image.load()
+    transparent = is_transparent(image)
+    size = original
+    if not as_is or (transparent and how.background is not None):
+        result = _changed(image, how, orientation=orientation, target=target, transparent=transparent)
+        size = result.size
+        lossless = image.format == "WEBP" and b"VP8L" in data
+        data = _encoded(result, extension or "png", resized=target is not None, lossless=lossless)
+    return StoredImage(
+        data=data,
+        extension=extension or "png",
+        size=size,
+        original_size=original,
+        upright=orientation == 1,
+        transparent=transparent,
+    )
+
+
+def _changed(
+    image: Image.Image, how: Storing, *, orientation: int, target: tuple[int, int] | None, transparent: bool
+) -> Image.Image:
+    """Return the image rotated, laid on the background and resized, with nothing but its color profile and tags."""
+    deep = image.mode.startswith(("I", "F"))
+    if deep and (target is not None or image.format != "PNG"):
+        raise BadImage("more than 8 bits per channel: convert it first")
+    profile = image.info.get("icc_profile") if image.mode in ("L", "LA", "P", "RGB", "RGBA") else None
+    tags = Image.Exif()
+    result = image
+    if orientation != 1 and how.keep_orientation:
+        tags[ORIENTATION_TAG] = orientation
+    elif orientation != 1:
+        result = upright_image(result, orientation)
+    if not deep:
+        if result.mode in ("1", "L", "LA") and "transparency" not in result.info:
+            result = result.convert("LA" if result.mode == "LA" else "L")
+        else:
+            result = result.convert("RGBA" if result.has_transparency_data else "RGB")
+    if transparent and how.background is not None:
+        profile = None if result.mode == "LA" else profile  # a profile for gray does not fit colors
+        result = flattened(result, how.background)
+    if target is not None and how.resize is not None:
+        result = result.resize(target, Image.Resampling.BICUBIC, reducing_gap=2.0)
+        if (box := how.resize.box(*target)) is not None:
+            if how.resize.mode == "border":
+                white = Image.new(result.mode, (how.resize.size,) * 2, (255,) * len(result.getbands()))
+                white.paste(result, (-box[0], -box[1]))
+                result = white
+            else:
+                result = result.crop(box)
+    # other entries of the file's header could be wrong now
+    result.info = {name: value for name, value in result.info.items() if name == "transparency"}
+    result.info |= {"exif": tags.tobytes() if tags else b"", "icc_profile": profile}
+    return result
+
+
+def _encoded(image: Image.Image, extension: str, *, resized: bool, lossless: bool) -> bytes:
+    header = {"exif": image.info.pop("exif"), "icc_profile": image.info.pop("icc_profile")}
+    buffer = io.BytesIO()
+    if extension == "jpg":
+        subsampling = "4:2:0" if resized else "4:4:4"  # all colors where all pixels stay
+        image.save(buffer, "JPEG", quality=_QUALITY, subsampling=subsampling, **header)
+    elif extension == "webp":
+        image.save(buffer, "WEBP", quality=_QUALITY, lossless=lossless, **header)
+    else:
+        image.save(buffer, "PNG", **header)
+    return buffer.getvalue()
