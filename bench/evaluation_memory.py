@@ -23,7 +23,6 @@ from PIL import Image
 from torch import Tensor
 
 from clipkit.model.tokenizer import ClipTokenizer
-from data.shards.samples import Sample
 from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset
 from eval.features.encoder import ImageFeatures
 from eval.features.store import FeatureTable, digest_of
@@ -43,8 +42,8 @@ class Pictures:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, number: int) -> Sample:
-        return Sample(number, "made up", str(number), self._image, None, None, {}, 0)
+    def read(self, number: int) -> bytes:
+        return self._image
 
     def locate(self, number: int) -> tuple[str, str]:
         return "made up", str(number)
@@ -88,7 +87,7 @@ class MadeUp:
             name="made up",
             class_names=tuple(f"class {i}" for i in range(columns)) if classes else (),
             templates=DEFAULT_TEMPLATES,
-            shards=Pictures(rows),
+            images=Pictures(rows),
             labels=labels if classes else None,
             captions=None if classes else tuple((f"caption {i}",) for i in range(rows)),
             revision="",

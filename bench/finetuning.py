@@ -41,7 +41,7 @@ def write_pairs(out: Path) -> None:
                 "train" if number < LEARNED else "test",
                 Record(
                     key=f"{number:05d}",
-                    image=digits.shards.read(number).image,
+                    image=digits.images.read(number),
                     extension="png",
                     caption=prompts[number % len(prompts)],
                     label=label,

@@ -30,7 +30,7 @@ def write_folder(out: Path) -> None:
     for number, label in enumerate(digits.labels.tolist()):
         folder = out / ("train" if number < LEARNED else "test") / digits.class_names[label]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number:05d}.png").write_bytes(digits.shards.read(number).image)
+        (folder / f"{number:05d}.png").write_bytes(digits.images.read(number))
 
 
 def main() -> None:

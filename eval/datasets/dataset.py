@@ -1,8 +1,4 @@
-"""A split of a dataset as the tasks see it: what to show the model, what is right, and which tasks make sense.
-
-Which tasks a dataset is scored on unless the user names one: those of its card's ``tasks``; else retrieval if
-its type is ``retrieval`` or it has captions but no labels; else zero-shot. Labelled sets often carry captions that
-are made from the class, and retrieval among hundreds of equal captions measures nothing.
+"""A split of a dataset as tasks see it.
 
 Letters in shape comments: N images, C classes.
 """
@@ -16,7 +12,6 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.model.zero_shot import fill_template
-from data.shards.samples import Sample
 
 __all__ = [
     "DEFAULT_TEMPLATES",
@@ -34,71 +29,72 @@ __all__ = [
     "some",
 ]
 
-TEST = "test"  # the split that scores are of
+TEST = "test"  # the split that is scored
 SPLITS = ("train", "val", TEST)
-DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # where a dataset brings none
+DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # for datasets without templates
 
 
 class Lacks(DataError):
-    """A dataset lacks what a task needs; nothing about it is wrong."""
+    """The dataset lacks what a task needs, without being damaged."""
 
 
 class NoSplit(Lacks):
-    """A dataset has no split of the name that is asked for."""
+    """The dataset has no split of the requested name."""
 
 
 class Images(Protocol):
-    """Random access to encoded images; ``data.shards.samples.Shards`` and ``ImageFolder`` are ones."""
+    """Random access to encoded images."""
 
     def __len__(self) -> int: ...
 
-    def read(self, number: int) -> Sample:
-        """The image's bytes with what lies beside it; DataError if it cannot be read."""
+    def read(self, number: int) -> bytes:
+        """Return an encoded image; raise DataError if it cannot be read."""
 
     def locate(self, number: int) -> tuple[str, str]:
-        """Shard (or folder) and key (or file), to name an image in a message."""
+        """Return the shard or folder and the key or file of an image, for messages."""
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change when the images do."""
+        """Return 16 hexadecimal digits that depend on the images and not on where they are stored."""
 
     def stamp(self) -> str:
-        """Likewise, and it changes too when files were written anew, or lie elsewhere."""
+        """Return a fingerprint that also changes when files are rewritten or moved."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalDataset:
-    """One dataset to score a model on.
+    """One split of a dataset to evaluate a model on.
 
     Attributes:
-        name: as it stands in results.
-        split: which part of the dataset it is.
-        class_names: the line number is the label; a name may be empty or stand there twice.
-        templates: prompts with ``{c}`` for the class name.
-        shards: the N images.
-        labels: (N,) int64; (N, C) bool where an image has several; or None for a dataset without labels.
-        captions: of each image, one or more; or None for a dataset without captions.
-        choices: of each image, a right caption and then wrong ones, of which a model is to tell the right; or
-            None. Images of one ``item`` (Winoground) are told apart by each other's captions too.
-        items: (N,) int64, which images belong together; or None.
-        metadata: by name, (N,) int64 facts about each image, such as the region it is from.
-        synonyms: of each class, all its names, if a prompt set gives it several; the first are ``class_names``.
-        superclasses: of each class, the group that it is of (an animal, a vehicle); () where there are none.
-        prompt_set: the name under which ``class_names`` and ``templates`` go, "own" for those beside the images.
-        caption_template: what retrieval has a model read of a caption, with ``{c}`` for it.
-        caption_prompt_set: the name under which that goes, "" for captions as they stand.
+        name: the dataset's name in results.
+        split: the split's name.
+        images: the N images.
         revision: the images' fingerprint.
-        tasks: what it is scored on unless the user says otherwise, of ``eval.tasks.TASKS``.
+        tasks: default tasks, names of ``eval.tasks.TASKS``.
+        class_names: by label; names may be empty or repeated.
+        templates: prompts with ``{c}`` for the class name.
+        labels: (N,) int64; (N, C) bool for multi-label datasets; None without labels.
+        captions: one or more per image; None without captions.
+        choices: by image, the right caption followed by wrong ones, for compositional tasks; or None. Images with
+            the same ``item`` (Winoground) are also compared with each other's captions.
+        items: (N,) int64, the group of each image; or None.
+        metadata: by name, (N,) int64 values per image, such as the region.
+        synonyms: by class, all its names, if some class has several; the first ones are ``class_names``.
+        superclasses: by class, the name of its superclass; () without superclasses.
+        prompt_set: name of the prompt set that ``class_names`` and ``templates`` come from; "own" for the dataset's
+            own.
+        caption_template: template applied to captions for retrieval, with ``{c}`` for the caption.
+        caption_prompt_set: name of that template's prompt set; "" for plain captions.
     """
 
     name: str
     split: str = TEST
-    class_names: tuple[str, ...]
-    templates: tuple[str, ...]
-    shards: Images
-    labels: Tensor | None
-    captions: tuple[tuple[str, ...], ...] | None
+    images: Images
     revision: str
     tasks: tuple[str, ...]
+    class_names: tuple[str, ...] = ()
+    templates: tuple[str, ...] = DEFAULT_TEMPLATES
+    labels: Tensor | None = None
+    captions: tuple[tuple[str, ...], ...] | None = None
     choices: tuple[tuple[str, ...], ...] | None = None
     items: Tensor | None = None
     metadata: Mapping[str, Tensor] = field(default_factory=dict)
@@ -109,46 +105,46 @@ class EvalDataset:
     caption_prompt_set: str = ""
 
     def __len__(self) -> int:
-        return len(self.shards)
+        return len(self.images)
 
     def all_captions(self) -> list[tuple[str, ...]]:
-        """The captions to choose between of each image, then its captions."""
+        """Return the choices of each image, then the captions of each image."""
         return [*(self.choices or ()), *(self.captions or ())]
 
     def prompts(self) -> list[list[str]]:
-        """Of each class, every template with every name."""
+        """Return the prompts of each class: every template with every name."""
         names = self.synonyms or tuple((name,) for name in self.class_names)
         return [[fill_template(one, name) for name in own for one in self.templates] for own in names]
 
     def caption_prompt(self, caption: str) -> str:
-        """What retrieval has a model read of a caption; of two that differ, it differs too."""
+        """Return the text that retrieval encodes for a caption; different captions give different texts."""
         return fill_template(self.caption_template, caption)
 
     def caption_prompts(self) -> list[list[str]]:
-        """Of each image, what retrieval has a model read of its captions; none where it has none."""
+        """Return the texts that retrieval encodes for the captions of each image; [] without captions."""
         return [[self.caption_prompt(caption) for caption in own] for own in self.captions or ()]
 
     def superclass_numbers(self) -> Tensor:
-        """(C,) int64, the superclass of each class, numbered in the order of their first appearance."""
+        """Return (C,) int64, the superclass of each class, numbered by first appearance."""
         number = {name: i for i, name in enumerate(dict.fromkeys(self.superclasses))}
         return torch.tensor([number[name] for name in self.superclasses], dtype=torch.int64)
 
     @property
     def stamp(self) -> str:
-        """Changes whenever the images may have, also where the revision, which moves with them, does not."""
-        return self.shards.stamp()
+        """A value that changes whenever the images may have changed."""
+        return self.images.stamp()
 
     def where(self, number: int) -> str:
-        """Names an image in a message."""
-        shard, key = self.shards.locate(number)
+        """Name an image in a message."""
+        shard, key = self.images.locate(number)
         return f"dataset {self.name}: image {key} of {shard}"
 
 
 def labels_of(dataset: EvalDataset) -> Tensor:
-    """The labels, (N,) int64 or (N, C) bool.
+    """Return the labels, (N,) int64 or (N, C) bool.
 
     Raises:
-        Lacks: the dataset has none, or no class names for them.
+        Lacks: the dataset has no labels or no class names.
     """
     if dataset.labels is None:
         raise Lacks(f"dataset {dataset.name} has no labels, which classification needs")
@@ -158,11 +154,11 @@ def labels_of(dataset: EvalDataset) -> Tensor:
 
 
 def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
-    """The captions of each image.
+    """Return the captions of each image.
 
     Raises:
-        Lacks: the dataset has none.
-        DataError: they are all the same.
+        Lacks: the dataset has no captions.
+        DataError: all captions are equal.
     """
     if dataset.captions is None:
         raise Lacks(f"dataset {dataset.name} has no captions, which retrieval needs")
@@ -174,7 +170,7 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
 
 
 def choices_of(dataset: EvalDataset) -> EvalDataset:
-    """The dataset, if it has choices between captions, or cues with candidates (``association``).
+    """Return the dataset if it has caption choices, or cues with candidates (``association``).
 
     Raises:
         Lacks: it has neither.
@@ -187,9 +183,9 @@ def choices_of(dataset: EvalDataset) -> EvalDataset:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Class names as captions can tell them apart: none empty, no two alike, on one line each.
+    """Make class names non-empty, unique and single-line.
 
-    Number 3 of those without a name is "class 3", and of those whose name was there before "NAME (3)".
+    An empty name of label 3 becomes "class 3", a repeated one "NAME (3)".
     """
     given = [" ".join(name.split()) for name in names]
     found: dict[str, None] = {}
@@ -202,11 +198,11 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def by_class_names(dataset: EvalDataset) -> EvalDataset:
-    """The same for a model that reads class names alone, see ``clipkit.model.architectures.ClassTable``."""
+    """Return the dataset with bare class names as prompts, for models with a ``ClassTable`` text tower."""
     names = tuple(distinct_names(dataset.class_names))
     return replace(dataset, class_names=names, synonyms=None, templates=("{c}",), prompt_set="names")
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first few of a list, for a message."""
+    """Join the first few names, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

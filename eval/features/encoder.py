@@ -257,7 +257,7 @@ class ImagePass:
 
         def load(number: int) -> _Loaded:
             try:
-                content = self.dataset.shards.read(number).image
+                content = self.dataset.images.read(number)
                 digest = digest_of(content)
                 if self.table.find(digest) is not None:
                     return _Loaded(number=number, digest=digest, pixels=None)
@@ -287,7 +287,7 @@ class ImagePass:
         """What to say about an image that failed, perhaps on another rank: it is read again for the cause."""
         where = self.dataset.where(number)
         try:
-            eval_pixels(self.dataset.shards.read(number).image, self.model.preprocess)
+            eval_pixels(self.dataset.images.read(number), self.model.preprocess)
         except DataError as error:
             return DataError(f"{where}: {error}; mend or remove it, a score is never of fewer images")
         return DataError(f"{where} could not be read at first, and could at second try: check the disk")

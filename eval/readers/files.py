@@ -1,4 +1,4 @@
-"""Images that are files, wherever they lie; some are parts of them, which a box cuts out."""
+"""Image files, and what all readers share: checks of the result, names of splits, small text files."""
 
 import hashlib
 import logging
@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files.terminal import counted
 from data.remote.store import is_remote
-from data.shards.samples import Sample
 from eval.datasets.dataset import TEST, EvalDataset, some
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 __all__ = [
     "ACCEPTED",
@@ -31,92 +33,95 @@ __all__ = [
     "how_to_pack",
     "is_table",
     "lines_of",
-    "names_of_split",
     "png_of",
     "read_text_file",
-    "shown_name",
-    "state_of",
+    "short_hash",
     "tables_in",
+    "templates_in",
+    "undecodable",
     "written",
 ]
 
 Box = tuple[int, int, int, int]  # left, top, width, height in pixels
-_MAX_BYTES = 256 << 20  # of one file, as of a member of a shard
+_MAX_BYTES = 256 << 20  # per file
+_log = logging.getLogger("eval")
+
+
+def short_hash(*values: object) -> str:
+    """Return 16 hexadecimal digits for values with a unique ``repr``."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 class FileImages:
-    """Random access to a list of files, in which one may stand several times.
+    """Random access to image files; a file may occur several times.
 
     Args:
-        root: the folder that they are named from.
-        files: of each image.
-        boxes: of each image, which part of the file it is, as lossless PNG; None for all of it, as it is.
+        root: the folder that paths in messages and in the fingerprint are relative to.
+        files: the file of each image.
+        boxes: the box to crop from each file, as lossless PNG; None for the unchanged file.
 
     Raises:
-        DataError: one is missing or no file: a score is never of fewer images.
+        DataError: a file is missing, too large, or not a regular file.
     """
 
     def __init__(self, root: Path, files: Sequence[Path], boxes: Sequence[Box | None] | None = None) -> None:
         self.root, self.files = root, tuple(files)
         self._boxes = tuple(boxes) if boxes is not None else (None,) * len(self.files)
-        self._states = {file: state_of(file) for file in dict.fromkeys(self.files)}
+        self._states = {file: _state_of(file) for file in dict.fromkeys(self.files)}
 
     def __len__(self) -> int:
         return len(self.files)
 
     def locate(self, number: int) -> tuple[str, str]:
-        """The folder, and the file's path in it."""
+        """Return the folder, and the file's path in it."""
         file, box = self.files[number], self._boxes[number]
         key = file.relative_to(self.root).as_posix() if file.is_relative_to(self.root) else str(file)
         return str(self.root), key if box is None else f"{key} {list(box)}"
 
-    def read(self, number: int) -> Sample:
-        """One image.
+    def read(self, number: int) -> bytes:
+        """Return an encoded image.
 
         Raises:
-            DataError: the file cannot be read; or it must be cut, and does not decode or lacks that part.
+            DataError: the file cannot be read; or it is to be cropped, and does not decode or lacks the box.
         """
+        from PIL import Image
+
         file, box = self.files[number], self._boxes[number]
-        folder, key = self.locate(number)
         try:
-            image = file.read_bytes()
+            content = file.read_bytes()
         except OSError as error:
             raise DataError(str(error.strerror)) from error
-        return Sample(
-            id=number,
-            shard=folder,
-            key=key,
-            image=image if box is None else _part(image, box),
-            caption=None,
-            label=None,
-            meta={},
-            caption_number=0,
-        )
+        if box is None:
+            return content
+        left, top, width, height = box
+        try:
+            with Image.open(BytesIO(content)) as image:
+                if width < 1 or height < 1 or left >= image.width or top >= image.height:
+                    raise DataError(
+                        f"its box {list(box)} is outside its {image.width} x {image.height} pixels"
+                    )
+                return png_of(image.convert("RGB").crop((left, top, left + width, top + height)))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise undecodable(error) from error
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of paths, sizes and boxes; the folder may be moved."""
+        """Return 16 hexadecimal digits that depend on relative paths, sizes and boxes."""
         digest = hashlib.sha256()
         for number, file in enumerate(self.files):
             digest.update(os.fsencode(f"{self.locate(number)[1]}\0{self._states[file][0]}\n"))
         return digest.hexdigest()[:16]
 
     def stamp(self) -> str:
-        """Of the same and of each file's inode and times of change."""
-        states = list(self._states.values())
-        return hashlib.sha256(repr((self.fingerprint(), states)).encode()).hexdigest()[:16]
+        """Return a fingerprint that also depends on inodes and modification times."""
+        return short_hash(self.fingerprint(), list(self._states.values()))
 
 
-def state_of(file: Path) -> tuple[int, int, int, int]:
-    """Bytes of an image, and what tells that it was written anew: see ``written``.
-
-    Raises:
-        DataError: there is none, it is too large, or no file: reading a pipe, say, might wait for ever.
-        OSError: its folder cannot be read.
-    """
+def _state_of(file: Path) -> tuple[int, int, int, int]:
+    """Return the size of an image file and what ``written`` returns; a pipe, say, is refused."""
     try:
         found = file.stat()
     except FileNotFoundError as error:
-        what = "a link to nothing: mend or remove it" if file.is_symlink() else "missing"
+        what = "a broken link: fix or remove it" if file.is_symlink() else "missing"
         raise DataError(f"image {file} is {what}") from error
     if not stat.S_ISREG(found.st_mode):
         raise DataError(f"image {file} is not a regular file: remove it")
@@ -126,161 +131,107 @@ def state_of(file: Path) -> tuple[int, int, int, int]:
 
 
 def written(found: os.stat_result) -> tuple[int, int, int]:
-    """When a file's content and its entry were last changed, in nanoseconds, and its inode.
-
-    The first alone is not enough: copying and unpacking set it to what they like.
-    """
+    """Return what changes when a file is rewritten; copying and unpacking may preserve ``st_mtime_ns``."""
     return found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
-def _part(image: bytes, box: Box) -> bytes:
-    from PIL import Image, UnidentifiedImageError
-
-    left, top, width, height = box
-    try:
-        with Image.open(BytesIO(image)) as opened:
-            if width < 1 or height < 1 or left >= opened.width or top >= opened.height:
-                raise DataError(
-                    f"its box {list(box)} has no part of its {opened.width} x {opened.height} pixels"
-                )
-            return png_of(opened.convert("RGB").crop((left, top, left + width, top + height)))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, UnidentifiedImageError) as error:
-        raise DataError(f"it does not decode: {' '.join(str(error).split())[:200]}") from error
-
-
-def png_of(image: object) -> bytes:
-    """An image of Pillow as lossless PNG, as fast as may be."""
-    from PIL import Image
-
-    assert isinstance(image, Image.Image)
+def png_of(image: "Image.Image") -> bytes:
+    """Encode an image as lossless PNG, fast rather than small."""
     file = BytesIO()
     image.save(file, "png", compress_level=1)
     return file.getvalue()
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Tables of images and captions: what they are called, and how a dataset is made of one.
+def undecodable(error: Exception) -> DataError:
+    """Return the error for an image that Pillow cannot decode."""
+    return DataError(f"it does not decode: {' '.join(str(error).split())[:200]}")
 
-_TABLES = (
-    ".csv",
-    ".tsv",
-    ".tab",
-    ".jsonl",
-    ".ndjson",
-    ".parquet",
-    ".pq",
-)  # what ``python -m data pack`` reads
+
+# --------------------------------------------------------------------------------------------------------------
+# Tables of images and captions.
+
+# what ``python -m data pack`` reads
+_TABLES = (".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".parquet", ".pq")
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is called like a table; its content is not looked at."""
+    """Return whether a file has the extension of a table."""
     return path.suffix.lower() in _TABLES and path.is_file()
 
 
 def tables_in(folder: Path) -> list[Path]:
-    """The tables directly in a folder, in the order of their names."""
+    """Return the tables directly in a folder, sorted by name."""
     return sorted(filter(is_table, folder.iterdir())) if folder.is_dir() else []
 
 
 def how_to_pack(table: Path | None) -> str:
-    """What makes a dataset of a table; of the user's, where it is not known which."""
+    """Return the command that makes a dataset from a table."""
     named = "TABLE" if table is None else shlex.quote(str(table))
     return f"python -m data pack {named} OUT --test 1.0, then --data OUT"
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Whether what a reader has found goes together.
+# Consistency of what a reader has found.
 
-_log = logging.getLogger("eval")
 _LONGEST = 60  # characters of a caption in a message
 
 
 def checked_set(dataset: EvalDataset) -> EvalDataset:
-    """The dataset, if its labels, names, templates and choices go together; what is merely odd is logged.
+    """Return the dataset if its labels, class names, templates and choices are consistent; log oddities.
 
     Raises:
-        DataError: labels without a name, templates without a place for it, or an image without a choice.
+        DataError: a label without a class name, a template without ``{c}``, an image without choices, or a single
+            class.
     """
+    name, names, labels = dataset.name, dataset.class_names, dataset.labels
     for template in dataset.templates:
         if "{c}" not in template:
+            raise DataError(f"dataset {name}: the template {template!r} has no {{c}} for the class name")
+    if labels is not None and len(names) == 1:
+        if dataset.captions is None and dataset.choices is None:
             raise DataError(
-                f"dataset {dataset.name}: the template {template!r} has no {{c}} for the class name"
+                f"dataset {name} has only one class, {names[0]!r}: classification needs at least two"
             )
-    if dataset.labels is not None and len(dataset.class_names) == 1:
-        dataset = _of_one_class(dataset)
-    if dataset.labels is not None:
-        if dataset.labels.ndim == 1:
-            _check_labels(dataset, dataset.labels)
-        if dataset.class_names:
-            _tell_odd_classes(dataset, dataset.labels)
-    if dataset.choices is not None:
-        _check_choices(dataset, dataset.choices)
-    return dataset
-
-
-def _of_one_class(dataset: EvalDataset) -> EvalDataset:
-    """Whoever classifies is always right; so it is captions that such images are scored on."""
-    if dataset.captions is None and dataset.choices is None:
-        raise DataError(
-            f"dataset {dataset.name} has one class only, {dataset.class_names[0]!r}: classification takes two "
-            "or more"
-        )
-    return replace(dataset, tasks=("retrieval",)) if dataset.tasks == ("zero-shot",) else dataset
-
-
-def _check_labels(dataset: EvalDataset, labels: Tensor) -> None:
-    classes = len(dataset.class_names)
-    wrong = ((labels < 0) | ((labels >= classes) & (classes > 0))).nonzero()
-    if not len(wrong):
-        return
-    first = int(wrong[0])
-    label = int(labels[first])
-    if label < 0:
-        raise DataError(
-            f"{dataset.where(first)} has label {label}: labels begin at 0, and sets whose labels are kept secret "
-            "cannot be scored"
-        )
-    raise DataError(
-        f"{dataset.where(first)} has label {label}, but there are {classes} class names, for labels 0 to "
-        f"{classes - 1}; blank lines in classnames.txt count"
-    )
-
-
-def _tell_odd_classes(dataset: EvalDataset, labels: Tensor) -> None:
-    names = dataset.class_names
-    doubled = [repr(name) for name, count in Counter(names).items() if count > 1]
-    if doubled:
-        _log.warning(
-            "dataset %s: class names that stand for several classes: %s", dataset.name, some(doubled)
-        )
-    counts = labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))  # (C,)
-    if empty := [shown_name(names, i) for i in (counts == 0).nonzero().flatten().tolist()]:
-        _log.warning("dataset %s: classes without an image: %s", dataset.name, some(empty))
-
-
-def shown_name(names: Sequence[str], number: int) -> str:
-    """A class in a message."""
-    return repr(names[number]) if number < len(names) else str(number)
-
-
-def _check_choices(dataset: EvalDataset, choices: Sequence[Sequence[str]]) -> None:
+        if dataset.tasks == ("zero-shot",):
+            dataset = replace(dataset, tasks=("retrieval",))
+    if labels is not None and labels.ndim == 1:
+        wrong = ((labels < 0) | ((labels >= len(names)) & (len(names) > 0))).nonzero()
+        if len(wrong):
+            first = int(wrong[0])
+            label = int(labels[first])
+            why = ": labels begin at 0, and datasets with secret labels cannot be scored"
+            if label >= 0:
+                why = (
+                    f", but there are {len(names)} class names, for labels 0 to {len(names) - 1}; blank lines in "
+                    "classnames.txt count"
+                )
+            raise DataError(f"{dataset.where(first)} has label {label}{why}")
+    if labels is not None and names:
+        if repeated := [repr(one) for one, count in Counter(names).items() if count > 1]:
+            _log.warning("dataset %s: class names shared by several classes: %s", name, some(repeated))
+        counts = (
+            labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))
+        )  # (C,)
+        if empty := [repr(names[i]) for i in (counts == 0).nonzero().flatten().tolist()]:
+            _log.warning("dataset %s: classes without images: %s", name, some(empty))
+    choices = dataset.choices or ()
     for number, own in enumerate(choices):
         if len(own) < 2:
             raise DataError(
-                f"{dataset.where(number)} has {counted(len(own), 'caption')} to choose from, it takes 2 or more"
+                f"{dataset.where(number)} has {counted(len(own), 'caption')} to choose from, expected at least 2"
             )
-    equal = [own[0] for own in choices if own[0] in own[1:]]
-    if equal:
+    if equal := [own[0] for own in choices if own[0] in own[1:]]:
         _log.warning(
-            "dataset %s: %s whose right caption is among the wrong ones too, which counts as wrong: %s",
-            dataset.name,
+            "dataset %s: %s whose right caption is also among the wrong ones, which counts as wrong: %s",
+            name,
             counted(len(equal), "image"),
             some([repr(one[:_LONGEST]) for one in equal]),
         )
+    return dataset
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What the folders and files of a split may be called: the usual spellings, in capitals or not.
+# Usual names of split folders and files, in any case.
 
 SPLIT_NAMES = {
     "train": ("train", "training"),
@@ -290,20 +241,16 @@ SPLIT_NAMES = {
 ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing)"  # for messages
 
 
-def names_of_split(split: str) -> tuple[str, ...]:
-    """What else a split goes by, in small letters; its own name first."""
-    return SPLIT_NAMES.get(split, (split,))
-
-
 def folder_of_split(
     folders: Iterable[Path], split: str, holds: Callable[[Path], object] = lambda _: True
 ) -> Path | None:
-    """Of some folders the one that is called like a split and holds what it should; None where there is none.
+    """Return the folder that is named like a split and satisfies ``holds``, if there is one.
 
     Raises:
         DataError: there are two.
     """
-    called = [one for one in folders if one.name == split or one.name.lower() in names_of_split(split)]
+    names = SPLIT_NAMES.get(split, (split,))
+    called = [one for one in folders if one.name == split or one.name.lower() in names]
     found = list(filter(holds, called))
     if len(found) > 1:
         raise DataError(f"{found[0]} and {found[1]} would both be the split {split!r}: rename or move one")
@@ -311,32 +258,42 @@ def folder_of_split(
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Small files of text beside a dataset's images, which anybody may have written, here or in a store.
+# Small text files beside the images, local or in a store.
 
 _MAX_TEXT_BYTES = 16 << 20
 
 
 def beside(root: str | Path, *names: str) -> str | Path:
-    """A file or folder in a folder of this machine, or in one of a store."""
+    """Join names to a local folder or to the URL of one."""
     if isinstance(root, Path) or not is_remote(root):
         return Path(root, *names)
     return "/".join([root.rstrip("/"), *names])
 
 
 def lines_of(place: str | Path) -> list[str]:
-    """The lines, stripped. Blank ones stay, because their place has a meaning; a missing file has none."""
+    """Return a file's stripped lines, including blank ones; [] if there is no file."""
     text = (read_text_file(place) or "").removesuffix("\n").removesuffix("\r")
     return [line.strip() for line in text.split("\n")] if text else []
 
 
+def templates_in(root: str | Path) -> tuple[str, ...]:
+    """Return the prompt templates beside a dataset's images."""
+    return tuple(filter(None, lines_of(beside(root, "zeroshot_classification_templates.txt"))))
+
+
 def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | None:
-    """A file's text; None where there is none.
+    """Return a file's text, or None if there is no file.
 
     Raises:
-        DataError: it is longer than ``limit`` bytes or not UTF-8, or its store does not answer.
+        DataError: the file is larger than ``limit`` bytes or not UTF-8, or its store does not respond.
     """
     if isinstance(place, str) and is_remote(place):
-        return _remote_text(place, limit)
+        from data.remote import store
+
+        text = store.read_text(place, limit=limit)
+        if text is not None and "\ufffd" in text:  # replaces bytes that are not UTF-8
+            raise DataError(f"{store.shown(place)} is not UTF-8 text")
+        return None if text is None else text.removeprefix("\ufeff")
     path = Path(place)
     if not path.is_file():
         return None
@@ -346,12 +303,3 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def _remote_text(url: str, limit: int) -> str | None:
-    from data.remote import store
-
-    text = store.read_text(url, limit=limit)
-    if text is not None and "\ufffd" in text:  # what its bytes that are no UTF-8 were turned into
-        raise DataError(f"{store.shown(url)} is not UTF-8 text")
-    return None if text is None else text.removeprefix("\ufeff")

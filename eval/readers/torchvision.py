@@ -1,15 +1,14 @@
-"""torchvision's own datasets, as files of encoded images where they are files, else as lossless PNG.
+"""Reader of torchvision's datasets: their image files where there are files, otherwise lossless PNG.
 
-Each is listed with its splits and what torchvision calls them; what ImageNet calls ``val`` is what it is tested on.
-Several have none: torchvision gives all their images whatever is asked for, so the split of these is ``all``, and
-asking for another one is refused rather than answered with the same images.
+``TORCHVISION_SETS`` lists each dataset's splits by torchvision's arguments. ImageNet's ``val`` is the test split.
+Datasets for which torchvision has no splits have the single split "all".
 """
 
 import hashlib
 import importlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -18,20 +17,19 @@ import numpy as np
 import torch
 
 from clipkit.errors import ConfigError, DataError, nearest
-from data.shards.samples import Sample
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Images, NoSplit, some
-from eval.readers.files import FileImages, checked_set, png_of
+from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some
+from eval.readers.files import FileImages, checked_set, png_of, undecodable
 
 __all__ = ["ALL", "TORCHVISION_SETS", "ArrayImages", "NotFetched", "check_known", "open_torchvision"]
 
-ALL = "all"  # the split of a set that has no splits
+ALL = "all"  # the split of a dataset without splits
 
 
 class NotFetched(DataError):
-    """The files of a set are not where they are looked for, or not all of them."""
+    """A dataset's files are missing or incomplete."""
 
 
-Splits = Mapping[str, Mapping[str, Any]]  # our name of a split → what torchvision's class is told
+Splits = Mapping[str, Mapping[str, Any]]  # our split name → arguments of torchvision's class
 
 
 def _split(**names: str) -> Splits:
@@ -57,7 +55,7 @@ TORCHVISION_SETS: Mapping[str, Splits] = {
     "Flowers102": _TRAIN_VAL_TEST,
     "Food101": _TRAIN_TEST,
     "GTSRB": _TRAIN_TEST,
-    "ImageNet": _split(train="train", test="val"),  # a second name would have probes tuned on the test
+    "ImageNet": _split(train="train", test="val"),  # torchvision's only labelled held-out split
     "KMNIST": _BY_TRAIN,
     "MNIST": _BY_TRAIN,
     "OxfordIIITPet": _split(train="trainval", test="test"),
@@ -68,12 +66,13 @@ TORCHVISION_SETS: Mapping[str, Splits] = {
     "StanfordCars": _TRAIN_TEST,
     "USPS": _BY_TRAIN,
 }
-_FILES = ("_image_files", "_images", "_samples", "samples")  # where torchvision's classes keep paths
+# attributes in which torchvision's classes keep paths and labels
+_FILES = ("_image_files", "_images", "_samples", "samples")
+_LABELS = ("_labels", "targets", "labels", "y")
 _NOT_THERE = re.compile(
     r"not found|doesn't exist|No such file|download=True|not present", flags=re.IGNORECASE
 )
-_SAID = 300  # characters of what torchvision says
-_LABELS = ("_labels", "targets", "labels", "y")
+_LONGEST = 300  # characters of torchvision's message
 
 
 def open_torchvision(
@@ -86,102 +85,90 @@ def open_torchvision(
     arguments: Mapping[str, Any] | None = None,
     download: bool = False,
 ) -> EvalDataset:
-    """One of torchvision's sets; its class names are torchvision's ``.classes``, unchanged, for cards to bind to.
+    """Open one of torchvision's datasets; class names are torchvision's ``.classes``.
 
     Args:
         kind: the name of the class, such as "CIFAR10".
-        root: the folder in which its files lie, as torchvision takes it.
-        name: of the dataset; ``kind`` if empty.
-        split: "train", "val", "test", or "all" of those without splits.
-        splits: what the class is told for each split, if not what ``TORCHVISION_SETS`` says; with it other classes
-            than those can be opened.
-        arguments: more that the class is told, such as ``{"partition": 2}`` of DTD; they win over the split's.
-        download: fetch its files if they are not there.
+        root: the folder of its files, as torchvision takes it.
+        name: the dataset's name; ``kind`` by default.
+        split: "train", "val", "test", or "all" for datasets without splits.
+        splits: arguments of the class by split, ``TORCHVISION_SETS[kind]`` by default; needed for other classes.
+        arguments: further arguments such as ``{"partition": 2}`` for DTD; they override the split's.
+        download: download missing files.
 
     Raises:
-        NoSplit: torchvision has no such split of it.
-        DataError: its files are not there, or a library that reads them.
-        ConfigError: there is no such set.
+        NoSplit: torchvision has no such split.
+        DataError: files, or a library to read them, are missing.
+        ConfigError: torchvision has no such dataset.
     """
     name = name or kind
     if splits is None:
         check_known(kind)
         splits = TORCHVISION_SETS[kind]
-    if not hasattr(importlib.import_module("torchvision.datasets"), kind):
+    made = getattr(importlib.import_module("torchvision.datasets"), kind, None)
+    if made is None:
         raise ConfigError(f"the installed torchvision has no dataset {kind[:40]}")
     if split not in splits:
-        raise NoSplit(_about_split(name, kind, split, splits))
-    told = {**splits[split], **(arguments or {})}
-    dataset = _made(name, kind, root, told, download)
+        what = f"only {some(list(splits))}"
+        if ALL in splits:
+            what = f"torchvision's {kind} has only the split {ALL!r} with all images"
+        raise NoSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
+    told = {**splits[split], **(arguments or {}), **({"download": True} if download else {})}
+    try:
+        dataset = made(root=str(root), **told)
+    except ModuleNotFoundError as error:
+        raise DataError(f"dataset {name}: torchvision's {kind} needs {error.name}: pip install it") from error
+    except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
+        said = shorten(str(error), _LONGEST, placeholder=" …").rstrip(
+            "."
+        )  # cuts between words, not in a path
+        fault = NotFetched if _NOT_THERE.search(said) and "pip install" not in said else DataError
+        if said.startswith("Dataset not found"):
+            said = "its files are missing"
+        if "download" in inspect.signature(made).parameters:
+            said += f"; torchvision.datasets.{kind}({str(root)!r}, download=True) may fetch it"
+        raise fault(f"dataset {name}: torchvision's {kind} cannot be read in {root}: {said}") from error
     files, labels = _files(dataset), _labels(name, dataset)
-    order = list(range(len(labels)))
-    if files is not None and split == ALL:  # SUN397's are in the order in which the disk has them
-        order.sort(key=lambda number: files[number])
-    _check_labels(name, dataset, labels)
-    pictures: Images
+    if not labels:
+        raise DataError(f"dataset {name} has no image")
+    for number in {0, len(labels) // 2, len(labels) - 1}:  # images and labels still belong together
+        try:
+            image, given = dataset[number]
+            image.close()
+        except (OSError, SyntaxError) as error:
+            raise DataError(f"dataset {name}: image {number} does not decode: {error}") from error
+        assert int(given) == labels[number], f"torchvision has changed where {name} keeps its labels"
+    images: Images
     if files is None:
-        pictures = ArrayImages(dataset, f"torchvision:{kind}", split)
+        images = ArrayImages(dataset, f"torchvision:{kind}", split)
     else:
-        pictures = FileImages(root, [files[number] for number in order])
+        order = list(range(len(files)))
+        if split == ALL:  # SUN397's files are in the order of the disk
+            order.sort(key=lambda number: files[number])
+        images, labels = FileImages(root, [files[one] for one in order]), [labels[one] for one in order]
+    # ImageNet's classes are lists of names, so its WordNet ids are the keys; some datasets have no class names
+    names = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None) or ()
     return checked_set(
         EvalDataset(
             name=name,
             split=split,
-            class_names=_class_names(dataset),
-            templates=DEFAULT_TEMPLATES,
-            shards=pictures,
-            labels=torch.tensor([labels[number] for number in order]),
-            captions=None,
-            revision=pictures.fingerprint(),
+            images=images,
+            revision=images.fingerprint(),
             tasks=("zero-shot",),
+            class_names=tuple(map(str, names)),
+            labels=torch.tensor(labels),
         )
     )
 
 
 def check_known(kind: str) -> None:
-    """Make sure that there is a set of this name, before its files are looked for.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Raise ConfigError if there is no dataset of this name."""
     if kind not in TORCHVISION_SETS:
         raise ConfigError(f"no dataset torchvision:{kind[:40]}: {nearest(kind[:40], TORCHVISION_SETS)}")
 
 
-def _about_split(name: str, kind: str, split: str, splits: Splits) -> str:
-    if ALL in splits:
-        return (
-            f"dataset {name} has no split {split!r}: torchvision's {kind} has none and gives all its images, "
-            f"which is the split {ALL!r}"
-        )
-    return f"dataset {name} has no split {split!r}, only {some(list(splits))}"
-
-
-def _made(name: str, kind: str, root: Path, told: Mapping[str, Any], download: bool) -> Any:
-    made = getattr(importlib.import_module("torchvision.datasets"), kind)
-    if download:
-        told = {**told, "download": True}
-    try:
-        return made(root=str(root), **told)
-    except ModuleNotFoundError as error:
-        raise DataError(f"dataset {name}: torchvision's {kind} needs {error.name}: pip install it") from error
-    except (RuntimeError, OSError, ValueError, TypeError, KeyError) as error:
-        said = shorten(str(error), _SAID, placeholder=" …").rstrip(
-            "."
-        )  # between words, so that no path is cut
-        fault = NotFetched if _NOT_THERE.search(said) and "pip install" not in said else DataError
-        if said.startswith("Dataset not found"):
-            said = "its files are not there"
-        fetched = ""
-        if "download" in inspect.signature(made).parameters:
-            fetched = f"; torchvision.datasets.{kind}({str(root)!r}, download=True) may fetch it"
-        raise fault(
-            f"dataset {name}: torchvision's {kind} cannot be read in {root}: {said}{fetched}"
-        ) from error
-
-
 def _files(dataset: Any) -> list[Path] | None:
-    """The files of its images; None for a set of arrays."""
+    """Return the files of the images; None for a dataset of arrays."""
     for attribute in _FILES:
         found = getattr(dataset, attribute, None)
         if isinstance(found, list) and found and len(found) == len(dataset):
@@ -204,35 +191,16 @@ def _labels(name: str, dataset: Any) -> list[int]:
             and all(one[1] is not None for one in found)
         ):
             return [int(one[1]) for one in found]
-    raise DataError(f"dataset {name}: torchvision gives no labels for this split")
-
-
-def _check_labels(name: str, dataset: Any, labels: Sequence[int]) -> None:
-    """That they are those which torchvision gives with its images, of a few."""
-    if not labels:
-        raise DataError(f"dataset {name} has no image")
-    for number in {0, len(labels) // 2, len(labels) - 1}:
-        try:
-            image, given = dataset[number]
-            image.close()
-        except (OSError, SyntaxError) as error:
-            raise DataError(f"dataset {name}: image {number} does not decode: {error}") from error
-        assert int(given) == labels[number], f"torchvision has changed where {name} keeps its labels"
-
-
-def _class_names(dataset: Any) -> tuple[str, ...]:
-    """Its keys; of ImageNet the WordNet ids, as its classes are lists of names. Some sets have none."""
-    found = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None) or ()
-    return tuple(map(str, found))
+    raise DataError(f"dataset {name}: torchvision has no labels for this split")
 
 
 class ArrayImages:
-    """Images that torchvision has in memory or unpacks itself, as lossless PNG.
+    """Images that torchvision keeps in memory or unpacks itself, as lossless PNG.
 
     Args:
-        dataset: torchvision's.
+        dataset: torchvision's dataset.
         shown: its name in messages.
-        split: of it.
+        split: the split's name.
     """
 
     def __init__(self, dataset: Any, shown: str, split: str) -> None:
@@ -242,44 +210,28 @@ class ArrayImages:
         return len(self._dataset)
 
     def locate(self, number: int) -> tuple[str, str]:
-        """The set, and the image's number in its split."""
+        """Return the dataset's name, and the image's number in its split."""
         return f"{self._shown} ({self._split})", str(number)
 
-    def read(self, number: int) -> Sample:
-        """One image.
-
-        Raises:
-            DataError: it does not decode.
-        """
-        shard, key = self.locate(number)
+    def read(self, number: int) -> bytes:
+        """Return an encoded image; raise DataError if it does not decode."""
         try:
-            with self._dataset[number][0] as picture:
-                image = png_of(picture)
+            with self._dataset[number][0] as image:
+                return png_of(image)
         except (OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"it does not decode: {' '.join(str(error).split())[:200]}") from error
-        return Sample(
-            id=number,
-            shard=shard,
-            key=key,
-            image=image,
-            caption=None,
-            label=None,
-            meta={},
-            caption_number=0,
-        )
-
-    def stamp(self) -> str:
-        """The fingerprint, which is of what the images hold."""
-        return self.fingerprint()
+            raise undecodable(error) from error
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of all pixels where there is an array of them; else of some images."""
+        """Return 16 hexadecimal digits that depend on all pixels if they are in one array, else on 100 images."""
         digest = hashlib.sha256(f"{len(self)}".encode())
         data = getattr(self._dataset, "data", None)
         if data is not None:
             digest.update(np.ascontiguousarray(data).data)
         else:
-            step = max(1, len(self) // 100)
-            for number in range(0, len(self), step):
-                digest.update(self.read(number).image)
+            for number in range(0, len(self), max(1, len(self) // 100)):
+                digest.update(self.read(number))
         return digest.hexdigest()[:16]
+
+    def stamp(self) -> str:
+        """Return the fingerprint, which depends on the images' content."""
+        return self.fingerprint()

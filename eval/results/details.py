@@ -343,7 +343,7 @@ def _example(
 def _picture(dataset: EvalDataset, number: int) -> Picture:
     """A small copy; an empty one of an image that cannot be read any more."""
     try:
-        png = thumbnail(dataset.shards.read(number).image)
+        png = thumbnail(dataset.images.read(number))
     except DataError:
         png = ""
     return Picture(png=png, alt=f"image {number:,} of {_short(dataset.name)}")

@@ -206,7 +206,7 @@ def _text(dataset: EvalDataset, number: int) -> str | None:
 
 def _picture(dataset: EvalDataset, number: int) -> Picture:
     alt = _text(dataset, number) or f"image {number}"
-    return Picture(png=thumbnail(dataset.shards.read(number).image), alt=_short(alt))
+    return Picture(png=thumbnail(dataset.images.read(number)), alt=_short(alt))
 
 
 def _rounded(value: float) -> float:

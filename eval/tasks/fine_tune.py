@@ -216,7 +216,7 @@ def _read(pictures: Sequence[Picture]) -> Iterator[tuple[bytes, int]]:
     def read(picture: Picture) -> tuple[bytes, int]:
         dataset, number, label = picture
         try:
-            image = dataset.shards.read(number).image
+            image = dataset.images.read(number)
             decode_image(image)
         except DataError as error:
             raise DataError(f"{dataset.where(number)}: {error}; mend or remove it") from error

@@ -134,7 +134,7 @@ def add_details(
                 f"{('golden', 'small', 'old')[j % 3]} {dataset[:6]} no. {j}" for j in range(classes)
             )
             data = EvalDataset(
-                name=dataset, class_names=names, templates=("{c}",), shards=(), labels=labels, captions=None,  # type: ignore[arg-type]
+                name=dataset, class_names=names, templates=("{c}",), images=(), labels=labels, captions=None,  # type: ignore[arg-type]
                 revision=dataset[:4], tasks=("zero-shot",), prompt_set="openai",
             )  # fmt: skip
             details = prediction_details(data, guess, task="zero-shot", confidence=torch.rand(600) ** 0.5)

@@ -38,7 +38,7 @@ def test_encode_gives_the_features_of_the_public_api(model: CLIP, write_dataset:
         assert model.training
     finally:
         model.eval()
-    pictures = [dataset.shards.read(i).image for i in range(len(dataset))]
+    pictures = [dataset.images.read(i) for i in range(len(dataset))]
     expected = clipkit.encode_image(pictures, model)
     assert features.projected.dtype == features.before_projection.dtype == torch.float32
     torch.testing.assert_close(features.projected, expected, atol=1e-6, rtol=0)
@@ -55,7 +55,7 @@ def test_zero_shot_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> 
     assert dataset.labels is not None
     top1, top5, per_class = 0, 0, [[0, 0] for _ in range(7)]
     for i, label in enumerate(dataset.labels.tolist()):
-        image = clipkit.encode_image(dataset.shards.read(i).image, model)[0]
+        image = clipkit.encode_image(dataset.images.read(i), model)[0]
         similarities = []
         for name in dataset.class_names:
             prompts = clipkit.encode_text([t.replace("{c}", name) for t in dataset.templates], model)
@@ -103,7 +103,7 @@ def test_retrieval_is_a_plain_loop(model: CLIP, write_dataset: WriteDataset) -> 
     scores = by_metric(evaluation.evaluate(model, dataset, tasks=["retrieval"]))
     assert dataset.captions is not None
     listed = [(i, caption) for i, own in enumerate(dataset.captions) for caption in own]
-    images = clipkit.encode_image([dataset.shards.read(i).image for i in range(12)], model)
+    images = clipkit.encode_image([dataset.images.read(i) for i in range(12)], model)
     texts = clipkit.encode_text([caption for _, caption in listed], model)
     similarity = images @ texts.T  # (12, 25)
     right = torch.tensor([[caption in own for _, caption in listed] for own in dataset.captions])

@@ -164,7 +164,7 @@ def test_choice_between_captions(twins: Twins, tmp_path: Path, pictures: int) ->
     if pictures == 2:
         dataset = replace(dataset, items=torch.arange(len(pairs)).repeat_interleave(2))
     ours = {one.metric: one.value for one in evaluate(twins.ours, dataset)}
-    seen = torch.stack([twins.transform(opened(dataset.shards.read(i).image)) for i in range(len(dataset))])
+    seen = torch.stack([twins.transform(opened(dataset.images.read(i))) for i in range(len(dataset))])
     batches = [(seen.unflatten(0, (-1, pictures)), [list(pair) for pair in pairs])]
     theirs = twins.cli.image_caption_selection.evaluate(
         twins.theirs, batches, twins.tokenizer, "cpu", amp=False

@@ -19,7 +19,7 @@ from eval.__main__ import main
 from eval.datasets.dataset import DEFAULT_TEMPLATES, NoSplit
 from eval.datasets.new import new_card
 from eval.readers import open_dataset, open_datasets
-from eval.readers.shards import SomeImages
+from eval.readers.shards import ShardImages
 from tests.eval.conftest import CLASSES
 
 WriteDataset = Callable[..., Path]
@@ -70,8 +70,8 @@ def test_duplicate_and_empty_classes_are_told(
     with caplog.at_level(logging.WARNING, "eval"):
         assert open_dataset(folder).class_names == ("missile", "cat", "missile", "dog")
     assert [record.getMessage() for record in caplog.records] == [
-        "dataset colours: class names that stand for several classes: 'missile'",
-        "dataset colours: classes without an image: 'dog'",
+        "dataset colours: class names shared by several classes: 'missile'",
+        "dataset colours: classes without images: 'dog'",
     ]
 
 
@@ -95,18 +95,15 @@ def test_plain_shards_are_scored_without_samples_that_lack_a_caption(
     (folder / "card.json").unlink()
     with caplog.at_level(logging.WARNING, "eval"):
         dataset = open_dataset(folder)
-    told = "dataset pairs: 2 of 5 samples have no caption and are left out"
+    told = "dataset pairs: 2 of 5 samples have no caption and are skipped"
     assert [record.getMessage() for record in caplog.records] == [told]
     assert (len(dataset), dataset.tasks, dataset.captions) == (3, ("retrieval",), (("a",), ("b",), ("c",)))
-    samples = [dataset.shards.read(number) for number in range(3)]
-    assert [(one.id, one.key, one.caption) for one in samples] == [
-        (0, "s0000000", "a"),
-        (1, "s0000002", "b"),
-        (2, "s0000004", "c"),
-    ]
+    assert [dataset.images.locate(number)[1] for number in range(3)] == ["s0000000", "s0000002", "s0000004"]
     assert "image s0000002 of" in dataset.where(1)
-    assert isinstance(dataset.shards, SomeImages)
-    every = dataset.shards.every.fingerprint()
+    assert isinstance(dataset.images, ShardImages)
+    shards = dataset.images.shards
+    assert [dataset.images.read(number) for number in range(3)] == [shards.read(i).image for i in (0, 2, 4)]
+    every = shards.fingerprint()
     assert dataset.revision == open_dataset(folder).revision != every
     assert "has no caption" in refusal(folder / "test")  # whose nshards.txt says that it was written as one
     (folder / "dataset_type.txt").write_text("retrieval\n")  # published: whole, or damaged
@@ -152,7 +149,7 @@ def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 1]
     assert dataset.templates == DEFAULT_TEMPLATES
     assert dataset.where(2) == f"dataset pets: image tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
-    assert dataset.shards.read(1).image == picture()
+    assert dataset.images.read(1) == picture()
     revision = dataset.revision
     (tmp_path / "pets" / "dog" / "6.jpg").write_bytes(picture())
     assert open_dataset(tmp_path / "pets").revision != revision
@@ -188,7 +185,7 @@ def test_classes_of_folders_are_those_of_all_splits(tmp_path: Path, caplog: pyte
     train, test = open_dataset(tmp_path / "pets", split="train"), open_dataset(tmp_path / "pets")
     assert train.class_names == test.class_names == ("cat", "dog", "emu")
     assert test.labels is not None and test.labels.tolist() == [0, 2]
-    assert "classes without an image: 'dog'" in caplog.text
+    assert "classes without images: 'dog'" in caplog.text
     with pytest.raises(NoSplit, match="has no split 'val'"):
         open_dataset(tmp_path / "pets", split="val")
     stamp = test.stamp
@@ -203,7 +200,7 @@ def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: 
         (tmp_path / "pets" / name).write_bytes(picture())
     assert len(open_dataset(tmp_path / "pets")) == 3
     with pytest.raises(
-        NoSplit, match="folder 'val' stands in"
+        NoSplit, match="folder 'val' is used"
     ):  # probes would be tuned on what they are scored on
         open_dataset(tmp_path / "pets", split="val")
     card = new_card("Pets", tmp_path / "pets")
@@ -233,8 +230,9 @@ def test_splits_go_by_the_usual_names(tmp_path: Path, write_dataset: WriteDatase
 
 def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_dataset: WriteDataset) -> None:
     one = put_pictures(tmp_path / "one", "images/1.jpg", "images/2.jpg")
-    assert f"one class only, 'images': images by class take two folders or more, as {one / 'cat'}" in refusal(
-        one
+    assert (
+        f"one class only, 'images': images by class need at least two folders, as {one / 'cat'}"
+        in refusal(one)
     )
     table = one / "caps.csv"
     table.write_text("path,caption\nimages/1.jpg,a cat\n")
@@ -245,7 +243,7 @@ def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_datas
         f"caps.csv may be a table of captions: {pack_it.replace('caps.csv', 'images/caps.csv')}"
         in refusal(one / "images")
     )
-    assert "classification takes two or more" in refusal(
+    assert "classification needs at least two" in refusal(
         write_dataset("cats", labels=[0, 0], class_names=["cat"])
     )
     told = write_dataset("told", labels=[0, 0], class_names=["cat"], captions=["a", "b"])
@@ -308,11 +306,11 @@ def test_what_is_no_picture_file_is_refused(tmp_path: Path) -> None:
     lost = picture_folder(tmp_path / "lost")
     (lost / "dog").symlink_to("nothing")
     assert refusal(pipe) == f"image {pipe / 'cat' / 'z.png'} is not a regular file: remove it"
-    assert refusal(link) == f"image {link / 'cat' / 'z.png'} is a link to nothing: mend or remove it"
+    assert refusal(link) == f"image {link / 'cat' / 'z.png'} is a broken link: fix or remove it"
     with (picture_folder(tmp_path / "large") / "cat" / "1.jpg").open("r+b") as file:
         file.truncate((256 << 20) + 1)
     assert "has 268435457 bytes, the limit is 268435456" in refusal(tmp_path / "large")
-    assert refusal(lost) == f"{lost / 'dog'} is a link to nothing: mend or remove it"
+    assert refusal(lost) == f"{lost / 'dog'} is a broken link: fix or remove it"
 
 
 def test_a_class_folder_that_cannot_be_read_is_not_left_out() -> None:
@@ -360,7 +358,7 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
         assert ("its card says inf" if number == 2 else "card.json does not parse") in refusal(hostile)
     split = write_dataset("split", split="train")
     assert refusal(split) == (
-        "dataset split has no split 'test' to score on, only train: pack it with pairs held out "
+        "dataset split has no split 'test' to score on, only train: pack it with held-out pairs "
         f"(python -m data pack TABLE OUT --test 0.1), or name a split's own folder, {split / 'train'}"
     )
     alone = open_dataset(split / "train")

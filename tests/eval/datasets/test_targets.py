@@ -100,7 +100,7 @@ def test_a_card_of_ones_own_has_to_fit_the_pictures(
             r"do not fit the images: each must be a metric of zero-shot: acc1, .*two classes",
         ),
         ('metric = "map_11_point"\nmultilabel = true', "each image has one label, .* multilabel = false"),
-        ('metric = "worst_region_acc1"\nmetadata = ["region"]', "has no npy, where region should stand"),
+        ('metric = "worst_region_acc1"\nmetadata = ["region"]', "has no npy, expected the columns region"),
     ):
         (folder / "card.toml").write_text(f'tasks = ["zero-shot"]\n{text}\n')
         with pytest.raises(DataError, match=message):

@@ -18,7 +18,6 @@ from torch import Tensor
 import clipkit
 from clipkit import CLIP
 from clipkit.errors import DataError
-from data.shards.samples import Sample
 from eval import Encoder, EvalDataset, Ranks, Score, Subject, evaluate, open_dataset
 from tests.eval.conftest import png
 
@@ -49,7 +48,7 @@ def test_five_datasets_that_share_pictures_and_classes_encode_nothing_twice(
         subject = Subject(again, open_dataset(folder))
         scores = evaluate(subject, tasks=["zero-shot"])
         assert scores == evaluate(model, folder, tasks=["zero-shot"])
-        pictures = [subject.dataset.shards.read(i).image for i in range(len(subject.dataset))]
+        pictures = [subject.dataset.images.read(i) for i in range(len(subject.dataset))]
         expected = clipkit.encode_image(pictures, model)
         torch.testing.assert_close(subject.images().projected, expected, atol=1e-6, rtol=0)
     assert again.encoded == {"images": 0, "texts": 0}
@@ -162,8 +161,8 @@ class Images:
     def __len__(self) -> int:
         return len(self.contents)
 
-    def read(self, number: int) -> Sample:
-        return Sample(number, "memory", str(number), self.contents[number], None, None, {}, 0)
+    def read(self, number: int) -> bytes:
+        return self.contents[number]
 
     def locate(self, number: int) -> tuple[str, str]:
         return "memory", str(number)
@@ -249,7 +248,7 @@ def scored_models(
             name=name,
             class_names=("red", "green", "blue"),
             templates=templates,
-            shards=images,
+            images=images,
             labels=torch.arange(len(images)) % 3,
             captions=None,
             revision=images.fingerprint(),

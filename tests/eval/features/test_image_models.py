@@ -69,7 +69,7 @@ def test_features_are_timms_own(name: str, hub: Path, write_dataset: WriteDatase
     assert model.name == f"timm:{name}" and not model.training
     theirs = timm.create_model(name, pretrained=True, num_classes=0).eval()
     transform = DATA.create_transform(**DATA.resolve_model_data_config(theirs))
-    pictures = [Image.open(io.BytesIO(dataset.shards.read(i).image)) for i in range(5)]
+    pictures = [Image.open(io.BytesIO(dataset.images.read(i))) for i in range(5)]
     with torch.inference_mode():
         want = theirs(torch.stack([transform(one) for one in pictures]))
     got = Encoder(model).images(dataset)

@@ -43,7 +43,7 @@ def test_sugar_crepe(tmp_path: Path) -> None:
     dataset = open_dataset(file)
     assert (dataset.name, dataset.tasks) == ("swap_obj", ("compositional",))
     assert dataset.choices == (("a dog on a cat", "a cat on a dog"), ("red", "blue"))
-    assert [dataset.shards.read(number).image for number in range(2)] == [png(1)] * 2
+    assert [dataset.images.read(number) for number in range(2)] == [png(1)] * 2
     assert dataset.where(1) == f"dataset swap_obj: image 1.jpg of {tmp_path / 'val2017'}"
     assert open_dataset(file, images=tmp_path / "val2017").revision == dataset.revision
     with pytest.raises(NoSplit):
@@ -66,14 +66,14 @@ def test_aro_cuts_out_the_box(tmp_path: Path) -> None:
     dataset = open_dataset(write(tmp_path / "visual_genome_relation.json", entries))
     assert dataset.metadata["relation"].tolist() == [1, 0, 1]
     assert dataset.metadata["symmetric"].tolist() == [0, 0, 0]
-    whole, part = (np.array(Image.open(BytesIO(one))) for one in (png(1), dataset.shards.read(0).image))
+    whole, part = (np.array(Image.open(BytesIO(one))) for one in (png(1), dataset.images.read(0)))
     np.testing.assert_array_equal(part, whole[5:9, 3:11])
     outside = open_dataset(write(tmp_path / "outside.json", [{**entries[0], "bbox_x": 4000}]))
-    with pytest.raises(DataError, match=r"its box .* has no part of its 24 x 21 pixels"):
-        outside.shards.read(0)
+    with pytest.raises(DataError, match=r"its box .* is outside its 24 x 21 pixels"):
+        outside.images.read(0)
     (tmp_path / "images/a.png").write_bytes(b"nothing")
     with pytest.raises(DataError, match="it does not decode"):
-        dataset.shards.read(0)
+        dataset.images.read(0)
 
 
 def test_what_aro_groups_by(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
     write(tmp_path / "aro/visual_genome_relation.json", [entry])
     sugar, aro = (open_dataset(name, root=tmp_path) for name in ("sugar_crepe-swap_obj", "aro-relation"))
     assert (sugar.name, len(sugar), aro.name, len(aro)) == ("sugar_crepe-swap_obj", 2, "aro-relation", 1)
-    with pytest.raises(DataError, match="nor a set under"):
+    with pytest.raises(DataError, match="nor a dataset under"):
         open_dataset("sugar_crepe-add_att", root=tmp_path)
 
 
@@ -108,12 +108,12 @@ def test_by_the_names_of_their_cards(tmp_path: Path) -> None:
     [
         ("{", "does not parse"),
         ("[" * 100_000, "does not parse"),
-        ([], "is no list of entries"),
-        ([1], "is no list of entries"),
-        ([{"a": 1}], "has entries of another form; known: filename, caption, negative_caption"),
+        ([], "is neither a list nor an object of entries"),
+        ([1], "is neither a list nor an object of entries"),
+        ([{"a": 1}], "have unknown keys; known: filename, caption, negative_caption"),
         ({"0": {**PAIRS["0"], "caption": " "}}, "entry 0 of"),
-        ({"0": {**PAIRS["0"], "filename": "../1.jpg"}}, "names an image out of its folder"),
-        ({"0": {**PAIRS["0"], "filename": "/etc/hostname"}}, "names an image out of its folder"),
+        ({"0": {**PAIRS["0"], "filename": "../1.jpg"}}, "names an image outside its folder"),
+        ({"0": {**PAIRS["0"], "filename": "/etc/hostname"}}, "names an image outside its folder"),
         ({"0": {**PAIRS["0"], **BOX, "bbox_x": -1}}, "has the box [-1, 5, 8, 4]"),
     ],
 )

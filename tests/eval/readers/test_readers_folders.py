@@ -68,16 +68,16 @@ def test_links_to_folders_are_followed_but_not_in_a_circle(tmp_path: Path) -> No
     (pets / "bird").symlink_to(elsewhere)
     found = open_dataset(pets)
     assert found.labels is not None and found.labels.tolist() == [0, 0, 1, 1, 1, 2]
-    assert found.shards.locate(3)[1] == "cat/more/4.png"
+    assert found.images.locate(3)[1] == "cat/more/4.png"
     for name, target in (("cat/loop", "."), ("cat/up", ".."), ("self", "."), ("dog/top", str(tmp_path))):
         link = pets / name
         link.symlink_to(target)
-        assert refusal(pets) == f"{link} is a link to a folder that it lies in: remove it"
+        assert refusal(pets) == f"{link} is a link to a folder that contains it: remove it"
         link.unlink()
     # two that lead into each other
     (pets / "cat" / "other").symlink_to("../dog")
     (pets / "dog" / "other").symlink_to("../cat")
-    assert "is a link to a folder that it lies in: remove it" in refusal(pets)
+    assert "is a link to a folder that contains it: remove it" in refusal(pets)
 
 
 def test_pictures_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,17 +85,18 @@ def test_pictures_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "eval"):
         assert len(open_dataset(pets)) == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "dataset pets: images beside the class folders are left out: another.JPG, stray.png"
+        "dataset pets: skips images outside the class folders: another.JPG, stray.png"
     ]
     (pets / "dog" / "3.HEIC").write_bytes(b"x")
     assert refusal(pets) == (
-        f"image {pets / 'dog' / '3.HEIC'} is of a kind that is not read: write it as JPEG or PNG, or remove it"
+        f"image {pets / 'dog' / '3.HEIC'} has a format that is not supported: convert it to JPEG or PNG, or remove "
+        "it"
     )
 
 
 def test_folders_called_like_splits_are_no_classes(tmp_path: Path) -> None:
     flat = fill(tmp_path / "flat", "Test/1.png", "train/2.png")
-    assert "holds images in Test, train, which are called like splits, not like classes" in refusal(flat)
+    assert "holds images in Test, train, which are names of splits, not of classes" in refusal(flat)
     vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # a class may be one
     assert vehicles.class_names == ("car", "train")
 
@@ -104,10 +105,10 @@ def test_sources_that_are_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "0.tar"
     file.write_bytes(b"x")
     assert refusal(file) == (
-        f"no dataset {str(file)!r}: it is a file, and no .json of SugarCrepe or ARO: name its folder"
+        f"no dataset {str(file)!r}: it is a file, but not a .json of SugarCrepe or ARO: name its folder"
     )
     for source in ("https://", "s3://", "http:///"):
-        with pytest.raises(DataError, match=r"its address names no place, as https://HOST/FOLDER does"):
+        with pytest.raises(DataError, match=r"expected an address such as https://HOST/FOLDER"):
             open_dataset(source)
     with pytest.raises(DataError, match=r"^no dataset '': name a folder"):
         open_dataset("")
@@ -183,7 +184,7 @@ def test_labels_that_are_no_numbers_are_refused(tmp_path: Path, said: str, named
     pq.write_table(table.replace_schema_metadata(about), tmp_path / "set" / "test.parquet")
     assert "row " in refusal(tmp_path / "set")
     assert f" has label {said}" in refusal(tmp_path / "set")
-    assert "which is no number of a class" in refusal(tmp_path / "set")
+    assert "which is not a class number" in refusal(tmp_path / "set")
 
 
 def test_other_columns_of_a_wrong_kind(tmp_path: Path) -> None:
@@ -195,9 +196,9 @@ def test_other_columns_of_a_wrong_kind(tmp_path: Path) -> None:
         return refusal(path.parent)
 
     assert "row 0 of" in said(labels=[["cat"], ["dog"]])
-    assert "has labels ['cat'], which are no numbers of classes" in said(labels=[["cat"], ["dog"]])
+    assert "has labels ['cat'], which are not class numbers" in said(labels=[["cat"], ["dog"]])
     assert "row 1 of" in said(labels=[[0], [None]])
-    assert "has labels [0.5], which are no numbers" in said(labels=[[0.5], [1.0]])
+    assert "has labels [0.5], which are not class numbers" in said(labels=[[0.5], [1.0]])
     assert "has no caption" in said(caption=[1, 2])
     assert said(label=pa.array([], pa.int64())).endswith("test.parquet has no rows")
     floats = pa.table({"image": [png(0), png(1)], "label": [1.0, 0.0]})  # whole ones are meant

@@ -48,7 +48,7 @@ def images(count: int, *, start: int = 0) -> list[dict[str, Any]]:
 
 
 def read(dataset: EvalDataset) -> list[bytes]:
-    return [dataset.shards.read(number).image for number in range(len(dataset))]
+    return [dataset.images.read(number) for number in range(len(dataset))]
 
 
 def refusal(source: Path | str, **options: Any) -> str:
@@ -178,10 +178,10 @@ def test_winogavil(tmp_path: Path, kind: str) -> None:
     if kind == "column":
         fewer = {**columns, "candidates_images": [[image(0, of="owl")], [image(0, of="owl")]]}
         write(tmp_path / "w/test.parquet", fewer)
-        with pytest.raises(DataError, match="there are 1 images, none is number 1"):
-            open_dataset(tmp_path / "w").shards.read(1)
+        with pytest.raises(DataError, match="there are 1 images, no number 1"):
+            open_dataset(tmp_path / "w").images.read(1)
     write(tmp_path / "w/test.parquet", {**columns, "associations": [["owl"], ["cat"]]})
-    assert "row 1 has no cue, a candidate twice, or associations" in refusal(tmp_path / "w")
+    assert "row 1 has no cue, repeated candidates, or associations" in refusal(tmp_path / "w")
 
 
 def test_few_row_groups_are_in_memory_and_each_is_read_once(
@@ -189,15 +189,15 @@ def test_few_row_groups_are_in_memory_and_each_is_read_once(
 ) -> None:
     file = write(tmp_path / "x/test.parquet", {"image": images(60), "label": [0] * 60}, group=5)
     dataset = open_dataset(file.parent)
-    pictures = dataset.shards
+    pictures = dataset.images
     assert isinstance(pictures, ParquetImages) and pictures.group_reads == 0
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda number: pictures.read(number).image, range(60)))
+        found = list(pool.map(lambda number: pictures.read(number), range(60)))
     assert found == [b"picture %d" % seed for seed in range(60)]
     assert pictures.group_reads == 12
     again = pickle.loads(pickle.dumps(pictures))
     monkeypatch.setattr("eval.readers.parquet._KEPT_BYTES", 1)
-    assert [again.read(number).image for number in (0, 1, 7, 8, 0)] == [
+    assert [again.read(number) for number in (0, 1, 7, 8, 0)] == [
         b"picture %d" % seed for seed in (0, 1, 7, 8, 0)
     ]
     assert again.group_reads == 3 and again.fingerprint() == pictures.fingerprint()
@@ -213,12 +213,12 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     write(two.with_name("test-00001-of-00002.parquet"), {"image": images(2), "label": ["a", "b"]})
     assert "has other columns than" in refusal(two.parent)
     paths = open_dataset(write(tmp_path / "paths/test.parquet", {"image": ["1.jpg"], "label": [0]}).parent)
-    with pytest.raises(DataError, match="it holds string, no bytes of an image"):
-        paths.shards.read(0)
+    with pytest.raises(DataError, match="it holds string, not the bytes of an image"):
+        paths.images.read(0)
     lost = {"image": [image(0), {"bytes": None, "path": "1.jpg"}], "label": [0, 0]}
     dataset = open_dataset(write(tmp_path / "lost/test.parquet", lost).parent)
-    with pytest.raises(DataError, match="it holds no image, only where one was"):
-        dataset.shards.read(1)
+    with pytest.raises(DataError, match="it holds only the path of an image"):
+        dataset.images.read(1)
 
 
 def test_broken_pictures_are_named(tmp_path: Path, model: CLIP) -> None:

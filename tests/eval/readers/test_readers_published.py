@@ -92,7 +92,7 @@ def refusal(source: Path | str, **options: Any) -> str:
 
 
 def pixels(dataset: EvalDataset) -> list[bytes]:
-    pictures = [dataset.shards.read(number).image for number in range(len(dataset))]
+    pictures = [dataset.images.read(number) for number in range(len(dataset))]
     return [Image.open(BytesIO(one)).convert("RGB").tobytes() for one in pictures]
 
 
@@ -133,12 +133,12 @@ def test_group_metadata(tmp_path: Path) -> None:
         "y": [1, 0, 2],
     }
     assert str(named.metadata["region"].dtype) == "torch.int64"
-    assert "has 3 values in its npy, 2 (region, year) to be expected" in refusal(
+    assert "has 3 values in its npy, expected 2 (region, year)" in refusal(
         root, metadata_names=["region", "year"]
     )
     lacking = publish(tmp_path / "lacking", [samples[0], {"cls": 1}])
     assert "sample s0000001 of" in refusal(lacking, metadata_names=["a", "b", "c"])
-    assert "has no npy, where a, b, c should stand" in refusal(lacking, metadata_names=["a", "b", "c"])
+    assert "has no npy, expected the columns a, b, c" in refusal(lacking, metadata_names=["a", "b", "c"])
 
 
 def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,9 +146,9 @@ def test_captions_of_which_the_first_is_right(tmp_path: Path, caplog: pytest.Log
     dataset = open_dataset(publish(tmp_path / "order", samples, classes=None, kind="image_caption_selection"))
     assert dataset.choices == (("a dog bites a man", "a man bites a dog"), ("x", "y", "x"))
     assert (dataset.captions, dataset.tasks) == (None, ("compositional",))
-    assert "1 image whose right caption is among the wrong ones" in caplog.text
+    assert "1 image whose right caption is also among the wrong ones" in caplog.text
     one = publish(tmp_path / "one", [{"txt": "alone"}], classes=None, kind="image_caption_selection")
-    assert "has 1 caption to choose from, it takes 2 or more" in refusal(one)
+    assert "has 1 caption to choose from, expected at least 2" in refusal(one)
 
 
 def test_captions_that_are_not_utf8_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,12 +162,12 @@ def test_captions_that_are_not_utf8_are_refused(tmp_path: Path, caplog: pytest.L
     assert said.startswith(
         "dataset latin: 1 sample with a caption that is not UTF-8, the first is s0000001 of "
     )
-    assert said.endswith("0.tar: write them in UTF-8")
+    assert said.endswith("0.tar: write the captions in UTF-8")
     labelled = [one | {"cls": number % 2} for number, one in enumerate(samples)]
     dataset = open_dataset(publish(tmp_path / "labelled", labelled, classes="a\nb\n"))
     assert (dataset.captions, dataset.tasks, len(dataset)) == (None, ("zero-shot",), 3)
     (warned,) = (record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage())
-    assert warned == "dataset labelled: 1 sample with a caption that is not UTF-8: captions are left out"
+    assert warned == "dataset labelled: 1 sample with a caption that is not UTF-8: captions are ignored"
     samples[1] = {"txt": "tea", "json": {"captions": ["tea", "half a pair \ud83d"]}}
     assert "the first is s0000001 of" in refusal(
         publish(tmp_path / "json", samples, classes=None, kind="retrieval")
@@ -200,8 +200,8 @@ def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture
         [
             ([1, 0, 0, 1], "of shape (4,), classnames.txt has 5 lines; blank lines in it count"),
             ([2, 0, 0, 1, 0], "values other than 0 and 1"),
-            (np.array([{}] * WIDTH, dtype=object), "objects, which could run a program"),
-            (["a"] * WIDTH, "numbers are read alone"),
+            (np.array([{}] * WIDTH, dtype=object), "objects, which could execute code"),
+            (["a"] * WIDTH, "only arrays of numbers are read"),
         ]
     ):
         data = row if isinstance(row, np.ndarray) else np.array(row)
@@ -211,10 +211,10 @@ def test_wrong_multi_hot_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture
         message = refusal(root)
         assert said in message and "s0000001" in message and f"dataset {number}: " in message
     lost = publish(tmp_path / "lost", [{"npy": np.array(sound)}, {"cls": 1}], kind="multilabel")
-    assert "has no npy, in which a multilabel set keeps its labels" in refusal(lost)
+    assert "has no npy, which holds the labels of a multilabel dataset" in refusal(lost)
     with caplog.at_level(logging.WARNING, "eval"):
         open_dataset(publish(tmp_path / "empty", multi([sound]), kind="multilabel"))
-    told = ["class names that stand for several classes: ''", "classes without an image: '', 'ball', 'cone'"]
+    told = ["class names shared by several classes: ''", "classes without images: '', 'ball', 'cone'"]
     assert [record.getMessage().partition("empty: ")[2] for record in caplog.records] == told
 
 
@@ -264,7 +264,7 @@ def test_over_the_network(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.Monk
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"3\n")
     assert "test/2.tar: there is no such file" in refusal(page) or "the first is" in refusal(page)
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"many")
-    assert "says 'many', no count" in refusal(page)
+    assert "says 'many', expected a number" in refusal(page)
     nginx.put("datasets/who/wds_many/resolve/main/classnames.txt", b"caf\xe9\n")
     nginx.put("datasets/who/wds_many/resolve/main/test/nshards.txt", b"2\n")
     assert "classnames.txt is not UTF-8 text" in refusal(page)
@@ -299,7 +299,7 @@ def test_a_set_is_found_by_its_name(tmp_path: Path, nginx: Nginx) -> None:
     assert find_published(data, ["cars"]) is None
     dataset = open_dataset("vtab/dtd", root=data)
     assert (dataset.name, len(dataset)) == ("vtab-dtd", 2)
-    assert refusal("cars", root=data).endswith(f", nor a set under {data}")
+    assert refusal("cars", root=data).endswith(f", nor a dataset under {data}")
     serve(nginx, data, "sets")
     assert find_published(nginx.url("sets"), ["cars", "pets"]) == nginx.url("sets/wds_pets")
     assert len(open_dataset("pets", root=nginx.url("sets"))) == 1

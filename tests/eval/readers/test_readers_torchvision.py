@@ -28,7 +28,7 @@ def same_as_torchvision(dataset: EvalDataset, theirs: object) -> None:
     for number in range(len(dataset)):
         image, label = theirs[number]  # type: ignore[index]
         assert int(dataset.labels[number]) == label
-        np.testing.assert_array_equal(pixels(dataset.shards.read(number).image), np.array(image))
+        np.testing.assert_array_equal(pixels(dataset.images.read(number)), np.array(image))
 
 
 def write_mnist(root: Path, count: int) -> None:
@@ -72,7 +72,7 @@ def test_files_are_given_as_they_are(tmp_path: Path) -> None:
             file.write_bytes(png(seed))
     dataset = open_dataset("torchvision:Country211", root=tmp_path, split="val")
     same_as_torchvision(dataset, Country211(str(tmp_path), split="valid"))
-    assert [dataset.shards.read(number).image for number in range(2)] == [png(0), png(1)]
+    assert [dataset.images.read(number) for number in range(2)] == [png(0), png(1)]
     assert dataset.class_names == ("a", "b") and "valid/b/1.png" in dataset.where(1)
 
 
@@ -84,9 +84,7 @@ def test_a_set_without_splits_says_so(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_bytes(png(seed))
     for split in ("test", "train", "val"):
-        with pytest.raises(
-            NoSplit, match="EuroSAT has none and gives all its images, which is the split 'all'"
-        ):
+        with pytest.raises(NoSplit, match="EuroSAT has only the split 'all' with all images"):
             open_torchvision("EuroSAT", tmp_path, split=split)
     dataset = open_torchvision("EuroSAT", tmp_path, split="all")
     same_as_torchvision(dataset, EuroSAT(str(tmp_path)))
@@ -213,7 +211,7 @@ def test_labels_are_those_of_torchvision(
     ours = open_torchvision(kind, every_set, split=split)
     assert ours.labels is not None and ours.labels.tolist() == labels
     if kind == "SUN397":  # torchvision's order is the disk's
-        assert [Path(ours.shards.locate(number)[1]).name for number in range(2)] == ["sun_2.jpg", "sun_1.jpg"]
+        assert [Path(ours.images.locate(number)[1]).name for number in range(2)] == ["sun_2.jpg", "sun_1.jpg"]
     else:
         same_as_torchvision(ours, getattr(theirs, kind)(str(every_set), **splits[split]))
 

@@ -443,7 +443,7 @@ def test_retrieval_shows_where_matches_are_found_and_ranks_are_no_percentages(tm
     lines += [line(0, "pairs", f"{way}_median_rank", 1.0, **common) for way in ways]
     path = write(tmp_path / "r.jsonl", lines)
     data = EvalDataset(
-        name="pairs", class_names=(), templates=(), shards=(), labels=None, captions=(("a",), ("b",)),  # type: ignore[arg-type]
+        name="pairs", class_names=(), templates=(), images=(), labels=None, captions=(("a",), ("b",)),  # type: ignore[arg-type]
         revision="pair", tasks=("retrieval",), prompt_set="own",
     )  # fmt: skip
     ranks = {f"{way}_mean_rank": torch.tensor([1, 1, 2, 40]) for way in ways}

@@ -42,7 +42,7 @@ def dataset(labels: Tensor, classes: int = C, name: str = "colours") -> EvalData
         name=name,
         class_names=("", *(f"class {i}" * (1 + 60 * (i == 2)) for i in range(1, classes))),
         templates=("{c}",),
-        shards=NoPictures(),  # type: ignore[arg-type]
+        images=NoPictures(),  # type: ignore[arg-type]
         labels=labels,
         captions=None,
         revision="0123",

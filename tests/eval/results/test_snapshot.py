@@ -48,7 +48,7 @@ def test_examples_agree_with_classify(model: CLIP, subject: Subject) -> None:
         assert dataset.labels is not None
         label = int(dataset.labels[number])
         expected = clipkit.classify(
-            dataset.shards.read(number).image, dataset.class_names, model, templates=dataset.templates
+            dataset.images.read(number), dataset.class_names, model, templates=dataset.templates
         )[0]
         assert example.truth == dataset.class_names[label]
         assert example.probability == pytest.approx(float(expected[label]), rel=1e-3)

@@ -57,7 +57,7 @@ def dataset_of(count: int, **parts: Any) -> EvalDataset:
         name="made",
         class_names=(),
         templates=DEFAULT_TEMPLATES,
-        shards=cast(Any, Pictures(count)),
+        images=cast(Any, Pictures(count)),
         labels=None,
         revision="",
         tasks=("compositional",),

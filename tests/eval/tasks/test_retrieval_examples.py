@@ -26,7 +26,7 @@ N, T, D = 40, 60, 8
 
 def dataset(captions: int) -> EvalDataset:
     return EvalDataset(
-        name="pairs", class_names=(), templates=(), shards=NoPictures(), labels=None,  # type: ignore[arg-type]
+        name="pairs", class_names=(), templates=(), images=NoPictures(), labels=None,  # type: ignore[arg-type]
         captions=tuple((f"caption {i}",) for i in range(captions)), revision="0123", tasks=("retrieval",),
         caption_prompt_set="mine",
     )  # fmt: skip
