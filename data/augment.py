@@ -16,7 +16,7 @@ from torch import Tensor
 from clipkit.config import DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.decode import decode_file, jpeg_orientation, jpeg_size
-from clipkit.files.traits import Decoding, Traits
+from clipkit.files.traits import Decoding, Traits, color_of
 
 __all__ = [
     "Augmentation",
@@ -27,6 +27,7 @@ __all__ = [
     "draw_recipe",
     "empty_batch",
     "follow_recipe",
+    "image_settings",
     "jpeg_decoder",
     "preload",
     "random_of",
@@ -70,23 +71,29 @@ class Augmentation:
         """Take every field from the setting of the same name."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
-    @classmethod
-    def given(cls, words: Sequence[str]) -> "tuple[Augmentation, list[str]]":
-        """Take the settings ``data.NAME=VALUE`` out of a command's arguments.
 
-        Returns:
-            The augmentation, and the other words.
+def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[str]]:
+    """Take settings of augmentation and decoding, as ``data.NAME=VALUE``, out of a command's arguments.
 
-        Raises:
-            ConfigError: a setting is unknown, invalid, or not one of augmentation.
-        """
-        overrides = [word for word in words if re.match(r"data\.\w+=", word)]
-        known = [f"data.{field.name}" for field in fields(cls)]
-        settings = load_config(Path(os.devnull), overrides).data
-        for name in (word.partition("=")[0] for word in overrides):
-            if name not in known:
-                raise ConfigError(f"{name} has no effect here: only {', '.join(known)} have")
-        return cls.of(settings), [word for word in words if word not in overrides]
+    Returns:
+        The augmentation, the decoding, and the other words.
+
+    Raises:
+        ConfigError: a setting is unknown, invalid, or has no effect on images.
+    """
+    overrides = [word for word in words if re.match(r"data\.\w+=", word)]
+    known = [
+        f"data.{name}" for name in (*(field.name for field in fields(Augmentation)), "background", "upright")
+    ]
+    settings = load_config(Path(os.devnull), overrides).data
+    for name in (word.partition("=")[0] for word in overrides):
+        if name not in known:
+            raise ConfigError(f"{name} has no effect here: only {', '.join(known)} have")
+    decoding = Decoding(
+        background=color_of(settings.background) if settings.background else None,
+        upright=settings.upright is True,
+    )
+    return Augmentation.of(settings), decoding, [word for word in words if word not in overrides]
 
 
 _AS_OPEN_CLIP = Decoding()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-__all__ = ["CountProgress", "counted", "printable", "shown", "without_secrets"]
+__all__ = ["CountProgress", "counted", "printable", "shown", "size_of", "without_secrets"]
 
 
 def printable(text: str, most: int | None = None) -> str:
@@ -28,6 +28,14 @@ def printable(text: str, most: int | None = None) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun whose plural ends in s: ``1 image``, ``2,000 images``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def size_of(count: float) -> str:
+    """Return a number of bytes with a unit."""
+    for unit, worth in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= worth:
+            return f"{count / worth:.3g} {unit}"
+    return f"{count:.0f} bytes"
 
 
 _AUTHORITY = re.compile(r"[\w.\-]*(:[0-9]*)?|\[[0-9a-fA-F:.]*\](:[0-9]*)?")

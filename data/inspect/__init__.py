@@ -1,4 +1,4 @@
-"""Knowing shards before a training: ``python -m data inspect``."""
+"""``python -m data inspect``: inspect shards before training."""
 
 from data.inspect.findings import Findings
 from data.inspect.survey import inspect

@@ -1,13 +1,12 @@
-"""What an inspection of shards finds, as plain values that the table, the page and JSON are made of."""
+"""What an inspection of shards finds: plain values for the terminal, the page and JSON."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from clipkit.files.terminal import printable
 from clipkit.files.traits import Decoding
 
 __all__ = [
@@ -21,8 +20,8 @@ __all__ = [
     "Findings",
     "HeldOut",
     "Histogram",
+    "Images",
     "Names",
-    "Pictures",
     "Place",
     "Sampled",
     "ShardsFound",
@@ -31,24 +30,13 @@ __all__ = [
     "Stated",
     "Thumbnail",
     "WithTrait",
-    "about",
-    "name_of",
-    "of_all",
-    "percent",
-    "place_of",
-    "repeated_of",
-    "size_of",
     "wilson",
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What an inspection finds of the shards themselves and of how their members are named, as plain values.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a sample is."""
+    """The location of a sample."""
 
     shard: str
     key: str
@@ -56,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A shard that cannot be read; ``truncated`` says whether a part of it is intact."""
+    """An unreadable shard; the beginning of a truncated one is intact."""
 
     shard: str
     cause: str
@@ -65,13 +53,13 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """What ``_stats.json`` files say of the shards looked into, against what is there.
+    """Sample counts in ``_stats.json`` files, compared with the inspected shards.
 
     Attributes:
-        shards: how many have such a file.
-        stated: samples that these say.
-        found: samples with a picture that these shards hold.
-        differ: the first shards where that is not the same, with both numbers.
+        shards: inspected shards with such a file.
+        stated: samples according to these files.
+        found: samples with an image in these shards.
+        differ: the first shards for which the two differ, with both counts.
     """
 
     shards: int
@@ -85,22 +73,21 @@ class ShardsFound:
     """The shards.
 
     Attributes:
-        count: how many there are.
-        bytes: of those whose size is known.
-        looked_into: how many were opened.
-        beginnings: of how many of these only the first samples were seen.
-        ends_checked: of how many the first and last bytes were looked at.
-        suspicious: how many of these do not begin or end as a tar does.
-        missing: the numbers that lack between the first and the last one, as ranges.
-        missing_count: how many shards these are; more than ``missing`` shows.
-        refused: what a training would say of the list itself.
-        broken: those among the opened ones that cannot be read.
-        empty: shards without a sample that counts, among the opened sound ones.
-        least, median, greatest: samples of a shard, among those that are known and sound.
-        samples: that count, in all shards.
-        samples_known: whether that was counted (or stated by ``_stats.json``) for every shard, not extrapolated.
-        counted: shards whose samples are known.
-        stated: what the ``_stats.json`` files say.
+        count: number of shards.
+        bytes: total size of those with a known size.
+        looked_into: inspected shards.
+        beginnings: inspected shards of which only the first samples were read.
+        ends_checked: shards whose first and last bytes were checked.
+        suspicious: checked shards that do not begin or end like a tar.
+        missing: gaps in the shard numbers, as ranges.
+        missing_count: number of missing shards; may exceed what ``missing`` lists.
+        refused: errors that training would raise for this list of shards.
+        broken: inspected shards that are unreadable.
+        empty: readable inspected shards without a usable sample.
+        least, median, greatest: samples per shard, over readable shards with a known count.
+        samples: usable samples of all shards.
+        samples_known: whether ``samples`` is exact rather than extrapolated.
+        counted: shards with a known number of samples.
     """
 
     count: int
@@ -125,24 +112,21 @@ class ShardsFound:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Keys and members of the shards looked into.
+    """Keys and member names in the inspected shards.
 
     Attributes:
-        groups: samples, whether they count or not.
-        patterns: forms of keys and how many of those looked at have each; # is a digit.
-        extensions: members by extension, the most frequent first.
-        upper_case: extensions written in capitals, of local shards.
-        second_dot: members whose file name has a dot in the key, so that their extension is not known.
-        hidden: members that belong to no sample, as they are hidden or have no extension.
-        without_picture: samples that have a caption but no picture.
-        without_caption: samples that have a picture but no caption.
-        apart: keys that come back later in their shard: files of one sample do not lie together.
-        apart_example: one of them.
-        repeated: members whose sample already has one of that kind ("picture", or the extension), by kind; training
-            uses the first one.
+        groups: samples, usable or not.
+        patterns: number of keys of each form; # is a digit.
+        extensions: number of members per extension, most frequent first.
+        upper_case: the same for extensions in capital letters, in local shards.
+        second_dot: members with a dot in the key, which hides their extension.
+        hidden: members of no sample: hidden files and files without an extension.
+        without_picture: samples with a caption but no image.
+        without_caption: samples with an image but no caption.
+        apart: keys that occur again later in their shard.
+        repeated: surplus members by kind ("picture", or the extension); training uses a sample's first.
         repeated_at: some of these samples.
-        across: keys that are in more than one shard.
-        across_example: one of them.
+        across: keys in more than one shard.
     """
 
     groups: int
@@ -161,12 +145,9 @@ class Names:
     across_example: str
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How many values lie in each bin; ``labels`` and ``counts`` are of one length."""
+    """Number of values per bin."""
 
     title: str
     labels: tuple[str, ...]
@@ -174,7 +155,7 @@ class Histogram:
 
     @classmethod
     def of(cls, title: str, values: Iterable[int], edges: Sequence[int]) -> "Histogram":
-        """Bins that begin at each of the edges (rising) and end before the next; the last is open."""
+        """Count values in bins that begin at the given ascending edges; the last bin is open."""
         counts = Counter(sum(value >= edge for edge in edges[1:]) for value in values)
         labels = [f"{low}–{high - 1}" for low, high in pairwise(edges)]
         return cls(
@@ -186,7 +167,7 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class BadCause:
-    """Why samples cannot be used, how many, and the first of them."""
+    """A cause of bad samples, their number, and the first of them."""
 
     cause: str
     count: int
@@ -195,10 +176,7 @@ class BadCause:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The samples that were read and decoded, and which of them are bad.
-
-    ``low`` and ``high`` bound the share of bad ones among all samples with 95% confidence (Wilson).
-    """
+    """The decoded samples; ``low`` and ``high`` are the 95% confidence interval of the fraction of bad ones."""
 
     tried: int
     bad: int
@@ -207,8 +185,8 @@ class Sampled:
     causes: tuple[BadCause, ...]
 
     @property
-    def share(self) -> float:
-        """Of the bad among the tried."""
+    def bad_fraction(self) -> float:
+        """Bad samples as a fraction of those decoded."""
         return self.bad / max(1, self.tried)
 
 
@@ -217,18 +195,15 @@ class Captions:
     """Captions of the samples read.
 
     Attributes:
-        read: how many.
-        tokens: their lengths with start and end, by CLIP's tokenizer.
-        median: of these lengths.
-        cut: how many are over the context length, so that their end is cut off.
-        empty: samples without one, or with blanks only.
-        not_utf8: samples whose caption is not UTF-8, which a training replaces.
-        not_utf8_at: the first of them.
-        longest: tokens of the longest, up to a limit.
-        longest_at: where it is.
-        repeated: captions that another sample has too, the first one of each left out.
-        frequent: the most frequent ones, each at least twice.
-        unknown: what is said of fields that are to hold captions and that no sample read has.
+        read: valid captions.
+        tokens: their lengths in CLIP tokens, including start and end.
+        cut: captions longer than the context length.
+        empty: samples without a caption, or with whitespace only.
+        not_utf8: samples whose caption is not UTF-8; training replaces them.
+        longest: tokens of the longest caption, up to a limit.
+        repeated: captions that occurred before.
+        frequent: the most frequent repeated captions.
+        unknown: messages about caption fields that no sample has.
     """
 
     read: int
@@ -247,14 +222,7 @@ class Captions:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """A field of the samples' json.
-
-    Attributes:
-        name: as filters and ``data.captions`` name it.
-        kind: "number", "text", "true or false", "list", or several of these.
-        count: samples that have it.
-        values: its range, or its most frequent values, or some of them, in words.
-    """
+    """A json field: the types of its values, the number of samples that have it, and a summary of the values."""
 
     name: str
     kind: str
@@ -264,14 +232,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The json of the samples read.
-
-    Attributes:
-        read: samples.
-        with_json: those of them that have one that can be read.
-        fields: the most frequent ones.
-        more: how many others there are.
-    """
+    """The json of the samples read: the most frequent fields, and the number of other fields."""
 
     read: int
     with_json: int
@@ -281,13 +242,12 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True)
 class Filtered:
-    """What filters leave of the samples read.
+    """What filters keep of the samples read.
 
     Attributes:
-        filters: in the form in which ``data.filters`` takes them.
-        unknown: for each field that no sample read has, what to say of it.
-        read, passed: samples.
-        left_out: the others by reason.
+        filters: in the syntax of ``data.filters``.
+        unknown: messages about fields that no sample has.
+        left_out: removed samples by reason.
     """
 
     filters: tuple[str, ...]
@@ -299,7 +259,7 @@ class Filtered:
 
 @dataclass(frozen=True, kw_only=True)
 class Duplicates:
-    """Groups of pictures that are the same; ``shown`` has a few groups of a few places each."""
+    """Groups of equal images, and the places of a few of them."""
 
     groups: int
     pictures: int
@@ -308,30 +268,24 @@ class Duplicates:
 
 @dataclass(frozen=True, kw_only=True)
 class WithTrait:
-    """How many images have a trait, and the places of the first of them."""
+    """Number of images with a trait, and the first of them."""
 
     count: int
     first: tuple[Place, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
-    """The pictures that could be decoded.
+class Images:
+    """The decoded images.
 
     Attributes:
-        read: how many.
-        formats: by what their bytes are.
-        misnamed: ``extension: format`` of those whose extension says another one.
-        width, height: in pixels.
-        median_bytes: of their files.
-        small: shorter side under the model's.
-        widest, tallest: greatest ratio of width to height and of height to width.
-        widest_at, tallest_at: where these are.
-        marks: how many are grey, CMYK or of 16 bits.
-        transparent: those with a pixel that is less than opaque.
-        rotated: those with an EXIF orientation other than upright.
-        same_bytes: exact duplicates.
-        same_look: pictures that look the same but are other files.
+        formats: number of images per format, by content.
+        misnamed: number of images per mismatch of extension and format.
+        small: images with a shorter side below the model's image size.
+        widest, tallest: largest width / height and height / width.
+        marks: number of grayscale, CMYK and 16-bit images.
+        same_bytes: identical files.
+        same_look: different files that look the same.
     """
 
     read: int
@@ -354,12 +308,7 @@ class Pictures:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Pictures of the split that a model is scored on, beside those that it is trained on.
-
-    Attributes:
-        read: how many of the split test.
-        trained_on: how many of them are, to the byte, among the pictures of the split train that were read.
-    """
+    """Images of the test split that were read, and how many of them are also in the training split."""
 
     read: int
     trained_on: int
@@ -367,16 +316,13 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast one core makes training samples, and how many cores a GPU needs.
+    """Preprocessing speed of one core, and the workers that a GPU needs.
 
     Attributes:
-        per_core: samples a second of a core's time: decoded, cropped, tokenized.
-        make, text: milliseconds of a core's time for a picture, from file to crop, and for a caption.
-        read: samples a second that one reader got from the store or disk.
-        read_bytes: bytes a second of these.
-        remote: whether that was from a store.
-        rate: samples a second that one GPU takes, as assumed.
-        workers: that it needs.
+        per_core: samples per second of CPU time, decoded, cropped and tokenized.
+        make, text: milliseconds of CPU time per image and per caption.
+        read, read_bytes: samples and bytes per second of a single reader.
+        rate: assumed samples per second of one GPU.
         cores: of this machine.
     """
 
@@ -391,9 +337,9 @@ class Speed:
     cores: int
 
     def workers_for(self, rate: float) -> int:
-        """Workers that make so many samples a second; each reads, then decodes.
+        """Return the workers needed to make ``rate`` samples per second.
 
-        Reading from a store is left out, as a training reads copies on its disk.
+        Reading from a store is not included, because training reads copies on disk.
         """
         each = 1 / self.per_core + (0.0 if self.remote or not self.read else 1 / self.read)
         return max(1, math.ceil(rate * each))
@@ -401,7 +347,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SheetEntry:
-    """A sample as the model sees it: the crop as a WebP file, the caption up to where it is cut, and the rest."""
+    """A sample as the model sees it: the crop as WebP, the caption up to the context length, and the rest."""
 
     picture: bytes
     caption: str
@@ -412,15 +358,14 @@ class SheetEntry:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Thumbnail:
-    """A sample's whole picture, small, to look at.
+    """A sample's whole image.
 
     Attributes:
-        picture: a WebP file; empty where nothing of it can be decoded.
-        beginning: the first bytes of the file as text, where nothing can be decoded.
-        size: bytes of the file.
-        caption: beginning of it.
-        cause: why the sample is bad; empty if it is not.
-        place: where it is.
+        picture: WebP; empty if nothing can be decoded.
+        beginning: the first bytes as text if nothing can be decoded.
+        size: bytes of the original file.
+        caption: its beginning.
+        cause: why the sample is bad; empty for a good one.
     """
 
     picture: bytes
@@ -433,20 +378,16 @@ class Thumbnail:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """All of it.
+    """The result of an inspection.
 
     Attributes:
-        sources: as they were given.
-        image_size, context_length: of the model, in pixels and tokens.
-        decoding: what was done about transparency and orientation.
-        max_bad: share of bad samples beyond which a training stops.
-        batch_size: pairs of a step over all GPUs, as assumed.
-        filtered: None where no filters were given.
-        held_out: None where the sources have no split test on a disk.
-        sheet: samples as the model sees them.
-        bad_shown: some bad samples.
-        same, alike: groups of pictures that are the same file or look the same, a few of each.
-        seconds: that the inspection took.
+        decoding: how transparency and orientation were handled.
+        max_bad: fraction of bad samples above which training stops.
+        batch_size: assumed pairs per step over all GPUs.
+        filtered: None without filters.
+        held_out: None if the sources have no local test split.
+        same, alike: a few groups of identical files and of similar images.
+        seconds: duration of the inspection.
     """
 
     sources: tuple[str, ...]
@@ -461,7 +402,7 @@ class Findings:
     captions: Captions
     fields: Fields
     filtered: Filtered | None
-    pictures: Pictures
+    pictures: Images
     held_out: HeldOut | None
     speed: Speed
     sheet: tuple[SheetEntry, ...]
@@ -472,7 +413,7 @@ class Findings:
 
     @property
     def all_decoded(self) -> bool:
-        """Whether every sample was tried."""
+        """Whether every sample was decoded."""
         return self.shards.samples_known and self.sampled.tried >= self.shards.samples
 
     @property
@@ -482,77 +423,26 @@ class Findings:
 
     @property
     def left(self) -> int:
-        """Samples that filters leave of all, estimated where not all were read."""
+        """Samples that pass the filters, extrapolated if not all were read."""
         if self.filtered is None:
             return self.shards.samples
         return round(self.shards.samples * self.filtered.passed / max(1, self.filtered.read))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it, without pictures."""
-        told: dict[str, Any] = _plain(self)
-        return told
+        """Return the findings without images, for JSON."""
+        return asdict(self, dict_factory=_without_bytes)
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        named = ((one.name, getattr(value, one.name)) for one in fields(value))
-        return {name: _plain(one) for name, one in named if not isinstance(one, bytes)}
-    if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    return value
+def _without_bytes(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if not isinstance(value, bytes)}
 
 
 def wilson(part: int, whole: int) -> tuple[float, float]:
-    """The 95% interval of a share by Wilson's score (1927); 0 to 1 of nothing."""
+    """Return the 95% confidence interval of a fraction (Wilson 1927); (0, 1) if ``whole`` is 0."""
     if not whole:
         return 0.0, 1.0
     z = 1.959964
-    share, spread = part / whole, z * z / whole
-    middle = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / whole + spread / (4 * whole)) / (1 + spread)
+    fraction, spread = part / whole, z * z / whole
+    middle = (fraction + spread / 2) / (1 + spread)
+    half = z * math.sqrt(fraction * (1 - fraction) / whole + spread / (4 * whole)) / (1 + spread)
     return (0.0 if not part else max(0.0, middle - half)), (1.0 if part == whole else min(1.0, middle + half))
-
-
-# --------------------------------------------------------------------------------------------------------------
-# How numbers, names and places are written in a report; text from data cannot do more than be read.
-
-
-def size_of(count: float) -> str:
-    """Bytes in the unit that fits."""
-    for unit, worth in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= worth:
-            return f"{count / worth:.3g} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def percent(part: float, whole: float) -> str:
-    share = 100 * part / max(1, whole)
-    return f"{share:.2g}%" if 0 < share < 1 else f"{share:.1f}%" if 0 < share < 100 else f"{share:.0f}%"
-
-
-def of_all(part: int, whole: int) -> str:
-    return f"{part:,} of {whole:,} ({percent(part, whole)})"
-
-
-def name_of(url: str) -> str:
-    return printable(url.rpartition("/")[2] or url, 60)
-
-
-def place_of(place: Place | None) -> str:
-    return f"{name_of(place.shard)}: {printable(place.key, 60)}" if place else ""
-
-
-def repeated_of(names: Names) -> str:
-    """How many files there are beyond the first of their kind in a sample, with examples."""
-    counts = ", ".join(
-        f"{count:,} more {printable(kind, 30)}" for kind, count in list(names.repeated.items())[:5]
-    )
-    places = "; ".join(map(place_of, names.repeated_at))
-    return f"{counts} (such as {places})" if places else counts
-
-
-def about(count: float) -> str:
-    """A count that was estimated, with the digits that it deserves."""
-    return f"about {float(f'{count:.3g}'):,.0f}"

@@ -1,17 +1,15 @@
-"""One shard looked into: which samples it has, how its members are named, or why it cannot be read."""
+"""Samples of an inspection: read, decode and crop them as training does, and compare their images."""
 
 import hashlib
+import io
 import os
 import re
 import time
-from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,390 +19,59 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files.decode import decode_image, jpeg_size, open_image, pillow_errors
-from clipkit.files.patterns import IMAGE_EXTENSIONS, expand_braces, path_order
-from clipkit.files.tar import Content, TruncatedError, sample_name, tar_files, tar_files_of
 from clipkit.files.traits import Decoding, Traits
-from clipkit.model.tokenizer import CONTEXT_LENGTH, MAX_CHARACTERS, tokenize
-from data.augment import Augmentation, empty_batch, random_of, training_pixels
-from data.captions import CaptionRule, Selection
-from data.inspect.findings import Place
-from data.remote.store import ShardFile, is_remote
-from data.shards.index import (
-    CAPTION,
-    IMAGE,
-    LABEL,
-    META,
-    ShardIndex,
-    index_of_members,
-    keep_index,
-    stored_index,
-    with_content,
+from clipkit.model.tokenizer import CONTEXT_LENGTH, END_OF_TEXT, MAX_CHARACTERS, tokenize
+from data.augment import Augmentation, empty_batch, preload, random_of, training_pixels
+from data.captions import TEXT, CaptionRule
+from data.inspect.findings import (
+    BadCause,
+    Duplicates,
+    Histogram,
+    Images,
+    Place,
+    Sampled,
+    SheetEntry,
+    Speed,
+    Thumbnail,
+    WithTrait,
+    wilson,
 )
+from data.inspect.shards import (
+    FIRST_PLACES,
+    OpenBeginning,
+    Progress,
+    SampleRef,
+    ShardSurvey,
+    list_extensions,
+)
+from data.shards.index import CAPTION, IMAGE, META
+from data.shards.manifest import no_caption, note_texts
 from data.shards.shard import OpenShard, meta_of, text_of
-from data.shards.sources import find_shards
 
 if TYPE_CHECKING:
-    from data.remote.cache import ShardCache
+    from PIL.Image import Image
 
 __all__ = [
-    "BEGINNING",
-    "EMPTY_CAPTION",
-    "MOST_COMPARED",
-    "Look",
-    "Making",
-    "MemberNames",
-    "OpenBeginning",
-    "Picture",
-    "ShardList",
-    "Texts",
-    "Trial",
-    "check_ends",
-    "groups_alike",
-    "groups_equal",
-    "list_shards",
-    "look_code",
-    "look_into",
-    "missing_numbers",
-    "no_pair",
-    "read_all",
-    "read_texts",
-    "seen",
-    "try_sample",
+    "ImageInfo",
+    "Sample",
+    "SampleChecker",
+    "group_equal",
+    "group_similar",
+    "read_sample",
+    "sheet_entry",
+    "similarity_code",
+    "summarize_images",
+    "thumbnail",
+    "token_counts",
 ]
 
-BEGINNING = 8 << 20  # bytes that are looked at of a remote shard of which there is no index
-_BLOCK = 512
-_CHECK_EVERY = 16_384  # members between looks at the clock
-_MOST_NOTED = 200_000  # pictures of a shard whose extension is remembered
-_MOST_HASHES = 50_000  # of a shard's keys
-_MOST_REPEATED = 3  # examples of samples with two members of one kind
-_PICTURE = "picture"
-_KINDS = (
-    (_PICTURE, IMAGE_EXTENSIONS, IMAGE), ("txt", ("txt",), CAPTION), ("cls", ("cls",), LABEL),
-    ("json", ("json",), META),
-)  # fmt: skip
-_CODES = {extension: code for code, extension in enumerate(IMAGE_EXTENSIONS)}
-
-
-@dataclass(kw_only=True)
-class MemberNames:
-    """What only the names themselves tell, which an index does not keep.
-
-    Attributes:
-        extensions: members by extension, also of a shard that breaks off.
-        upper_case: extensions written in capitals.
-        hidden: members that belong to no sample.
-        repeated: members whose sample already has one of that kind ("picture", or the extension), by kind.
-        repeated_keys: keys of the first samples with one.
-        blocks: where the first pictures' data begin, in blocks of 512 bytes, rising.
-        codes: number of the extension of each.
-    """
-
-    extensions: Counter[str] = field(default_factory=Counter)
-    upper_case: Counter[str] = field(default_factory=Counter)
-    hidden: int = 0
-    repeated: Counter[str] = field(default_factory=Counter)
-    repeated_keys: list[str] = field(default_factory=list)
-    blocks: "array[int]" = field(default_factory=lambda: array("Q"))
-    codes: "array[int]" = field(default_factory=lambda: array("B"))
-
-    def noted(
-        self, shard: str, members: Iterable[tuple[str, int, int]], until: float
-    ) -> Iterator[tuple[str, int, int]]:
-        """The same members, noted on their way; a DataError if there is no end, nor a pair, at that time."""
-        key, seen, some_pair = "", set[str](), False
-        for count, member in enumerate(members, start=1):
-            yield member
-            found = sample_name(member[0])
-            if found is None:
-                self.hidden += 1
-                continue
-            if found[0] != key:
-                key, seen = found[0], set()
-            extension = found[1]
-            self.extensions[extension] += 1
-            code = _CODES.get(extension)
-            kind = extension if code is None else _PICTURE
-            if kind in seen:
-                self.repeated[kind] += 1
-                if len(self.repeated_keys) < _MOST_REPEATED and key not in self.repeated_keys:
-                    self.repeated_keys.append(key)
-            elif code is not None and len(self.blocks) < _MOST_NOTED:
-                self.blocks.append(member[1] // _BLOCK)
-                self.codes.append(code)
-            seen.add(kind)
-            if not member[0].endswith(extension):
-                self.upper_case[member[0][-len(extension) :]] += 1
-            some_pair = some_pair or (bool(seen & {"txt", "json"}) and _PICTURE in seen)
-            if count % _CHECK_EVERY == 0 and not some_pair and time.monotonic() > until:
-                raise DataError(f"shard {shard} has no pair among its first {count} members")
-
-
-@dataclass(kw_only=True)
-class Look:
-    """What was seen of a shard.
-
-    Attributes:
-        number: in the list of shards.
-        file: the shard.
-        cause: why it cannot be read; empty if it can.
-        truncated: whether that is because it is truncated.
-        rows: (M,) uint32, of its index: samples that count.
-        groups: samples, whether they count or not.
-        dropped: those that do not count, by reason.
-        names: of its members.
-        key_hashes: (K,) int64 of its samples' keys, rising; the lowest ones of many.
-        keys: some of them.
-        apart: keys that come twice in it, and one of them.
-        beginning: the index, where it is of the first samples only.
-        bytes_seen: of the shard, in which these samples lie.
-        stated: samples that the ``_stats.json`` beside it says it has; None if there is none.
-    """
-
-    number: int
-    file: ShardFile
-    cause: str = ""
-    truncated: bool = False
-    rows: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    groups: int = 0
-    without_picture: int = 0
-    without_caption: int = 0
-    names: MemberNames = field(default_factory=MemberNames)
-    key_hashes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    keys: list[str] = field(default_factory=list)
-    apart: int = 0
-    apart_example: Place | None = None
-    beginning: ShardIndex | None = None
-    bytes_seen: int = 0
-    stated: int | None = None
-    _blocks: npt.NDArray[np.int64] | None = None
-
-    def extension_at(self, block: int) -> str:
-        """The extension of the picture whose data begin there, empty if nobody noted it."""
-        if self._blocks is None:
-            self._blocks = np.frombuffer(self.names.blocks, dtype=np.uint64).astype(np.int64)
-        at = int(np.searchsorted(self._blocks, block))
-        if at < len(self._blocks) and self._blocks[at] == block:
-            return IMAGE_EXTENSIONS[self.names.codes[at]]
-        kinds = [one for one in self.names.extensions if one in _CODES]
-        return kinds[0] if len(kinds) == 1 else ""
-
-
-def look_into(
-    number: int,
-    file: ShardFile,
-    selection: Selection,
-    *,
-    cache: "ShardCache | None",
-    keys: int,
-    until: float,
-) -> Look:
-    """Look into a shard; what is wrong with it is told, not raised.
-
-    Args:
-        number: of the shard in the list.
-        file: the shard.
-        selection: which samples count.
-        cache: for remote shards.
-        keys: how many keys to keep, spread over the shard.
-        until: time (monotonic) after which a scan that has met no pair ends.
-    """
-    look = Look(number=number, file=file)
-    try:
-        index = _index(look, selection, cache, until)
-    except DataError as error:
-        look.cause, look.truncated = str(error), isinstance(error, TruncatedError)
-        return look
-    has = index.has()
-    chosen = selection.choose(index, lambda row: (None, {}))
-    look.rows, look.groups = chosen.rows, len(index)
-    ends = index.blocks.astype(np.int64) * _BLOCK + index.sizes
-    look.bytes_seen = file.size if look.beginning is None else int(ends.max(initial=0))
-    picture = has[:, IMAGE]
-    usable = np.zeros(len(index), dtype=np.bool_)
-    usable[chosen.rows] = True
-    look.without_caption = int((picture & ~usable).sum())
-    look.without_picture = int((~picture & has[:, 1:].any(axis=1)).sum())
-    if not look.names.extensions:
-        look.names.extensions = Counter(index.extensions)
-        for kind, extensions, column in _KINDS:
-            members = sum(index.extensions.get(one, 0) for one in extensions)
-            if (more := members - int(has[:, column].sum())) > 0:
-                look.names.repeated[kind] = more
-    _note_keys(look, index, keys)
-    return look
-
-
-def _index(look: Look, selection: Selection, cache: "ShardCache | None", until: float) -> ShardIndex:
-    """The shard's index; a local one is scanned even if its index is stored, as that lacks the names."""
-    file = look.file
-    if file.is_remote:
-        if cache is None and file.size > BEGINNING and stored_index(file) is None:
-            look.beginning = _beginning(look, until)
-            return look.beginning
-        return OpenShard(file, selection, cache).index
-    try:
-        members = tar_files(Path(file.url))
-        index = index_of_members(file.shown, look.names.noted(file.shown, members, until))
-        index = with_content(index, Path(file.url))
-    except OSError as error:
-        raise DataError(f"shard {file.shown}: {error.strerror}") from error
-    keep_index(file, index)
-    return index
-
-
-def _beginning(look: Look, until: float) -> ShardIndex:
-    """The index of a remote shard's first samples: a walk through all its headers may take minutes."""
-    from data.remote.store import RangedBytes
-
-    file = look.file
-    members = _whole_samples(tar_files_of(file.shown, _Beginning(RangedBytes(file))))
-    return index_of_members(file.shown, look.names.noted(file.shown, members, until))
-
-
-class _Beginning:
-    """The first bytes of a shard, as if there were no more."""
-
-    def __init__(self, content: Content) -> None:
-        self._content = content
-
-    def __len__(self) -> int:
-        return min(len(self._content), BEGINNING)
-
-    def __getitem__(self, part: slice, /) -> bytes:
-        start, stop, _ = part.indices(len(self))
-        return self._content[start:stop]
-
-
-def _whole_samples(members: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """The members of all samples but the last, which may be cut; a DataError of any other fault."""
-    held: list[tuple[str, int, int]] = []
-    key = ""
-    try:
-        for member in members:
-            found = sample_name(member[0])
-            if found is not None and found[0] != key:
-                yield from held
-                held, key = [], found[0]
-            held.append(member)
-    except TruncatedError:
-        pass
-
-
-class OpenBeginning:
-    """Reads the samples at the beginning of a remote shard, as ``OpenShard`` those of a whole one."""
-
-    def __init__(self, file: ShardFile, index: ShardIndex) -> None:
-        self.file, self.index = file, index
-
-    def read(self, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
-        """The members of a row, None for one that it lacks, by one request.
-
-        Raises:
-            DataError: they cannot be read.
-        """
-        from data.remote.store import read_range
-
-        starts, sizes = self.index.blocks[row].tolist(), self.index.sizes[row].tolist()
-        wanted = [(starts[column] * _BLOCK, sizes[column]) for column in columns]
-        there = [span for span in wanted if span[0]]
-        first = min((offset for offset, _ in there), default=0)
-        last = max((offset + size for offset, size in there), default=0)
-        content = read_range(self.file, first, last) if there else b""
-        return [content[at - first : at - first + size] if at else None for at, size in wanted]
-
-
-def _note_keys(look: Look, index: ShardIndex, keys: int) -> None:
-    content, ends = index.key_bytes.tobytes(), index.key_ends.tolist()
-    starts = [0, *ends][:-1]
-    hashes = [hash(content[start:end]) for start, end in zip(starts, ends, strict=True)]
-    # of many the lowest: the same keys in all shards, so that those that come twice are found among them
-    look.key_hashes = np.unique(np.array(hashes, dtype=np.int64))[:_MOST_HASHES]
-    step = max(1, len(index) // max(1, keys))
-    look.keys = [index.key(row) for row in range(0, len(index), step)][:keys]
-    first_at: dict[int, int] = {}
-    for row, one in enumerate(hashes):
-        if one in first_at and content[starts[row] : ends[row]] == index.key(first_at[one]).encode(
-            "utf-8", "replace"
-        ):
-            look.apart += 1
-            look.apart_example = look.apart_example or Place(shard=look.file.shown, key=index.key(row))
-        first_at.setdefault(one, row)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Which pictures are the same: by their bytes, or by how they look.
-#
-# How a picture looks is told by the signs of the differences between neighbours among 17 x 16 mean grey values.
-# A difference near zero counts for nothing, so that the noise of an encoder does not tell two copies apart.
-#
-# Letters: N pictures, C = 256 differences of each.
-
-MOST_COMPARED = 10_000  # pictures that are compared by their look, each with each
-_SIDE = 16
-_NEAR_ZERO = 6  # of 255
-_LEAST_SIGNS = 40  # of 256: a picture with fewer is too plain to be told from others
-_AGREE = 0.92  # share of the signs that two copies have in common
-_ROWS = 512  # compared at a time
-
-
-def look_code(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
-    """(H, W, 3) uint8 → (C,) int8, each -1, 0 or 1."""
-    from PIL import Image
-
-    small = Image.fromarray(pixels).resize((_SIDE + 1, _SIDE), Image.Resampling.BOX).convert("L")
-    grey = np.asarray(small, dtype=np.int16)
-    steps = np.diff(grey, axis=1).ravel()
-    return (np.sign(steps) * (np.abs(steps) > _NEAR_ZERO)).astype(np.int8)
-
-
-def groups_equal(hashes: Sequence[bytes]) -> list[list[int]]:
-    """The numbers of those that are equal, by groups of two and more, the largest first."""
-    by_hash: defaultdict[bytes, list[int]] = defaultdict(list)
-    for number, one in enumerate(hashes):
-        by_hash[one].append(number)
-    return sorted((group for group in by_hash.values() if len(group) > 1), key=len, reverse=True)
-
-
-def groups_alike(codes: Sequence[npt.NDArray[np.int8]]) -> list[list[int]]:
-    """The numbers of those that look the same, by groups of two and more, the largest first."""
-    if not codes:
-        return []
-    signs = np.stack(codes[:MOST_COMPARED]).astype(np.float32)  # (N, C)
-    count = np.abs(signs).sum(axis=1)
-    parent = list(range(len(signs)))
-
-    def root(number: int) -> int:
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
-
-    for start in range(0, len(signs), _ROWS):
-        agreement = signs[start : start + _ROWS] @ signs.T
-        most = np.maximum(count[start : start + _ROWS, None], count[None])
-        rows, columns = np.nonzero((agreement >= _AGREE * most) & (most >= _LEAST_SIGNS))
-        for row, column in zip((rows + start).tolist(), columns.tolist(), strict=True):
-            if column > row:
-                parent[root(column)] = root(row)
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for number in range(len(signs)):
-        groups[root(number)].append(number)
-    return sorted((group for group in groups.values() if len(group) > 1), key=len, reverse=True)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# One sample read and made ready as a training would, with what is to be known of its picture on the way.
-
-EMPTY_CAPTION = "empty caption"
-_GREY = ("1", "L", "LA", "I", "F")
-_FORMATS = {"MPO": "JPEG", "JPEG2000": "JPEG 2000", "DIB": "BMP"}  # what Pillow calls them
-_LEAST_SIDE = 64  # pixels that are enough to tell how a picture looks
+_EMPTY_CAPTION = "empty caption"
+_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Picture:
-    """What is known of a decoded picture."""
+class ImageInfo:
+    """Properties of a decoded image; ``code`` is its ``similarity_code``."""
 
     format: str
     extension: str
@@ -418,392 +85,476 @@ class Picture:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Trial:
-    """A sample that was tried.
+class Sample:
+    """A sample that was read and perhaps decoded.
 
     Attributes:
-        place: where it is.
-        shard, row: the same by numbers: of the shard in the list, of the sample in its index.
-        cause: why it is bad; empty if it is good.
-        caption: None where it was not read.
-        meta: its json; None where it has none that can be read.
+        cause: why it is bad; empty for a good one.
+        caption: "" without a usable one; None if it was not read.
+        meta: its json; None without a readable one.
         has_text: whether it has a caption file.
-        picture: None where it was not decoded.
-        crop: (3, S, S) uint8 as the model sees it.
-        make, text: seconds of a core's time for the picture, from file to crop, and for its caption.
+        image: None if it was not decoded.
+        crop: (3, S, S) uint8, as the model sees it.
+        make, text: seconds of CPU time for the image, from file to crop, and for the caption.
     """
 
+    ref: SampleRef
     place: Place
-    shard: int = 0
-    row: int = 0
     cause: str = ""
     caption: str | None = None
     meta: dict[str, Any] | None = None
     has_text: bool = False
-    picture: Picture | None = None
+    image: ImageInfo | None = None
     crop: Tensor | None = None
     make: float = 0.0
     text: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Texts:
-    """All but the image of a sample.
+def read_sample(
+    shard: OpenShard | OpenBeginning, ref: SampleRef, rule: CaptionRule, *, image: bool = False
+) -> tuple[Sample, bytes]:
+    """Read a sample's caption and json, and with ``image`` its image file; errors are recorded in ``cause``."""
+    sample = Sample(ref=ref, place=Place(shard=shard.file.shown, key=shard.index.key(ref.row)))
+    try:
+        text, meta, *data = shard.read(ref.row, (CAPTION, META, IMAGE) if image else (CAPTION, META))
+    except DataError as error:
+        sample.cause = str(error)
+        return sample, b""
+    sample.caption, sample.has_text = "", text is not None
+    if meta is not None:
+        with suppress(DataError):
+            sample.meta = meta_of(meta)
+    begin = time.thread_time()
+    try:
+        fields = meta_of(meta) if sample.meta is None and (rule.reads_json or text is None) else sample.meta
+        caption = rule.caption(text_of(text), fields or {}, 0, None)
+        if caption is None:
+            raise DataError(_EMPTY_CAPTION)
+        if len(caption) > MAX_CHARACTERS:
+            raise DataError(f"caption of {len(caption)} characters")
+        sample.caption = caption
+    except DataError as error:
+        sample.cause = str(error)
+    sample.text = time.thread_time() - begin
+    return sample, b"".join(one or b"" for one in data)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Decoding
+
+_FIRST_SAMPLES = 64  # one of them must be good
+_REMOTE_READERS, _LOCAL_READERS = 16, 8
+_SHEET = 24  # samples on the contact sheet
+_TIMED, _TIMED_SECONDS = 256, 2.0  # samples read to measure the speed of reading
+_MOST_CAUSES = 20
+_BAD_SHOWN, _BAD_PER_CAUSE = 16, 4
+
+
+class SampleChecker:
+    """Read and decode samples in several threads.
 
     Attributes:
-        place: where it is.
-        caption: "" if it has none that can be used.
-        meta: its json, None if it has none that can be read.
-        cause: why the caption cannot be used; "" if it can.
+        tried: number of samples so far.
+        good, bad: these samples; their json and most crops are dropped.
+        sheet: evenly spread good samples, with their crops.
     """
 
-    place: Place
-    caption: str
-    meta: dict[str, Any] | None
-    cause: str
+    def __init__(
+        self,
+        survey: ShardSurvey,
+        refs: list[SampleRef],
+        *,
+        image_size: int,
+        decoding: Decoding,
+        augmentation: Augmentation,
+    ) -> None:
+        self._survey, self._refs = survey, refs
+        self._rule = survey.selection.captions
+        self._image_size, self._decoding, self._augmentation = image_size, decoding, augmentation
+        self.tried = 0
+        self.bad: list[Sample] = []
+        self.good: list[Sample] = []
+        self.sheet: list[Sample] = []
+        self._known: dict[str, bool] = {}  # json fields of the first bad samples
+        self._read, self._bytes_read, self._read_seconds = 0, 0, 0.0
 
+    def run(self, progress: Progress | None = None) -> Iterator[Sample]:
+        """Yield each sample in order; DataError if the first are all bad."""
+        preload(self._augmentation)
+        tokenize(["the first text loads the vocabulary"])
+        self._time_reading()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # to measure one core
+        try:
+            for sample in self._in_order():
+                self.tried += 1
+                if sample.cause:
+                    self.bad.append(sample)
+                    if not self.good:
+                        note_texts(self._known, sample.meta or {})
+                        if self.tried >= _FIRST_SAMPLES:
+                            break
+                else:
+                    self.good.append(sample)
+                    due = len(self.sheet) * len(self._refs) <= (self.tried - 1) * _SHEET
+                    if due and len(self.sheet) < _SHEET:
+                        self.sheet.append(sample)
+                    else:
+                        sample.crop = None
+                if progress is not None:
+                    progress("decoding samples", self.tried, len(self.bad), len(self._refs))
+                yield sample
+                sample.meta = None  # many of them take much memory
+            if not self.good:
+                raise DataError(self._all_bad())
+        finally:
+            torch.set_num_threads(threads)
 
-def read_texts(shard: OpenShard | OpenBeginning, row: int, rule: CaptionRule) -> Texts:
-    """All but the picture of a sample."""
-    return read_all(shard, row, rule, columns=(CAPTION, META))[1]
+    def _time_reading(self) -> None:
+        """Read some samples with a single thread."""
+        most, until = min(_TIMED, len(self._refs)), time.monotonic() + _TIMED_SECONDS
+        begin = time.perf_counter()
+        for number in range(most):
+            ref = self._refs[number * len(self._refs) // most]
+            with suppress(DataError):
+                members = self._survey.opened(ref.scan).read(ref.row, (IMAGE, CAPTION, META))
+                self._bytes_read += sum(len(one or b"") for one in members)
+            self._read += 1
+            if time.monotonic() > until:
+                break
+        self._read_seconds = max(1e-9, time.perf_counter() - begin)
 
+    def _in_order(self) -> Iterator[Sample]:
+        cores = len(os.sched_getaffinity(0))
+        readers = _REMOTE_READERS if self._survey.remote else min(_LOCAL_READERS, cores)
+        waiting: deque[Future[Sample]] = deque()
+        pool = ThreadPoolExecutor(readers, initializer=torch.set_num_threads, initargs=(1,))
+        try:
+            for ref in self._refs:
+                waiting.append(pool.submit(self._check, self._survey.opened(ref.scan), ref))
+                if len(waiting) > 2 * readers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-def read_all(
-    shard: OpenShard | OpenBeginning,
-    row: int,
-    rule: CaptionRule,
-    *,
-    columns: tuple[int, ...] = (CAPTION, META, IMAGE),
-) -> tuple[bytes, Texts]:
-    """A sample's picture, b"" where it cannot be read, and the rest of it."""
-    caption, meta, picture, cause = "", None, b"", ""
-    try:
-        members = shard.read(row, columns)
-        picture = b"".join(one or b"" for one in members[2:])
-        meta = _meta(members[1])
-        caption = _caption(rule, members)
-    except DataError as error:
-        cause = str(error)
-    place = Place(shard=shard.file.shown, key=shard.index.key(row))
-    return picture, Texts(place=place, caption=caption, meta=meta, cause=cause)
+    def _check(self, shard: OpenShard | OpenBeginning, ref: SampleRef) -> Sample:
+        sample, data = read_sample(shard, ref, self._rule, image=True)
+        if sample.cause:
+            return sample
+        assert sample.caption is not None
+        begin = time.thread_time()
+        tokenize([sample.caption], CONTEXT_LENGTH)
+        sample.text += time.thread_time() - begin
+        crop = empty_batch(1, self._image_size)[0]
+        begin = time.thread_time()
+        try:
+            with torch.inference_mode():
+                traits = training_pixels(
+                    data,
+                    image_size=self._image_size,
+                    augmentation=self._augmentation,
+                    random=random_of(_SEED, ref.row),
+                    out=crop,
+                    decoding=self._decoding,
+                )
+            sample.make = time.thread_time() - begin
+            extension = ref.scan.extension_at(int(shard.index.blocks[ref.row][0]))
+            sample.image, sample.crop = _describe(data, extension, traits), crop
+        except DataError as error:
+            sample.cause = str(error)
+        return sample
 
-
-def _meta(data: bytes | None) -> dict[str, Any] | None:
-    if data is not None:
-        with suppress(DataError):
-            return meta_of(data)
-    return None
-
-
-def _caption(rule: CaptionRule, members: list[bytes | None]) -> str:
-    """The caption that a training would take of caption file and json; DataError if there is none."""
-    text, meta = text_of(members[0]), {}
-    if rule.reads_json or text is None:
-        meta = meta_of(members[1])
-    caption = rule.caption(text, meta, 0, None)
-    if caption is None:
-        raise DataError(EMPTY_CAPTION)
-    if len(caption) > MAX_CHARACTERS:
-        raise DataError(f"caption of {len(caption)} characters")
-    return caption
-
-
-@dataclass(frozen=True, kw_only=True)
-class Making:
-    """How samples are made: side of the crop in pixels, augmentation, decoding, caption fields, seed."""
-
-    image_size: int
-    augmentation: Augmentation = field(default_factory=Augmentation)
-    decoding: Decoding = field(default_factory=Decoding)
-    captions: CaptionRule
-    seed: int = 0
-
-
-def try_sample(shard: OpenShard | OpenBeginning, row: int, how: Making, *, extension: str = "") -> Trial:
-    """Read, decode, crop and tokenize one sample; what is wrong with it is told in ``cause``."""
-    trial = Trial(place=Place(shard=shard.file.shown, key=shard.index.key(row)), row=row)
-    try:
-        data, *rest = shard.read(row, (IMAGE, CAPTION, META))
-        _prepare(trial, data or b"", rest, how, extension)
-    except DataError as error:
-        trial.cause = str(error)
-    return trial
-
-
-def _prepare(trial: Trial, data: bytes, rest: list[bytes | None], how: Making, extension: str) -> None:
-    """The sample's way through a loader, by steps whose time is taken; DataError where it ends."""
-    trial.meta, trial.has_text, trial.caption = _meta(rest[1]), rest[0] is not None, ""
-    begin = time.thread_time()
-    trial.caption = _caption(how.captions, rest)
-    tokenize([trial.caption], CONTEXT_LENGTH)
-    trial.text = time.thread_time() - begin
-    crop = empty_batch(1, how.image_size)[0]
-    begin = time.thread_time()
-    with torch.inference_mode():
-        traits = training_pixels(
-            data,
-            image_size=how.image_size,
-            augmentation=how.augmentation,
-            random=random_of(how.seed, trial.row),
-            out=crop,
-            decoding=how.decoding,
+    def _all_bad(self) -> str:
+        if all(sample.cause == _EMPTY_CAPTION for sample in self.bad):
+            files = sum(sample.has_text for sample in self.bad)
+            if not files or TEXT not in self._rule.fields:
+                return no_caption(self._rule, self.tried, files, self._known)
+        causes = Counter(sample.cause for sample in self.bad).most_common(2)
+        return (
+            f"none of the first {self.tried} samples can be used: "
+            f"{'; '.join(f'{cause} ({count})' for cause, count in causes)}; "
+            f"extensions found: {list_extensions(self._survey.extensions())}"
         )
-    trial.make = time.thread_time() - begin
-    trial.crop = crop
-    trial.picture = _picture(data, extension, traits)
+
+    def speed(self, rate: float) -> Speed:
+        """Return the speed of reading and preprocessing; ``rate`` is what one GPU takes per second."""
+        make, text = (
+            sum(getattr(one, name) for one in self.good) / len(self.good) for name in ("make", "text")
+        )
+        speed = Speed(
+            per_core=1 / max(1e-9, make + text),
+            make=1000 * make,
+            text=1000 * text,
+            read=self._read / self._read_seconds,
+            read_bytes=self._bytes_read / self._read_seconds,
+            remote=self._survey.remote,
+            rate=rate,
+            workers=0,
+            cores=len(os.sched_getaffinity(0)),
+        )
+        return replace(speed, workers=speed.workers_for(rate))
+
+    def _by_cause(self) -> list[list[Sample]]:
+        """Bad samples, most frequent cause first; causes that differ only in numbers are one."""
+        groups: defaultdict[str, list[Sample]] = defaultdict(list)
+        for sample in self.bad:
+            groups[re.sub(r"[0-9]+", "#", sample.cause)].append(sample)
+        return sorted(groups.values(), key=len, reverse=True)
+
+    def sampled(self) -> Sampled:
+        """Summarize the bad samples."""
+        low, high = wilson(len(self.bad), self.tried)
+        causes = tuple(
+            BadCause(
+                cause=group[0].cause,
+                count=len(group),
+                first=tuple(sample.place for sample in group[:FIRST_PLACES]),
+            )
+            for group in self._by_cause()[:_MOST_CAUSES]
+        )
+        return Sampled(tried=self.tried, bad=len(self.bad), low=low, high=high, causes=causes)
+
+    def bad_shown(self) -> list[Sample]:
+        """Return a few bad samples of each cause."""
+        return [sample for group in self._by_cause() for sample in group[:_BAD_PER_CAUSE]][:_BAD_SHOWN]
 
 
-def _picture(data: bytes, extension: str, traits: Traits) -> Picture:
-    """What is known of a picture that decodes."""
-    kind, size, marks = _header(data)
-    reduce = next((by for by in (8, 4, 2) if min(size) >= by * _LEAST_SIDE), 1)
-    return Picture(
-        format=kind,
-        extension=extension,
-        height=size[0],
-        width=size[1],
-        file_bytes=len(data),
-        marks=marks,
-        traits=traits,
-        digest=hashlib.blake2b(data, digest_size=16).digest(),
-        code=look_code(decode_image(data, reduce=reduce)),
-    )
+# --------------------------------------------------------------------------------------------------------------
+# Images
+#
+# The similarity code of an image consists of the signs of the differences between neighbors among 17 x 16 mean gray
+# values. Differences near zero count as zero, so that encoder noise does not separate copies.
+#
+# N images, C = 256 differences.
+
+_GRAY = ("1", "L", "LA", "I", "F")
+_PILLOW_NAMES = {"MPO": "JPEG", "JPEG2000": "JPEG 2000", "DIB": "BMP"}
+_FORMATS = {
+    "jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP", "gif": "GIF", "bmp": "BMP", "tif": "TIFF",
+    "tiff": "TIFF", "ppm": "PPM", "pgm": "PPM", "jp2": "JPEG 2000", "avif": "AVIF",
+}  # fmt: skip
+_PIXEL_EDGES = (0, 32, 64, 128, 224, 256, 384, 512, 768, 1024, 2048)
+_GROUPS_SHOWN, _SHOWN_PER_GROUP = 6, 4
+_MOST_COMPARED = 10_000  # images compared pairwise
+_CODE_SIDE = 16
+_NEAR_ZERO = 6  # of 255
+_MIN_SIGNS = 40  # of 256; an image with fewer is too plain to compare
+_MIN_AGREEMENT = 0.92  # fraction of signs that copies have in common
+_ROWS = 512  # compared at a time
 
 
-def _header(data: bytes) -> tuple[str, tuple[int, int], tuple[str, ...]]:
-    """A picture's format by its bytes, its height and width, and what is special about it."""
+def _reduction(size: tuple[int, int], side: int) -> int:
+    """The factor by which a JPEG can be decoded smaller and keep ``side`` pixels on each side."""
+    return next((by for by in (8, 4, 2) if min(size) >= by * side), 1)
+
+
+def _describe(data: bytes, extension: str, traits: Traits) -> ImageInfo:
     try:
         with pillow_errors(), open_image(data) as image:
-            kind = _FORMATS.get(image.format or "", image.format or "")
-            mode, size = image.mode, (image.height, image.width)
-    except DataError:  # simplejpeg reads some that Pillow does not
-        return "JPEG", jpeg_size(data) or decode_image(data).shape[:2], ()
-    grey16 = mode.startswith("I;16")
-    told = {
-        "grey": mode in _GREY or grey16,
-        "CMYK": mode in ("CMYK", "YCCK"),
-        "16 bits": grey16 or (kind == "PNG" and data[24:25] == b"\x10"),
-    }
-    return kind, size, tuple(mark for mark, there in told.items() if there)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What is said where no pair of picture and caption turns up: which extensions were seen, what is expected.
-
-_TEXTS = ("txt", "json")
-_OTHER_TEXTS = ("caption", "text", "cap", "captions", "tags", "description")  # what others name captions
-
-
-def no_pair(looks: Sequence[Look], selection: Selection) -> str:
-    """Why a training on these shards could not begin, and what would be needed."""
-    sound = [look for look in looks if not look.cause]
-    extensions: Counter[str] = Counter()
-    hidden = 0
-    for look in looks:
-        extensions.update(look.names.extensions)
-        hidden += look.names.hidden
-    if not sound and (looks[0].truncated or not extensions):
-        more = f" (and {len(looks) - 1} more cannot be read)" if len(looks) > 1 else ""
-        hint = "; data.truncated=use trains on the intact part" if looks[0].truncated else ""
-        return f"{looks[0].cause}{more}{hint}"
-    first = looks[0].file.shown
-    where = f"shard {first} holds" if len(looks) == 1 else f"the first {len(looks)} shards looked into hold"
-    nameless = f"; {hidden} files have no extension" if hidden else ""
-    return (
-        f"{where} no pair of picture and caption; extensions seen: {seen(extensions)}{nameless}; expected are "
-        f"KEY.{'/'.join(IMAGE_EXTENSIONS[:4])}/… with {_expected(selection)}{_hint(extensions)}"
+            kind = _PILLOW_NAMES.get(image.format or "", image.format or "")
+            mode, (width, height) = image.mode, image.size
+        gray16 = mode.startswith("I;16")
+        marks = {
+            "grey": mode in _GRAY or gray16,
+            "CMYK": mode in ("CMYK", "YCCK"),
+            "16 bits": gray16 or (kind == "PNG" and data[24:25] == b"\x10"),
+        }
+    except DataError:  # simplejpeg reads some JPEGs that Pillow does not
+        kind, marks = "JPEG", {}
+        height, width = jpeg_size(data) or decode_image(data).shape[:2]
+    return ImageInfo(
+        format=kind,
+        extension=extension,
+        width=width,
+        height=height,
+        file_bytes=len(data),
+        marks=tuple(name for name, there in marks.items() if there),
+        traits=traits,
+        digest=hashlib.blake2b(data, digest_size=16).digest(),
+        code=similarity_code(decode_image(data, reduce=_reduction((width, height), 4 * _CODE_SIDE))),
     )
 
 
-def seen(extensions: Counter[str]) -> str:
-    """Extensions and how many files have each, on one line."""
-    named = [f"{name[:40]!r} ({count:,})" for name, count in extensions.most_common(8)]
-    rest = len(extensions) - len(named)
-    return ", ".join(named + [f"{rest} more"] * (rest > 0)) or "none"
+def similarity_code(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    """(H, W, 3) uint8 → (C,) int8, each -1, 0 or 1."""
+    from PIL import Image
+
+    size = (_CODE_SIDE + 1, _CODE_SIDE)
+    gray = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BOX).convert("L"), dtype=np.int16)
+    steps = np.diff(gray, axis=1).ravel()
+    return (np.sign(steps) * (np.abs(steps) > _NEAR_ZERO)).astype(np.int8)
 
 
-def _expected(selection: Selection) -> str:
-    fields = selection.captions.fields
-    if "txt" in fields:
-        return 'KEY.txt, or KEY.json with a field "caption"'
-    return f"KEY.json with {', '.join(fields)}"
+def group_equal(digests: Sequence[bytes]) -> list[list[int]]:
+    """Return groups of the positions of equal digests, the largest first."""
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)
+    for number, one in enumerate(digests):
+        groups[one].append(number)
+    return sorted((group for group in groups.values() if len(group) > 1), key=len, reverse=True)
 
 
-def _hint(extensions: Counter[str]) -> str:
-    """What the names that were seen suggest to do."""
-    known = (*IMAGE_EXTENSIONS, *_TEXTS)
-    for one in extensions:
-        if "." in one and one.rpartition(".")[2] in known:
-            return (
-                f": of a name, all behind its first dot is the extension, so {one[:40]!r} is none of these: "
-                "leave no other dots in names"
-            )
-    if other := next((one for one in _OTHER_TEXTS if one in extensions), ""):
-        return f": name the .{other} files .txt"
-    if not extensions.keys().isdisjoint(IMAGE_EXTENSIONS) and not extensions.keys().isdisjoint(_TEXTS):
-        return ": a picture and its caption need the same name up to the dot, and to follow one another"
-    return ""
+def group_similar(codes: Sequence[npt.NDArray[np.int8]]) -> list[list[int]]:
+    """Return groups of the positions of similar codes, the largest first."""
+    if not codes:
+        return []
+    signs = np.stack(codes[:_MOST_COMPARED]).astype(np.float32)  # (N, C)
+    count = np.abs(signs).sum(axis=1)
+    parent = list(range(len(signs)))
+
+    def root(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
+
+    for start in range(0, len(signs), _ROWS):
+        agreement = signs[start : start + _ROWS] @ signs.T
+        most = np.maximum(count[start : start + _ROWS, None], count[None])
+        rows, columns = np.nonzero((agreement >= _MIN_AGREEMENT * most) & (most >= _MIN_SIGNS))
+        for row, column in zip((rows + start).tolist(), columns.tolist(), strict=True):
+            if column > row:
+                parent[root(column)] = root(row)
+    return group_equal([str(root(number)).encode() for number in range(len(signs))])
+
+
+def summarize_images(
+    samples: Sequence[Sample], image_size: int
+) -> tuple[Images, list[list[Sample]], list[list[Sample]]]:
+    """Summarize decoded images; returns also a few groups of identical files and of similar images."""
+    images = [sample.image for sample in samples if sample.image is not None]
+    assert len(images) == len(samples)
+    ratios = [one.width / one.height for one in images]
+    widest = max(range(len(images)), key=ratios.__getitem__)
+    tallest = min(range(len(images)), key=ratios.__getitem__)
+    misnamed = Counter(
+        f".{one.extension} is {one.format}"
+        for one in images
+        if one.extension and _FORMATS.get(one.extension) != one.format
+    )
+
+    def with_trait(name: str) -> WithTrait:
+        places = [
+            sample.place for sample, one in zip(samples, images, strict=True) if getattr(one.traits, name)
+        ]
+        return WithTrait(count=len(places), first=tuple(places[:FIRST_PLACES]))
+
+    def duplicates(groups: list[list[int]]) -> tuple[Duplicates, list[list[Sample]]]:
+        shown = [[samples[at] for at in group[:_SHOWN_PER_GROUP]] for group in groups[:_GROUPS_SHOWN]]
+        places = tuple(tuple(sample.place for sample in group) for group in shown)
+        return Duplicates(groups=len(groups), pictures=sum(map(len, groups)), shown=places), shown
+
+    same_bytes, same = duplicates(group_equal([one.digest for one in images]))
+    similar = group_similar([one.code for one in images])
+    different = [group for group in similar if len({images[at].digest for at in group}) > 1]
+    same_look, alike = duplicates(different)
+    found = Images(
+        read=len(images),
+        formats=dict(Counter(one.format for one in images).most_common()),
+        misnamed=dict(misnamed.most_common()),
+        width=Histogram.of("width in pixels", (one.width for one in images), _PIXEL_EDGES),
+        height=Histogram.of("height in pixels", (one.height for one in images), _PIXEL_EDGES),
+        median_bytes=int(np.median([one.file_bytes for one in images])),
+        small=sum(min(one.width, one.height) < image_size for one in images),
+        widest=ratios[widest],
+        widest_at=samples[widest].place,
+        tallest=1 / ratios[tallest],
+        tallest_at=samples[tallest].place,
+        marks=dict(Counter(mark for one in images for mark in one.marks).most_common()),
+        transparent=with_trait("transparent"),
+        rotated=with_trait("rotated"),
+        same_bytes=same_bytes,
+        same_look=same_look,
+    )
+    return found, same, alike
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Which shards there are, and which lack: as training lists them, but where it would refuse this goes on.
+# Samples for the page
 
-_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")  # the last one of a name
-_MAX_DIGITS = 18
-_FAR_APART = 10  # missing shards for each that is there: beyond, numbers are not meant to be without gaps
-_MANY = 32  # requests at a time
-_COMPRESSED = (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5", b"<", b"PK")  # the last ones: an HTML page, a zip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardList:
-    """Shards in order.
-
-    Attributes:
-        files: those that are there.
-        refused: for what a training would refuse the list.
-        missing: numbers that lack, as ranges such as ``00003–00007``.
-        missing_count: how many.
-    """
-
-    files: list[ShardFile]
-    refused: tuple[str, ...]
-    missing: tuple[str, ...]
-    missing_count: int
+_CROP_SIDE, _CROP_QUALITY = 224, 80
+_CAPTION_SHOWN, _REST_SHOWN = 500, 160  # characters
+_MOST_TOKENS = 1024  # counted per caption
+_THUMBNAIL_SIDE, _THUMBNAIL_QUALITY = 128, 75
+_THUMBNAIL_CAPTION = 120  # characters
+_BYTES_SHOWN = 60
+_PARTLY_DECODED = (
+    4 << 20,
+    1 << 24,
+)  # largest broken image of which the beginning is decoded, in bytes and pixels
 
 
-def list_shards(sources: Sequence[str], *, split: str) -> ShardList:
-    """The shards of all sources.
-
-    Raises:
-        DataError: one of them has none, or cannot be listed.
-    """
-    files: list[ShardFile] = []
-    refused = []
-    absent: list[str] = []
-    for source in sources:
-        try:
-            files += find_shards(source, split=split)
-        except DataError as error:
-            there, lacking = _those_there(source, split, str(error))
-            if not there:
-                raise
-            files += there
-            absent += lacking
-            refused.append(str(error))
-    ranges, count = missing_numbers([file.url for file in files], absent)
-    return ShardList(files=files, refused=tuple(refused), missing=tuple(ranges), missing_count=count)
+def token_counts(texts: list[str]) -> list[int]:
+    """Count the tokens of each text with start and end, up to a limit."""
+    ids = tokenize(texts, _MOST_TOKENS, trim=True).numpy()
+    # the last end of text counts: a text may contain "<end_of_text>", and 0 is "!" as well as padding
+    counts: list[int] = (ids.shape[1] - np.argmax(ids[:, ::-1] == END_OF_TEXT, axis=1)).tolist()
+    return counts
 
 
-def _those_there(source: str, split: str, refusal: str) -> tuple[list[ShardFile], list[str]]:
-    """The shards of a source that training refuses, and the names of those that should be there."""
-    if "shards are missing" in refusal:  # so its braces stand for no more than are allowed
-        names = list(expand_braces(source))
-        if is_remote(source):
-            with ThreadPoolExecutor(_MANY) as pool:
-                found = list(pool.map(_remote, names))
-        else:
-            found = [_local(name) for name in names]
-        there = [one for one in found if one is not None]
-        return there, [name for name, one in zip(names, found, strict=True) if one is None]
-    if "nshards.txt says" in refusal:
-        return _of_folder(source, split), []
-    return [], []
+def sheet_entry(sample: Sample) -> SheetEntry:
+    """Prepare a good sample with its crop for the contact sheet."""
+    from PIL import Image
+
+    assert sample.crop is not None and sample.caption is not None
+    caption = sample.caption[: 10 * _CAPTION_SHOWN]
+    tokens = token_counts([caption])[0]
+    low, high = (0 if tokens > CONTEXT_LENGTH else len(caption)), len(caption)
+    while low < high:  # the longest beginning that fits into the context, by bisection
+        middle = (low + high + 1) // 2
+        fits = token_counts([caption[:middle]])[0] <= CONTEXT_LENGTH
+        low, high = (middle, high) if fits else (low, middle - 1)
+    image = Image.fromarray(sample.crop.permute(1, 2, 0).contiguous().numpy())
+    if image.width > _CROP_SIDE:
+        image = image.resize((_CROP_SIDE, _CROP_SIDE), Image.Resampling.BICUBIC)
+    return SheetEntry(
+        picture=_webp(image, _CROP_QUALITY),
+        caption=_shortened(caption[:low], _CAPTION_SHOWN),
+        rest=_shortened(caption[low:], _REST_SHOWN),
+        tokens=tokens,
+        place=sample.place,
+    )
 
 
-def _remote(url: str) -> ShardFile | None:
-    from data.remote import store
+def thumbnail(survey: ShardSurvey, sample: Sample) -> Thumbnail:
+    """Read a sample again and reduce its image, or the part of it that can be decoded."""
+    from PIL import Image
 
+    again, data = read_sample(
+        survey.opened(sample.ref.scan), sample.ref, survey.selection.captions, image=True
+    )
+    picture, size = b"", jpeg_size(data)
+    most_bytes, most_pixels = _PARTLY_DECODED
+    pixels: npt.NDArray[np.uint8] | None = None
     try:
-        return store.describe([url])[0]
+        pixels = decode_image(data, reduce=_reduction(size or (0, 0), _THUMBNAIL_SIDE))
     except DataError:
-        return None
+        truncated = size and "truncated" in sample.cause and size[0] * size[1] <= most_pixels
+        if truncated and len(data) <= most_bytes:
+            import simplejpeg
+
+            with suppress(ValueError):
+                pixels = simplejpeg.decode_jpeg(data, strict=False)  # the missing part is gray
+    if pixels is not None:
+        image = Image.fromarray(pixels)
+        image.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+        picture = _webp(image, _THUMBNAIL_QUALITY)
+    return Thumbnail(
+        picture=picture,
+        beginning="" if picture else data[:_BYTES_SHOWN].decode("utf-8", "replace"),
+        size=len(data),
+        caption=_shortened(again.caption or "", _THUMBNAIL_CAPTION),
+        cause=sample.cause,
+        place=sample.place,
+    )
 
 
-def _local(name: str) -> ShardFile | None:
-    path = Path(name).expanduser()
-    return ShardFile.at(path) if path.is_file() else None
+def _shortened(text: str, most: int) -> str:
+    return text[:most] + "…" * (len(text) > most)
 
 
-def _of_folder(source: str, split: str) -> list[ShardFile]:
-    if is_remote(source):
-        from data.remote import store
-
-        base = source.rstrip("/")
-        return store.list_folder(f"{base}/{split}") or store.list_folder(base)
-    folder = Path(source).expanduser()
-    here = folder / split if (folder / split).is_dir() else folder
-    return [ShardFile.at(path) for path in sorted(here.glob("*.tar"), key=path_order)]
-
-
-def missing_numbers(urls: Iterable[str], absent: Iterable[str] = ()) -> tuple[list[str], int]:
-    """The numbers that lack in names that differ by a number, as ranges, and how many they are.
-
-    Args:
-        urls: of what is there.
-        absent: of what is known to lack; it counts too where it lies before the first or behind the last one.
-    """
-    series: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-    lacking: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-    for into, names in ((series, urls), (lacking, absent)):
-        for url in names:
-            folder, _, name = url.partition("?")[0].rpartition("/")
-            match = _NUMBER.search(name)
-            if match is not None and len(match[0]) <= _MAX_DIGITS:
-                where = os.path.abspath(folder) if not is_remote(folder) else folder  # noqa: PTH100
-                into[f"{where}/{name[: match.start()]}", name[match.end() :]][int(match[0])] = match[0]
-    ranges: list[str] = []
-    count = 0
-    for key, there in series.items():
-        known = {**lacking.get(key, {}), **there}
-        gaps = _gaps(sorted(there), sorted(lacking.get(key, {})))
-        missing = sum(last - first + 1 for first, last in gaps)
-        if missing > _FAR_APART * len(there) and not lacking.get(key):
-            continue
-        width = len(next(iter(known.values()))) if any(one[0] == "0" for one in known.values()) else 0
-        count += missing
-        for first, last in gaps:
-            begin = f"{first:0{width}d}"
-            ranges.append(begin if first == last else f"{begin}–{last:0{width}d}")
-    return ranges, count
-
-
-def _gaps(there: list[int], lacking: list[int]) -> list[tuple[int, int]]:
-    """Stretches of numbers between the first and the last one that are not there."""
-    begin, end = min([there[0], *lacking[:1]]), max([there[-1], *lacking[-1:]])
-    fence = [begin - 1, *there, end + 1]
-    return [(low + 1, high - 1) for low, high in pairwise(fence) if high - low > 1]
-
-
-def check_ends(files: Sequence[ShardFile], *, seconds: float) -> tuple[int, list[int]]:
-    """How many local shards were looked at in that time, and which do not begin or end as a tar does.
-
-    A tar that was cut short lacks the zeros at its end: this tells it without a walk through its headers.
-    """
-    deadline = time.monotonic() + seconds
-    checked, suspicious = 0, []
-    for number, file in enumerate(files):
-        if file.is_remote:
-            continue
-        if time.monotonic() > deadline:
-            break
-        checked += 1
-        if not _ends_well(file):
-            suspicious.append(number)
-    return checked, suspicious
-
-
-def _ends_well(file: ShardFile) -> bool:
-    if file.size < 2 * _BLOCK or file.size % _BLOCK:
-        return False
-    try:
-        descriptor = os.open(file.url, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        begin = os.pread(descriptor, 2, 0)
-        return not (begin.startswith(_COMPRESSED) or any(os.pread(descriptor, _BLOCK, file.size - _BLOCK)))
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+def _webp(image: "Image", quality: int) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "WEBP", quality=quality)
+    return file.getvalue()

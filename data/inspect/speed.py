@@ -1,4 +1,4 @@
-"""``python -m data speed``: how fast the training's loader makes batches here, by number of workers."""
+"""``python -m data speed``: measure the speed of the training loader by number of workers."""
 
 import argparse
 import json
@@ -10,35 +10,38 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clipkit.cli import MOST_WORKERS
 from clipkit.errors import ConfigError
-from data.remote.store import shown
-
-if TYPE_CHECKING:
-    from data.loader import Loader
+from clipkit.files.terminal import CountProgress, shown
+from clipkit.model.tokenizer import ClipTokenizer
+from data.augment import image_settings
+from data.captions import Selection
+from data.loader import Loader
+from data.order import Order
+from data.remote.cache import shard_cache
+from data.shards.manifest import make_manifest
+from data.shards.samples import Shards
+from data.shards.sources import find_shards
 
 __all__ = ["Measured", "make_loader", "measure", "speed"]
 
-_STEPS = 1 << 40  # more than anybody waits for
-_MEMORY_EVERY = 0.5  # seconds
+_STEPS = 1 << 40  # never reached
+_MEMORY_INTERVAL = 0.5  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the loader gave with so many workers.
+    """The speed of a loader.
 
     Attributes:
-        workers: processes, 0 for the main one alone.
+        workers: number of processes; 0 for the main process alone.
         samples_per_second: after the first batch.
-        per_worker: of these.
         bytes_per_second: of shards.
-        first_batch: seconds until it was there, the start of the workers included.
-        samples: that were counted, in so many ``seconds``.
-        bad: share of samples that another one replaced.
-        memory: greatest sum, in bytes, of what all processes held, memory that they share counted once; 0 where the
-            system does not tell.
+        first_batch: seconds until the first batch, including the start of the workers.
+        samples: number of samples in ``seconds``.
+        bad: fraction of samples that were replaced.
+        memory: peak bytes of all processes, shared memory counted once; 0 if the system does not report it.
     """
 
     workers: int
@@ -53,60 +56,58 @@ class Measured:
 
 
 def speed(parsed: argparse.Namespace) -> int:
-    numbers = _worker_numbers(_own_words(parsed))
+    """Run the command."""
+    first, *more = parsed.workers
+    numbers = [word for word in more if word.replace(",", "").isdecimal() and not Path(word).exists()]
+    if numbers:
+        given = [first, *numbers]
+        raise ConfigError(f"workers = {' '.join(given)}: separate by commas: --workers {','.join(given)}")
+    parsed.sources += more  # sources after --workers
+    parts = [part.strip() for part in first.split(",")]
+    if not all(part.isdecimal() and len(part) < 5 and int(part) <= MOST_WORKERS for part in parts):
+        raise ConfigError(
+            f"workers = {first!r} is invalid: expected numbers from 0 to {MOST_WORKERS}, separated by commas"
+        )
     if not parsed.sources:
-        raise ConfigError("no SOURCE is given: python -m data speed SOURCE")
+        raise ConfigError("SOURCE is missing: python -m data speed SOURCE")
     loader, bytes_per_sample = make_loader(parsed)
     found = []
-    for workers in numbers:
+    for workers in dict.fromkeys(map(int, parts)):
         if not parsed.quiet:
             print(f"measuring with {workers} workers for {parsed.seconds:g} s", file=sys.stderr, flush=True)
         found.append(measure(loader, workers, seconds=parsed.seconds, bytes_per_sample=bytes_per_sample))
-    batch_size = loader.order.batch_size
+    batch_size, cores = loader.order.batch_size, len(os.sched_getaffinity(0))
     if parsed.json:
         about = {
             "sources": list(map(shown, parsed.sources)),
             "image_size": parsed.image_size,
             "batch_size": batch_size,
         }
-        print(json.dumps({**about, "cores": _cores(), "measured": [asdict(one) for one in found]}))
-    else:
-        _print(found, parsed.image_size, batch_size)
+        print(json.dumps({**about, "cores": cores, "measured": [asdict(one) for one in found]}))
+        return 0
+    lines = [("workers", "samples/s", "per worker", "MB/s", "first batch", "bad", "memory")]
+    lines += [
+        (
+            f"{one.workers}",
+            f"{one.samples_per_second:,.0f}",
+            f"{one.per_worker:,.0f}",
+            f"{one.bytes_per_second / 1e6:,.1f}",
+            f"{one.first_batch:.1f} s",
+            f"{100 * one.bad:.2g}%",
+            f"{one.memory / 1e9:.2f} GB" if one.memory else "unknown",
+        )
+        for one in found
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    print(f"{parsed.image_size} pixels, batches of {batch_size}, {cores} cores")
     return 0
 
 
-def _own_words(parsed: argparse.Namespace) -> str:
-    """What --workers was given; words behind it that are no numbers are sources."""
-    first, *more = parsed.workers
-    numbers = [word for word in more if word.replace(",", "").isdecimal() and not Path(word).exists()]
-    if numbers:
-        given = [first, *numbers]
-        raise ConfigError(f"workers = {' '.join(given)}: with commas: --workers {','.join(given)}")
-    parsed.sources += more
-    return str(first)
-
-
-def _worker_numbers(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 5 and int(part) <= MOST_WORKERS for part in parts):
-        raise ConfigError(f"workers = {text!r} does not fit: numbers from 0 to {MOST_WORKERS}, with commas")
-    return list(dict.fromkeys(map(int, parts)))
-
-
-def make_loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
-    """The loader as a training would make it, and the bytes of a sample in its shard."""
-    from clipkit.files.terminal import CountProgress
-    from clipkit.model.tokenizer import ClipTokenizer
-    from data.augment import Augmentation
-    from data.captions import Selection
-    from data.loader import Loader
-    from data.order import Order
-    from data.remote.cache import shard_cache
-    from data.shards.manifest import make_manifest
-    from data.shards.samples import Shards
-    from data.shards.sources import find_shards
-
-    augmentation, names = Augmentation.given(parsed.sources)
+def make_loader(parsed: argparse.Namespace) -> tuple[Loader, float]:
+    """Return the loader that training would make, and the bytes per sample in the shards."""
+    augmentation, decoding, names = image_settings(parsed.sources)
     sources = [find_shards(source, split=parsed.split) for source in names]
     cache = shard_cache(names, parsed.cache_gb)
     selection = Selection()
@@ -119,19 +120,20 @@ def make_loader(parsed: argparse.Namespace) -> "tuple[Loader, float]":
         image_size=parsed.image_size,
         tokenize=ClipTokenizer(),
         augmentation=replace(augmentation, scaled_decode=augmentation.scaled_decode or parsed.scaled_decode),
+        decoding=decoding,
     )
     return loader, float(manifest.sizes.clip(min=0).sum()) / max(1, len(shards))
 
 
-def measure(loader: "Loader", workers: int, *, seconds: float, bytes_per_sample: float = 0.0) -> Measured:
-    """Run a loader with so many workers for so long after its first batch, one batch more at least.
+def measure(loader: Loader, workers: int, *, seconds: float, bytes_per_sample: float = 0.0) -> Measured:
+    """Run a loader for some seconds after its first batch, and at least one more batch.
 
     Raises:
         DataError: as the loader does.
     """
     began = time.perf_counter()
     batches = replace(loader, workers=workers).batches(0, _STEPS)
-    assert isinstance(batches, Generator)  # so that it can be closed now, and its workers with it
+    assert isinstance(batches, Generator)  # closed below, and its workers with it
     samples = bad = memory = 0
     try:
         first = next(batches)
@@ -141,7 +143,7 @@ def measure(loader: "Loader", workers: int, *, seconds: float, bytes_per_sample:
             batch = next(batches)
             now = time.perf_counter()
             samples, every, bad = samples + len(batch.ids), every + len(batch.ids), bad + len(batch.bad)
-            if now - looked > _MEMORY_EVERY:
+            if now - looked > _MEMORY_INTERVAL:
                 memory, looked = max(memory, _memory()), now
     finally:
         batches.close()
@@ -160,36 +162,12 @@ def measure(loader: "Loader", workers: int, *, seconds: float, bytes_per_sample:
 
 
 def _memory() -> int:
-    """Bytes that this process and its workers hold, memory shared by several divided among them."""
+    """Memory of this process and its workers in bytes, shared memory divided among them."""
     total = 0
     for process in chain([os.getpid()], (child.pid for child in multiprocessing.active_children())):
         try:
             lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        except OSError:  # not Linux, or it has just ended
+        except OSError:  # not Linux, or the process has just ended
             continue
         total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
     return total
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _print(found: list[Measured], image_size: int, batch_size: int) -> None:
-    lines = [("workers", "samples/s", "a worker", "MB/s", "first batch", "bad", "memory")]
-    lines += [
-        (
-            f"{one.workers}",
-            f"{one.samples_per_second:,.0f}",
-            f"{one.per_worker:,.0f}",
-            f"{one.bytes_per_second / 1e6:,.1f}",
-            f"{one.first_batch:.1f} s",
-            f"{100 * one.bad:.2g}%",
-            f"{one.memory / 1e9:.2f} GB" if one.memory else "not known",
-        )
-        for one in found
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print(f"{image_size} pixels, batches of {batch_size}, {_cores()} cores")

@@ -55,7 +55,7 @@ def test_pack_reports_what_it_made_and_what_it_left_out(table: Path, tmp_path: P
     lines = done.stdout.splitlines()
     assert lines.pop(0).startswith(f"made {tmp_path / 'out'} in ")
     assert lines == [
-        "  columns  path (picture), caption (caption)",
+        "  columns  path (image), caption (caption)",
         "  bad rows, by cause:",
         "          1  missing file",
         "          1  empty caption",
@@ -89,14 +89,14 @@ def test_pack_says_what_can_be_done_about_pictures(
         return " ".join(output.split())
 
     output = said("--test", "1")
-    assert "1 picture has several captions: training takes the first, scoring all of them" in output
-    assert "1 picture has an EXIF tag that says to turn them: they are stored upright" in output
-    assert "2 pictures have transparent parts" in output and "--background white lays them" in output
+    assert "1 image has several captions: training uses the first, evaluation all of them" in output
+    assert "1 image has an EXIF orientation: stored upright (--keep-orientation does not)" in output
+    assert "2 images have transparent parts" in output and "--background white lays them" in output
     assert "packed 0 pairs into train and 3 into test 1 of 4 rows were bad: see" in output
     output = said("--test", "1e-9", "--keep-orientation", "--background", "white")
-    assert "to turn them: they are kept as they lie in their files" in output
-    assert "2 pictures have transparent parts: they are laid on white" in output
-    assert "packed 3 pairs into train and 0 into test: too few pictures for that share" in output
+    assert "1 image has an EXIF orientation: stored unchanged, which is how CLIP reads it" in output
+    assert "2 images have transparent parts: laid on white" in output
+    assert "packed 3 pairs into train and 0 into test: too few images for that fraction" in output
 
 
 @pytest.mark.parametrize("size", [0, 5_000, 10_000])
@@ -191,7 +191,7 @@ def test_index_says_so_where_it_can_keep_nothing(tmp_path: Path, monkeypatch: py
         writer.write("train", Record(key="a", image=b"x", extension="png", caption="a"))
         writer.finish({})
     monkeypatch.setenv("CLIPKIT_CACHE", "/proc/nothing")
-    with pytest.raises(DataError, match="the cache folder /proc/nothing cannot be written"):
+    with pytest.raises(DataError, match="the cache folder /proc/nothing is not writable"):
         main(["index", str(tmp_path / "set"), "--quiet"])
 
 

@@ -22,7 +22,7 @@ from data.__main__ import main
 from data.augment import Augmentation
 from data.inspect import inspect
 from data.inspect.report import notes, page_of
-from data.inspect.survey import token_counts
+from data.inspect.samples import token_counts
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
 from tests.data.inspected_tars import Members, look, pairs, picture, row, told, write_tar
@@ -103,8 +103,8 @@ def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: 
         assert "truncated" in broken["00001.tar"] and "empty" in broken["00002.tar"]
         assert [Path(one).name for one in found.shards.empty] == ["00008.tar"]
         assert found.names.without_picture == 2
-        assert "3 of 7 shards looked into cannot be read" in told(found)
-        assert "2 shards truncated: data.truncated=use trains on the intact part" in told(found)
+        assert "3 of 7 scanned shards are unreadable" in told(found)
+        assert "2 truncated shards: data.truncated=use trains on the intact part" in told(found)
     assert "3 of 10 shards are missing" in told(found)
 
 
@@ -134,7 +134,7 @@ def test_bad_samples_by_cause(tmp_path: Path) -> None:
     assert causes["empty caption"] == (1, ["000002"])
     assert causes["not a picture in a known format"] == (3, ["000003", "000009", "000011"])
     assert any("200001 characters" in cause for cause in causes)
-    assert "30.0% of the samples are bad; training stops beyond 5%" in told(found)
+    assert "30.0% of the samples are bad; training stops above 5%" in told(found)
     assert found.captions.empty == 2  # no text, and one too long to read
     assert found.pictures.read == 14
 
@@ -149,9 +149,7 @@ def test_captions_that_are_not_utf8(samples: int, tmp_path: Path) -> None:
     places = sorted(place.key for place in captions.not_utf8_at)
     assert len(places) == 3 and set(places) <= {"000003", "000005", "000009", "000011", "000012"}
     (note,) = (note for note in notes(found) if "UTF-8" in note.text)
-    assert note.grave and note.text.startswith(
-        "5 of 20 (25.0%) captions read are not UTF-8, such as 0.tar: 0000"
-    )
+    assert note.grave and note.text.startswith("5 of 20 (25.0%) captions are not UTF-8, such as 0.tar: 0000")
     assert row(found, "captions", "not UTF-8").startswith("5: 0.tar: 0000")
     if samples == 100:
         (cause,) = found.sampled.causes
@@ -229,11 +227,11 @@ def test_two_files_of_a_kind_in_one_sample(tmp_path: Path) -> None:
     found = look([str(tmp_path)])
     assert found.names.repeated == {"txt": 4, "picture": 1, "json": 1}
     assert [place.key for place in found.names.repeated_at] == ["000002", "000003", "000005"]
-    counts = "4 more txt, 1 more picture, 1 more json (such as 0.tar: 000002; 0.tar: 000003; 0.tar: 000005)"
+    counts = "4 more txt, 1 more image, 1 more json (such as 0.tar: 000002; 0.tar: 000003; 0.tar: 000005)"
     assert row(found, "samples", "twice in a sample") == f"{counts}; the first one is used"
     assert (
-        f"samples with more than one file of a kind: {counts}; training uses the first one of each sample and "
-        "ignores the others"
+        f"samples with several files of a kind: {counts}; training uses the first one of each sample and ignores "
+        "the others"
     ) in told(found)
     assert {entry.caption for entry in found.sheet} == {"first"}  # as a training does
     data = Shards.of(find_shards(str(tmp_path)))
@@ -259,7 +257,7 @@ def test_keys_and_members(tmp_path: Path) -> None:
     assert names.across_example == "a/one"
     assert (names.without_picture, names.without_caption) == (2, 1)
     assert found.shards.samples == 3
-    assert "2 files with a second dot" in told(found) and "1 key coming back later" in told(found)
+    assert "2 files with a second dot" in told(found) and "1 key repeated later" in told(found)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +267,8 @@ def test_keys_and_members(tmp_path: Path) -> None:
         ([("a.jpg", b""), ("a.text", b"")], "'text' (1)", "name the .text files .txt"),
         ([("a.JPG.txt", b""), ("a.JPG", b"")], "'jpg.txt' (1)", "leave no other dots in names"),
         ([("0.jpg", b""), ("1.txt", b"")], "'jpg' (1)", "follow one another"),
-        ([("README", b""), (".x.jpg", b"")], "none; 2 files have no extension", "expected are KEY.jpg/"),
-        ([], "none", "expected are KEY.jpg/jpeg/png/webp/… with KEY.txt"),
+        ([("README", b""), (".x.jpg", b"")], "none; 2 files have no extension", "expected: KEY.jpg/"),
+        ([], "none", "expected: KEY.jpg/jpeg/png/webp/… with KEY.txt"),
     ],
 )
 def test_no_pair_says_what_was_seen_and_what_is_expected(
@@ -287,7 +285,7 @@ def test_ten_thousand_shards_of_the_wrong_kind_end_soon(tmp_path: Path) -> None:
     for number in range(1, 10_000):
         os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
     begin = time.monotonic()
-    with pytest.raises(DataError, match=r"the first 8 shards looked into hold no pair .*'caption' \(8\)"):
+    with pytest.raises(DataError, match=r"the first 8 scanned shards contain no pair .*'caption' \(8\)"):
         look([str(tmp_path)])
     assert time.monotonic() - begin < 10
 
@@ -309,7 +307,7 @@ def test_many_shards_are_sampled(tmp_path: Path) -> None:
     assert not found.shards.samples_known and found.shards.counted >= 150
     assert abs(found.shards.samples - 3 * 299) <= 3
     assert found.sampled.tried == 6
-    assert "5 of 300, spread evenly" in row(found, "shards", "looked into")
+    assert "5 of 300, spread evenly" in row(found, "shards", "scanned")
     assert "about" in row(found, "shards", "samples")
 
 
@@ -417,7 +415,7 @@ def test_two_files_of_a_kind_in_a_remote_shard(nginx: servers.Nginx, tmp_path: P
     nginx.put("twice/0.tar", (tmp_path / "0.tar").read_bytes())
     found = look([nginx.url("twice/0.tar")])
     assert found.names.repeated == {"picture": 1, "txt": 1} and found.names.repeated_at == ()
-    assert row(found, "samples", "twice in a sample") == "1 more picture, 1 more txt; the first one is used"
+    assert row(found, "samples", "twice in a sample") == "1 more image, 1 more txt; the first one is used"
 
 
 def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
@@ -439,7 +437,7 @@ def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
 def test_of_large_remote_shards_the_first_samples_are_read(
     nginx: servers.Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("data.inspect.samples.BEGINNING", 20_000)
+    monkeypatch.setattr("data.inspect.shards._BEGINNING", 20_000)
     for number in range(3):
         write_tar(tmp_path / "one.tar", pairs(100 * number, 60))
         nginx.put(f"large/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())
@@ -447,7 +445,7 @@ def test_of_large_remote_shards_the_first_samples_are_read(
     assert (found.shards.beginnings, found.shards.counted, found.sampled.bad) == (3, 0, 0)
     assert 15 <= found.sampled.tried < 60 and found.names.without_caption == 0
     assert not found.shards.samples_known and 150 < found.shards.samples < 210
-    assert "of 3 the first samples only" in row(found, "shards", "looked into")
+    assert "only the first samples of 3" in row(found, "shards", "scanned")
     for number in range(3):
         nginx.put(f"large/{number:05d}_stats.json", b'{"successes": 61}')
     found = look([nginx.url("large")])
@@ -464,21 +462,21 @@ def test_transparent_and_rotated_images_are_found_with_what_to_set(tmp_path: Pat
     contents = {1: clear.getvalue(), 2: opaque.getvalue(), **dict.fromkeys(range(4, 9), turned)}
     write_tar(tmp_path / "0.tar", pairs(0, 10, pictures=contents))
     found = look([str(tmp_path)])
-    assert row(found, "pictures", "transparent") == (
-        "1 of 10 (10.0%); their hidden colors are used, as open_clip does; set data.background=white | "
+    assert row(found, "images", "transparent") == (
+        "1 of 10 (10.0%); their hidden colors are used, as in open_clip; set data.background=white | "
         "in 0.tar: 000001"
     )
-    assert row(found, "pictures", "rotated by EXIF").startswith(
-        "5 of 10 (50.0%); this is not applied, as in open_clip; set data.upright=true | in 0.tar: 000004; "
+    assert row(found, "images", "rotated by EXIF").startswith(
+        "5 of 10 (50.0%); not applied, as in open_clip; set data.upright=true | in 0.tar: 000004; "
     )
     assert "1 of 10 images is transparent" in told(found) and "5 of 10 images are rotated" in told(found)
     chosen = look([str(tmp_path)], decoding=Decoding(background=(255, 255, 255), upright=True))
-    assert row(chosen, "pictures", "transparent").startswith("1 of 10 (10.0%); laid on #ffffff")
-    assert row(chosen, "pictures", "rotated by EXIF").startswith("5 of 10 (50.0%); turned upright")
+    assert row(chosen, "images", "transparent").startswith("1 of 10 (10.0%); laid on #ffffff")
+    assert row(chosen, "images", "rotated by EXIF").startswith("5 of 10 (50.0%); turned upright")
     assert "transparent" not in told(chosen) and "rotated" not in told(chosen)
     write_tar(tmp_path / "plain/0.tar", pairs(0, 10))
     none = look([str(tmp_path / "plain")])
-    assert row(none, "pictures", "transparent") == row(none, "pictures", "rotated by EXIF") == "none"
+    assert row(none, "images", "transparent") == row(none, "images", "rotated by EXIF") == "none"
     json.dumps(chosen.to_dict())
 
 

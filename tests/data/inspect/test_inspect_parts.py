@@ -1,4 +1,4 @@
-"""The parts of an inspection by themselves: numbers that lack, forms of keys, intervals, what looks the same."""
+"""Functions of the inspection: missing numbers, key patterns, intervals, similar images."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from clipkit.files.terminal import printable
 from data.inspect.findings import Histogram, Speed, wilson
-from data.inspect.samples import groups_alike, groups_equal, look_code, missing_numbers
-from data.inspect.survey import token_counts
-from data.inspect.timing import key_pattern
+from data.inspect.samples import group_equal, group_similar, similarity_code, token_counts
+from data.inspect.shards import key_pattern, missing_numbers
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))
@@ -73,15 +72,15 @@ def test_groups_of_the_same(kinds: list[int]) -> None:
     expected = sorted(
         [n for n, one in enumerate(kinds) if one == kind] for kind in set(kinds) if kinds.count(kind) > 1
     )
-    assert sorted(groups_equal([bytes([kind]) for kind in kinds])) == expected
+    assert sorted(group_equal([bytes([kind]) for kind in kinds])) == expected
     codes = [np.random.default_rng(kind).integers(-1, 2, 256).astype(np.int8) for kind in kinds]
-    assert sorted(groups_alike(codes)) == expected
+    assert sorted(group_similar(codes)) == expected
 
 
 def test_plain_pictures_do_not_look_the_same() -> None:
-    codes = [look_code(np.full((50, 50, 3), value, dtype=np.uint8)) for value in (0, 100, 255)]
-    assert groups_alike(codes) == []
-    assert look_code(np.zeros((1, 1, 3), dtype=np.uint8)).shape == (256,)
+    codes = [similarity_code(np.full((50, 50, 3), value, dtype=np.uint8)) for value in (0, 100, 255)]
+    assert group_similar(codes) == []
+    assert similarity_code(np.zeros((1, 1, 3), dtype=np.uint8)).shape == (256,)
 
 
 @given(st.lists(st.integers(0, 400), max_size=40))

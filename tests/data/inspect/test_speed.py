@@ -19,7 +19,8 @@ from PIL import Image
 
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, run_command
-from data.__main__ import main, make_parser
+from clipkit.files.traits import Decoding
+from data.__main__ import main, parse
 from data.augment import Augmentation
 from data.inspect.speed import make_loader
 from data.shards.writer import DatasetWriter, Record
@@ -76,7 +77,7 @@ def test_table(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert heading.split() == [
         "workers",
         "samples/s",
-        "a",
+        "per",
         "worker",
         "MB/s",
         "first",
@@ -91,13 +92,13 @@ def test_table(shards: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_mistakes_are_one_line(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
-        ([shards, "--workers", "two"], "workers = 'two' does not fit"),
-        ([shards, "--workers", "1,,2"], "does not fit"),
+        ([shards, "--workers", "two"], "workers = 'two' is invalid"),
+        ([shards, "--workers", "1,,2"], "is invalid"),
         ([shards, "--workers", "9999"], "from 0 to 512"),
-        ([shards, "--workers", "0", "2"], "workers = 0 2: with commas: --workers 0,2"),
-        (["--workers", "0,1", "2", shards], "workers = 0,1 2: with commas: --workers 0,1,2"),
+        ([shards, "--workers", "0", "2"], "workers = 0 2: separate by commas: --workers 0,2"),
+        (["--workers", "0,1", "2", shards], "workers = 0,1 2: separate by commas: --workers 0,1,2"),
         (["--workers", "0", "no-such-folder"], "no data at 'no-such-folder'"),
-        (["--workers", "0"], "no SOURCE is given"),
+        (["--workers", "0"], "SOURCE is missing"),
         ([shards, "--batch-size", "0"], "--batch-size: '0' is not a whole number from 1 to 65,536"),
         ([shards, "--image-size", "-1"], "--image-size: '-1' is not a whole number from 1"),
         ([shards, "--seconds", "nan"], "--seconds: 'nan' is not a number above 0"),
@@ -138,9 +139,37 @@ def test_ctrl_c_ends_it_with_a_line(shards: str) -> None:
 def test_every_setting_of_augmentation_reaches_the_loader(
     shards: str, word: str, changed: dict[str, Any]
 ) -> None:
-    loader, _ = make_loader(make_parser().parse_args(["speed", "--quiet", shards, word]))
+    loader, _ = make_loader(parse(["speed", "--quiet", shards, word]))
     assert loader.augmentation == replace(Augmentation.of(DataConfig()), **changed)
     assert {one.name for one in fields(Augmentation)} >= changed.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "decoding"),
+    [
+        ([], Decoding()),
+        (["data.background=white"], Decoding(background=(255, 255, 255))),
+        (["data.upright=true", "data.background=#000000"], Decoding(background=(0, 0, 0), upright=True)),
+        (["data.upright=auto"], Decoding()),
+    ],
+)
+def test_background_and_orientation_reach_the_loader(
+    shards: str, words: list[str], decoding: Decoding
+) -> None:
+    loader, _ = make_loader(parse(["speed", "--quiet", shards, *words]))
+    assert loader.decoding == decoding
+
+
+def test_options_between_sources_and_settings(shards: str) -> None:
+    for command in ("speed", "inspect"):
+        parsed = parse(
+            [command, "data.flip=0.5", "--quiet", shards, "--image-size", "16", "data.upright=true"]
+        )
+        assert parsed.sources == ["data.flip=0.5", shards, "data.upright=true"]
+        assert parsed.quiet and parsed.image_size == 16
+    for arguments in (["inspect", shards, "--quite"], ["make", "glyphs", "out", "more"]):
+        with pytest.raises(ConfigError, match=f"unrecognized arguments: {arguments[-1]}"):
+            parse(arguments)
 
 
 def test_settings_that_a_measurement_would_ignore_are_refused(shards: str) -> None:
