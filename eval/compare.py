@@ -25,14 +25,11 @@ from eval.metrics import METRICS, Comparison, compare_correct, compare_means, co
 from eval.report.result_set import (
     Model,
     ResultSet,
-    Row,
-    is_of_checkpoint,
-    named_checkpoint,
-    normal_name,
     read_result_set,
+    split_checkpoint,
 )
-from eval.results.details import Details, details_folder, read_details
-from eval.results.scores import Score
+from eval.results.records import Details, details_folder, read_details
+from eval.results.scores import Record, Score
 
 __all__ = [
     "LEVEL",
@@ -98,9 +95,9 @@ def find_models(
 
 def _results_of_run(name: str) -> Path | None:
     """The results file of the run whose checkpoint is named; None where it is none, or has no results."""
-    path = Path(normal_name(name)) / "results.jsonl"
+    path = Path(split_checkpoint(name)[0]) / "results.jsonl"
     try:
-        return path if named_checkpoint(name) and path.is_file() else None
+        return path if split_checkpoint(name)[1] and path.is_file() else None
     except (OSError, ValueError):
         return None
 
@@ -140,7 +137,7 @@ def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> 
         matches = [i for i, model in enumerate(models) if name in (model.label, model.weights, *model.names)]
         matches = matches or [i for i, model in enumerate(models) if _goes_by(model, name)]
     labels = ", ".join(models[i].label for i in matches)
-    if len({models[i].run for i in matches}) == 1 and not named_checkpoint(name):
+    if len({models[i].run for i in matches}) == 1 and not split_checkpoint(name)[1]:
         steps = {step for i in matches for step in (models[i].step, *models[i].earlier_steps)}
         of = sorted(step for step in steps if step is not None)
         last = [i for i in matches if None not in steps and models[i].step == of[-1]]
@@ -157,7 +154,7 @@ def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> 
         raise ConfigError(f"{path} holds several models ({labels}): {how}")
     if matches:
         raise ConfigError(f"{name!r} is several models: name one of {labels}, as {_FORM}")
-    if named_checkpoint(name) and any(normal_name(name) in model.names for model in models):
+    if split_checkpoint(name)[1] and any(split_checkpoint(name)[0] in model.names for model in models):
         raise ConfigError(
             f"no scores of the checkpoint {name!r}: score it by `python -m eval run --model {name}`"
         )
@@ -167,12 +164,17 @@ def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> 
 
 def _goes_by(model: Model, name: str) -> bool:
     """Whether a name means a model; that of a checkpoint means it alone, not others of its run."""
-    checkpoint = named_checkpoint(name)
-    if checkpoint and not is_of_checkpoint(checkpoint, model.step, model.names):
-        return False
+    plain, checkpoint = split_checkpoint(name)
+    if checkpoint:
+        number = checkpoint.removeprefix("step_")
+        if model.step is not None and number.isdecimal():
+            if int(number) != model.step:
+                return False
+        elif all(split_checkpoint(one)[1] != checkpoint for one in model.names):
+            return False
     start = name.removeprefix("sha256:")
     begins = len(start) >= _LEAST_DIGITS and model.weights.removeprefix("sha256:").startswith(start)
-    return name == model.label or normal_name(name) in model.names or begins
+    return name == model.label or plain in model.names or begins
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -290,8 +292,8 @@ class _Findings:
         self.refused.setdefault((task, why), {})[name] = None
 
 
-def _by_kind(found: ResultSet, model: int) -> dict[_Kind, list[Row]]:
-    kinds: dict[_Kind, list[Row]] = {}
+def _by_kind(found: ResultSet, model: int) -> dict[_Kind, list[Record]]:
+    kinds: dict[_Kind, list[Record]] = {}
     for row in found.rows:
         if row.model == model:
             kinds.setdefault((row.dataset, row.split, row.task, row.setting), []).append(row)
@@ -300,7 +302,7 @@ def _by_kind(found: ResultSet, model: int) -> dict[_Kind, list[Row]]:
 
 def _compare_kind(
     kind: _Kind,
-    rows: tuple[Sequence[Row], Sequence[Row]],
+    rows: tuple[Sequence[Record], Sequence[Record]],
     weights: tuple[str, str],
     details: Mapping[tuple[str, ...], Details],
     findings: _Findings,
@@ -331,7 +333,7 @@ def _compare_kind(
 
 
 def _compare_scores(
-    kind: _Kind, scores: Sequence[tuple[Row, Row]], first: Details, second: Details, findings: _Findings
+    kind: _Kind, scores: Sequence[tuple[Record, Record]], first: Details, second: Details, findings: _Findings
 ) -> None:
     for row, other in scores:
         try:
@@ -362,7 +364,7 @@ def _compare_scores(
         )
 
 
-def _incomparable(pairs: Sequence[tuple[Row, Row]]) -> str | None:
+def _incomparable(pairs: Sequence[tuple[Record, Record]]) -> str | None:
     """Why scores of two models do not compare; None if they do."""
     for first, second in pairs:
         if first.data_revision and second.data_revision and first.data_revision != second.data_revision:

@@ -22,9 +22,9 @@ from eval.datasets.dataset import EvalDataset, Lacks, NoSplit, by_class_names
 from eval.datasets.targets import Target
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.readers import open_dataset
-from eval.results.records import write_details
+from eval.results.details import take_snapshot
+from eval.results.records import write_details, write_snapshot
 from eval.results.scores import Score, append_results, provenance, read_results, time_now, weights_id
-from eval.results.snapshot import take_snapshot, write_snapshot
 from eval.tasks import TASKS, Options, task_of
 from eval.tasks.subject import Subject
 

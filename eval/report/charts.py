@@ -1,19 +1,23 @@
-"""Charts as inline SVG and HTML, and numbers as text.
+"""Charts as inline SVG and HTML, thumbnails, and numbers as text; the markup is in ``templates/charts.html``.
 
-The drawing stretches with the page (``preserveAspectRatio="none"``, strokes that do not scale); labels are HTML
-text placed in percent, so they stay legible at any width. Each chart carries its points as JSON for the read-out by
-pointer or arrow keys (``report.js``), and is complete without scripts. The markup is in ``templates/charts.html``.
+Drawings stretch with the page (``preserveAspectRatio="none"``, strokes that do not scale). Labels are HTML text
+placed in percent, so they are legible at any width. Each chart carries its points as JSON for the read-out by
+pointer or arrow keys (``report.js``), and is complete without scripts.
 """
 
+import base64
+import binascii
 import json
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
 
 from clipkit.files.pages import templates
+from eval.results.records import Thumbnail
 
 __all__ = [
     "TEMPLATES",
@@ -21,7 +25,9 @@ __all__ = [
     "Chart",
     "ChartLine",
     "Dot",
+    "Headline",
     "Point",
+    "Thumbnails",
     "difference_bars",
     "downsample",
     "draw",
@@ -34,10 +40,13 @@ __all__ = [
     "smooth",
 ]
 
-POINTS = 400  # buckets of a long curve: about one per pixel column of a phone
-_LABEL_ROOM = 12.0  # height of a label, in percent of the chart's
-
 TEMPLATES = templates(Path(__file__).with_name("templates"))
+POINTS = 400  # buckets of a long curve: about one per pixel column of a phone
+_LABEL_ROOM = 12.0  # height of a reference label, in percent of the chart
+_NUMBER = (4.5, 7.0)  # width and height of a dot's number, in percent of the chart
+_SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))
+_TINY = 16  # pixels; images up to this size are enlarged without smoothing
+
 Point = tuple[float, float]
 
 
@@ -78,6 +87,33 @@ def signed(fraction: float) -> str:
     return f"{100 * fraction:+.1f}".replace("-", "−").replace("+0.0", "0.0").replace("−0.0", "0.0")
 
 
+def _duration(seconds: float) -> str:
+    for limit, length, unit in ((90, 1, "seconds"), (5400, 60, "minutes"), (172_800, 3600, "hours")):
+        if seconds < limit:
+            return f"{number(round(seconds / length, 1))} {unit}"
+    return f"{number(round(seconds / 86_400, 1))} days"
+
+
+def _value(value: object) -> str:
+    """Format a value of a results line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_value(one)}" for key, one in value.items())
+    if isinstance(value, float):
+        return number(value)
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+TEMPLATES.filters |= {
+    "number": number,
+    "figure": figure,
+    "signed": signed,
+    "duration": _duration,
+    "value": _value,
+    "percent": lambda value: "<0.1%" if 0 < value < 0.0005 else f"{value * 100:.1f}%",
+    "minus": lambda text: text.replace("-", "−"),
+}
+
+
 def smooth(points: Sequence[Point], window: float) -> list[Point]:
     """Average exponentially over about ``window`` points, corrected for the bias toward the first."""
     keep = 1 - 1 / max(1.0, window)
@@ -101,8 +137,62 @@ def downsample(points: Sequence[Point], count: int = POINTS) -> list[tuple[float
     return out
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Line charts
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """A score in a large figure, with a gauge if ``value`` is a fraction.
+
+    Attributes:
+        what: name of the score.
+        dataset: shown in bold before it.
+        figure: the value as text, without its unit.
+        unit: "%" or "".
+        details: shown below.
+        value: on the gauge, in [0, 1].
+        interval: on the gauge.
+        chance: on the gauge.
+    """
+
+    what: str
+    dataset: str = ""
+    figure: str
+    unit: str = "%"
+    details: Sequence[str]
+    value: float | None
+    interval: tuple[float, float] | None = None
+    chance: float | None = None
+
+
+class Thumbnails:
+    """The distinct images of a page, each a rule of its style sheet."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, str] = {}
+
+    def css_class(self, image: Thumbnail | None) -> str:
+        """Add an image and return its CSS class; "none" if it is missing or not a PNG."""
+        if image is None:
+            return "none"
+        if image.png not in self._classes:  # it goes into a style sheet: allow nothing but a base64 PNG
+            try:
+                valid = re.fullmatch(r"[A-Za-z0-9+/]+={0,2}", image.png)
+                data = base64.b64decode(image.png, validate=True) if valid else b""
+            except binascii.Error:
+                data = b""
+            if len(data) < 24 or not data.startswith(b"\x89PNG\r\n\x1a\n"):
+                return "none"
+            tiny = max(int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) <= _TINY
+            self._classes[image.png] = f"p{len(self._classes)}{' tiny' if tiny else ''}"
+        return self._classes[image.png]
+
+    @property
+    def size(self) -> int:
+        """The characters of all images."""
+        return sum(map(len, self._classes))
+
+    @property
+    def rules(self) -> list[tuple[str, str]]:
+        """CSS class and base64 PNG of every image."""
+        return [(name.split()[0], png) for png, name in self._classes.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,21 +290,61 @@ def draw(chart: Chart) -> Markup:
         low, high = low - pad, high + pad
     room = 0.02 * (max(xs) - min(xs)) if any(line.mark for line in lines) else 0.0
     scale = _Scale(x0=min(xs) - room, x1=max(xs), y0=low, y1=high)
+
     y_ticks = _ticks(low, high)
-    plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)  # else all in scientific notation
+    plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)  # otherwise all in scientific notation
+    y_texts = [(number(y) if plain or y == 0 else _scientific(y)) + chart.unit for y in y_ticks]
+    x_ticks = list(chart.x_ticks)
+    if not x_ticks:
+        whole = [x for x in _ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
+        x_ticks = [(x, number(x)) for x in whole or [scale.x0]]
+        x_ticks[-1] = x_ticks[-1][0], f"{x_ticks[-1][1]} {chart.x_name}s"
+    places = [(scale.left(x), label) for x, label in x_ticks if scale.x0 <= x <= scale.x1]
+
+    # reference labels: on the side of their line where no other line ends nearby
     ends = [scale.top(line.points[-1][1]) for line in lines if not line.reference]
-    words = "; ".join(_in_words(line, chart) for line in lines)
+    references = []
+    words = []
+    labels = dict(chart.x_ticks)
+    for line in lines:
+        (x0, y0), (x1, y1) = line.points[0], line.points[-1]
+        if line.reference:
+            top = scale.top(y1)
+            crowded = any(top - _LABEL_ROOM < end <= top for end in ends)
+            below = top < _LABEL_ROOM or (crowded and top < 100 - _LABEL_ROOM)
+            references.append((top, below, line.name))
+            words.append(f"{line.name} at {figure(y1, chart.unit)}")
+        else:
+            start, end = (f"{chart.x_name} {labels.get(x) or number(x)}" for x in (x0, x1))
+            words.append(
+                f"{line.name} from {figure(y0, chart.unit)} at {start} to {figure(y1, chart.unit)} at {end}"
+            )
+    data = {  # for the read-out
+        "unit": chart.unit,
+        "name": chart.x_name,
+        "ticks": {f"{x:.10g}": label for x, label in chart.x_ticks},
+        "x": [scale.x0, scale.x1],
+        "y": [scale.y0, scale.y1],
+        "lines": [
+            {
+                "name": line.name,
+                "tone": 0 if line.reference else line.tone,
+                "x": [float(f"{x:.10g}") for x, _ in own],
+                "y": [float(f"{y:.4g}") for _, y in own],
+            }
+            for line in lines
+            for own in [[line.mark, *line.points] if line.mark else line.points]
+        ],
+    }
     return macro("charts.html", "chart")(
         chart,
         lines,
         scale,
-        y_ticks=[
-            (scale.top(y), (number(y) if plain or y == 0 else _scientific(y)) + chart.unit) for y in y_ticks
-        ],
-        x_ticks=_x_labels(chart, scale),
-        references=[_reference_label(line, scale, ends) for line in lines if line.reference],
-        words=f"{chart.title}: {words}",
-        data=_data(lines, chart, scale),
+        y_ticks=[(scale.top(y), text) for y, text in zip(y_ticks, y_texts, strict=True)],
+        x_ticks=[(left, "first" if left < 6 else "last" if left > 90 else "", text) for left, text in places],
+        references=references,
+        words=f"{chart.title}: {'; '.join(words)}",
+        data=json.dumps(data, ensure_ascii=False, separators=(",", ":")),
     )
 
 
@@ -227,71 +357,6 @@ def _ticks(low: float, high: float) -> list[float]:
     ticks = (float(f"{i * step:.10g}") for i in range(first, last + 1))
     room = 1e-9 * (high - low)
     return [tick for tick in ticks if low - room <= tick <= high + room]
-
-
-def _x_labels(chart: Chart, scale: _Scale) -> list[tuple[float, str, str]]:
-    """List position in percent, alignment ("first", "last" or "") and text."""
-    ticks = list(chart.x_ticks)
-    if not ticks:
-        whole = [x for x in _ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
-        ticks = [(x, number(x)) for x in whole or [scale.x0]]
-        ticks[-1] = ticks[-1][0], f"{ticks[-1][1]} {chart.x_name}s"
-    places = [(scale.left(x), label) for x, label in ticks if scale.x0 <= x <= scale.x1]
-    return [(left, "first" if left < 6 else "last" if left > 90 else "", label) for left, label in places]
-
-
-def _reference_label(line: ChartLine, scale: _Scale, ends: Sequence[float]) -> tuple[float, bool, str]:
-    """Give position, whether below the line, and text; on the side where no other line ends close by."""
-    top = scale.top(line.points[-1][1])
-    crowded = any(top - _LABEL_ROOM < end <= top for end in ends)
-    return top, top < _LABEL_ROOM or (crowded and top < 100 - _LABEL_ROOM), line.name
-
-
-def _in_words(line: ChartLine, chart: Chart) -> str:
-    (x0, y0), (x1, y1) = line.points[0], line.points[-1]
-    if line.reference:
-        return f"{line.name} at {figure(y1, chart.unit)}"
-    labels = dict(chart.x_ticks)
-    start, end = (f"{chart.x_name} {labels.get(x) or number(x)}" for x in (x0, x1))
-    return f"{line.name} from {figure(y0, chart.unit)} at {start} to {figure(y1, chart.unit)} at {end}"
-
-
-def _data(lines: Sequence[ChartLine], chart: Chart, scale: _Scale) -> str:
-    """Encode what the read-out needs."""
-    value = {
-        "unit": chart.unit,
-        "name": chart.x_name,
-        "ticks": {f"{x:.10g}": label for x, label in chart.x_ticks},
-        "x": [scale.x0, scale.x1],
-        "y": [scale.y0, scale.y1],
-        "lines": [
-            {
-                "name": line.name,
-                "tone": 0 if line.reference else line.tone,
-                "x": [float(f"{x:.10g}") for x, _ in points],
-                "y": [float(f"{y:.4g}") for _, y in points],
-            }
-            for line in lines
-            for points in [[line.mark, *line.points] if line.mark else line.points]
-        ],
-    }
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Bars and dots
-
-_LABEL = (4.5, 7.0)  # width and height of a dot's number, in percent of the chart's
-_SIDES = (
-    (1.0, 0.0),
-    (-1.0, 0.0),
-    (0.0, -1.0),
-    (0.0, 1.0),
-    (1.0, -1.0),
-    (-1.0, -1.0),
-    (1.0, 1.0),
-    (-1.0, 1.0),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +380,7 @@ class Dot:
 
 
 def ranked_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> Markup:
-    """Render fractions in 0–1 as bars, the greatest first; empty without bars."""
+    """Render fractions in [0, 1] as bars, the greatest first; empty without bars."""
     ranked = sorted(bars, key=lambda bar: -bar.value)
     return macro("charts.html", "ranked_bars")(title, ranked, note) if bars else Markup()
 
@@ -323,23 +388,17 @@ def ranked_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> Markup:
 def difference_bars(
     title: str, bars: Sequence[Bar], *, limits: tuple[float, float], note: str = ""
 ) -> Markup:
-    """Render differences in −1 … 1 on both sides of a line at 0, the greatest first; empty without bars.
+    """Render differences in [−1, 1] on both sides of a line at 0, the greatest first.
 
     ``limits`` are the least and greatest value of all charts that share one scale.
     """
     low, high = min(0.0, limits[0]), max(0.0, limits[1])
     ranked = sorted(bars, key=lambda bar: -bar.value)
-    return (
-        macro("charts.html", "difference_bars")(title, ranked, low, (high - low) or 1.0, note)
-        if bars
-        else Markup()
-    )
+    return macro("charts.html", "difference_bars")(title, ranked, low, (high - low) or 1.0, note)
 
 
 def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> Markup:
-    """Render fractions in 0–1 over a logarithmic x axis, joining the best up to each x; empty without dots."""
-    if not dots:
-        return Markup()
+    """Render at least one fraction in [0, 1] over a logarithmic x axis, joining the best up to each x."""
     logs = [math.log10(dot.x) for dot in dots]
     best, worst = max(dot.y for dot in dots), min(dot.y for dot in dots)
     step = 0.05 if best - worst < 0.3 else 0.1
@@ -349,10 +408,36 @@ def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> 
     order = sorted(dots, key=lambda dot: (dot.x, -dot.y))
     places = [(scale.left(math.log10(dot.x)), scale.top(dot.y)) for dot in order]
     frontier = [one for i, one in enumerate(order) if all(one.y > other.y for other in order[:i])]
-    ticks = _log_ticks(10**scale.x0, 10**scale.x1)
+    # powers of ten, and numbers between them if these are few
+    exponents = range(math.floor(scale.x0), math.ceil(scale.x1) + 1)
+    ticks: list[float] = []
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        every = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+        ticks = [tick for tick in every if 10**scale.x0 <= tick <= 10**scale.x1]
+        if len(ticks) >= 3:
+            break
+    # each dot's number is on the first side without a dot or another number
+    width, height = _NUMBER
+    taken = list(places)
+    numbers = []
+    for own in places:
+        sides = [(own[0] + dx * width * 0.75, own[1] + dy * height) for dx, dy in _SIDES]
+        free = (
+            (x, y)
+            for x, y in sides
+            if 1 <= x <= 99
+            and 2 <= y <= 98
+            and not any(
+                abs(x - other[0]) < width * 0.7 and abs(y - other[1]) < height * 0.9
+                for other in taken
+                if other != own
+            )
+        )
+        numbers.append(next(free, sides[0]))
+        taken.append(numbers[-1])
     return macro("charts.html", "scatter")(
         title,
-        list(zip(order, places, _label_places(places), strict=True)),
+        list(zip(order, places, numbers, strict=True)),
         scale.points([(math.log10(dot.x), dot.y) for dot in frontier]),
         x_ticks=[(scale.left(math.log10(x)), number(x)) for x in ticks],
         y_ticks=[bottom + i * step for i in range(round((top - bottom) / step) + 1)],
@@ -360,40 +445,3 @@ def scatter(title: str, dots: Sequence[Dot], *, x_unit: str, note: str = "") -> 
         x_unit=x_unit,
         note=note,
     )
-
-
-def _label_places(places: Sequence[Point]) -> list[Point]:
-    """Place a number beside each dot, on the first side without a dot or another number."""
-    taken = list(places)
-    out = []
-    for own in places:
-        sides = [(own[0] + dx * _LABEL[0] * 0.75, own[1] + dy * _LABEL[1]) for dx, dy in _SIDES]
-        free = (
-            (x, y)
-            for x, y in sides
-            if 1 <= x <= 99
-            and 2 <= y <= 98
-            and not any(
-                abs(x - other[0]) < _LABEL[0] * 0.7 and abs(y - other[1]) < _LABEL[1] * 0.9
-                for other in taken
-                if other != own
-            )
-        )
-        chosen = next(free, sides[0])
-        taken.append(chosen)
-        out.append(chosen)
-    return out
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """List round numbers within low … high: powers of ten, and numbers between them where these are few."""
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
-        ticks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) >= 3:
-            break
-    return inside
-
-
-TEMPLATES.filters |= {"number": number, "figure": figure, "signed": signed}

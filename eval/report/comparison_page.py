@@ -1,406 +1,528 @@
-"""Build the page over many models and datasets from results files and the details beside them.
+"""Build the page over many models and datasets from results files and the details next to them.
 
 One self-contained file; the same results give the same bytes.
 """
 
+import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Unpack
 
 from markupsafe import Markup
 
+from clipkit.errors import DataError
 from clipkit.files.pages import write_page
-from eval.datasets.dataset import some
+from eval.datasets.dataset import TEST, some
 from eval.features.image_models import TIMM
-from eval.report.charts import TEMPLATES, figure, number
-from eval.report.comparison_charts import average_scope, cost, few_shot, layers, leaders, probe_differences
-from eval.report.dataset_blocks import Block, blocks_html
-from eval.report.images import Thumbnails
-from eval.report.result_set import DataGroup, ResultSet, Row, by_data
-from eval.report.run_page import value_text
-from eval.report.scores import (
-    AS_TRAINED,
-    SEVERAL_TASKS,
+from eval.report.charts import (
+    TEMPLATES,
+    Bar,
+    Chart,
+    ChartLine,
+    Dot,
     Headline,
-    Line,
-    Published,
+    Thumbnails,
+    difference_bars,
+    draw,
+    figure,
+    macro,
+    number,
+    ranked_bars,
+    scatter,
+)
+from eval.report.result_set import Model, ResultSet, by_data, same_data
+from eval.report.tables import (
+    AS_TRAINED,
+    PLAIN,
+    Facts,
     ScoreTable,
-    Suites,
-    is_share,
-    lower_is_better,
+    TableRow,
+    is_fraction,
     metric_name,
     read_scores,
     score_table,
     setting_name,
     task_tables,
 )
-from eval.results.details import Details, read_details
-from eval.results.records import json_lines
+from eval.results.records import Details, json_lines, read_details
+from eval.results.scores import Record
 
-__all__ = ["build_comparison"]
+__all__ = ["Block", "blocks_html", "build_comparison"]
 
 _BLOCKS = 96  # models on datasets that are shown in detail
 _HEADLINES = 4
-_FEW = 3  # up to this many models, cells show intervals
-_OPTIONS_OF = ("task", "dataset", "model", "weights")
+_SUITES = 4  # with a ranking of the models
+_TONES = 8
+_SHADES = 6  # of a confusion matrix
+_LISTED = 8  # mistakes and classes
+_LAYERS = 13  # layer numbers that fit on an axis as wide as a phone
+_MOST_GFLOPS = 1e12  # larger values are errors and would spoil the axis
 _MAX_OPTIONS = 300  # characters
-_TITLES = {
-    SEVERAL_TASKS: "Suites of several tasks",
-    "zero-shot": "Zero-shot",
-    "retrieval": "Retrieval",
-    "compositional": "Compositional",
-    "linear-probe": "Linear probe",
-    "knn": "Nearest neighbours",
-    "fine-tune": "Fine-tuned",
-    "few-shot": "Few-shot",
-}
-_OTHER_COLUMNS = (  # shown elsewhere, or different by dataset
-    "model", "weights", "architecture", "gflops", "prompts", "prompt_count", "data_revision", "captions", "choices",
-    "time", "options", "train_overlap",
-)  # fmt: skip
-_FOR_PROGRAMS = ("model_hash", "inputs", "lines")  # used to recognize results scored already
-_MARKS = re.compile(r"[()']|,(?=\))")
+_SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
+_LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _OPTION = re.compile(r"(\w+)=(\([^()]*\)|[^\s()]+)(?: |$)")
+_MARKS = re.compile(r"[()']|,(?=\))")
+_OTHER_COLUMNS = (  # shown elsewhere, different by dataset, or for recognizing results scored already
+    "model", "weights", "architecture", "gflops", "prompts", "prompt_count", "data_revision", "captions", "choices",
+    "time", "options", "train_overlap", "model_hash", "inputs", "lines",
+)  # fmt: skip
+
+TEMPLATES.filters["pieces"] = lambda name: re.findall(r"[^-/_: @]*[-/_: @]|[^-/_: @]+", name)
 
 
-def build_comparison(
-    results: Sequence[Path],
-    out: Path,
-    *,
-    published: Published | None = None,
-    suites: Suites | None = None,
-    primary: Mapping[str, str] | None = None,
-) -> Path:
+def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts]) -> Path:
     """Write the page over all models and datasets of some results files and return its path.
 
     Args:
-        results: ``results.jsonl`` files, optionally with details beside them.
+        results: ``results.jsonl`` files, optionally with details next to them.
         out: the page, written atomically.
-        published: by dataset, then model or architecture, published numbers in 0–1. Those of the architectures
-            shown are listed beside them; if there are none, the first few.
-        suites: by name, the datasets to average over.
-        primary: by dataset, its primary metric; by default the first recorded.
+        facts: about the datasets.
 
     Raises:
         DataError: a results file cannot be read, there are no scores, or the page cannot be written.
     """
     found = read_scores(results)
-    details, notes = _details(results)
-    facts: dict[str, Any] = {"suites": suites or {}, "primary": primary or {}, "published": published or {}}
     tables = task_tables(found, **facts)
-    whole = score_table(found, **facts)  # of all tasks that train nothing
+    whole = score_table(found, **facts)  # of all tasks without training
     zero_shot = tables.get("zero-shot") or replace(whole, lines=(), averages=())
-    probe_lead, probe = _probe(found, zero_shot, tables.get("linear-probe"))
+    baseline, probe = _probe(found, zero_shot, tables.get("linear-probe"))
+    several = len(found.models) > 1
+
+    headlines = []
+    for row in whole.main_rows[:_HEADLINES]:
+        value, i = max((value, -i) for i, value in enumerate(row.values) if value is not None)
+        notes = [f"best: {found.models[-i].label}"] if several else []
+        cell = row.cells[-i] if row.cells else None
+        if cell is not None and cell.low is not None and cell.high is not None:
+            notes.append(f"95% interval {100 * cell.low:.1f}% to {100 * cell.high:.1f}%")
+        notes += [row.scope] if row.scope else []
+        headlines.append(Headline(what=row.title, figure=f"{100 * value:.1f}", details=notes, value=value))
+
+    leaders = []
+    for average in whole.averages[:_SUITES] if several else ():
+        bars = [
+            Bar(name=name, value=value, note=note, muted=bool(note))
+            for names, values, note in (
+                ([model.label for model in found.models], average.values, ""),
+                (whole.published, average.published, "published"),
+            )
+            for name, value in zip(names, values, strict=True)
+            if value is not None
+        ]
+        leaders.append(ranked_bars(_capital(average.title), bars, note=average.scope))
+
+    details: dict[tuple[str, ...], Details] = {}
+    unread: list[str] = []
+    for path in dict.fromkeys(results):
+        read, own = read_details(path)
+        unread += own
+        details.update({one.key: one for one in read})
+    # every line of a task records the duration of all its settings together
+    seconds = {(row.model, *row.what[:4], row.seconds): row.seconds for row in found.rows if row.seconds}
     datasets = len({row.dataset for row in found.rows})
-    models = f"{len(found.models)} models" if len(found.models) > 1 else found.models[0].label
+    models = f"{len(found.models)} models" if several else found.models[0].label
     thumbnails = Thumbnails()
     page = TEMPLATES.get_template("comparison.html").render(
         title=f"{models} on {f'{datasets} datasets' if datasets > 1 else found.rows[0].dataset}",
-        lead=_sentence(found),
-        notes=[*found.notes, *notes],
-        headlines=_headlines(whole)[:_HEADLINES],
-        leaders=leaders(whole),
-        scores_lead=_lead([*tables.values()]),
-        tables=[_score_table(task, table) for task, table in tables.items()],
-        probe_lead=probe_lead,
-        probe=probe,
-        cost=cost(whole),
-        few_shot=few_shot(found, zero_shot),
-        layers=layers(found),
-        details=_detail_sections(found, details, thumbnails),
-        all_scores=_all_scores(found),
         models=found.models,
-        facts_of=_model_facts(found),
+        rows=found.rows,
+        seconds=sum(seconds.values()),
+        notes=[*found.notes, *unread],
+        headlines=headlines,
+        leaders=leaders,
+        tables=tables,
+        baseline=baseline,
+        probe=probe,
+        cost=_cost(whole),
+        few_shot=_few_shot(found, zero_shot),
+        layers=_layers(found),
+        details=_detail_sections(found, [*details.values()], thumbnails),
+        all_scores=_all_scores(found),
+        facts_of=_model_facts(found.models),
         options=_options(results),
         revisions=_revisions(found),
-        value_text=value_text,
         thumbnails=thumbnails,
     )
     return write_page(out, page)
 
 
-def _details(results: Sequence[Path]) -> tuple[list[Details], list[str]]:
-    found: dict[tuple[str, ...], Details] = {}
-    notes: list[str] = []
-    for path in dict.fromkeys(results):
-        read, own = read_details(path)
-        notes += own
-        found.update({one.key: one for one in read})
-    return list(found.values()), notes
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Head
-
-
-def _sentence(found: ResultSet) -> str:
-    tasks = dict.fromkeys(row.task for row in found.rows)
-    text = f"{number(len(found.rows))} scores: {', '.join(tasks)}."
-    # every line of a task records the time of all its settings together
-    seconds = {(row.model, *row.what[:4], row.seconds) for row in found.rows if row.seconds is not None}
-    total = sum(one for *_, one in seconds if isinstance(one, float))
-    if total >= 1:  # less only means that features were cached
-        short = total < 120
-        duration = f"{number(round(total if short else total / 60, 1))} {'seconds' if short else 'minutes'}"
-        text += f" All tasks together took {duration}."
-    return text
-
-
-def _headlines(table: ScoreTable) -> list[Headline]:
-    """Show the best model of each average; without averages, of each dataset."""
-
-    def headline(what: str, value: float, i: int, more: str) -> Headline:
-        best = [f"best: {table.models[i].label}"] if len(table.models) > 1 else []
-        return Headline(
-            what=what, figure=f"{100 * value:.1f}", details=[*best, *filter(None, [more])], value=value
-        )
-
-    found = []
-    for average in table.averages:
-        known = [(value, -i) for i, value in enumerate(average.cells) if value is not None]
-        if known:
-            value, i = max(known)
-            found.append(headline(average.title, value, -i, average_scope(average)))
-    if found:
-        return found
-    for line in table.lines:
-        cells = [
-            (cell.value, -i)
-            for i, cell in enumerate(line.cells)
-            if cell and is_share(cell.metric, cell.value)
-        ]
-        if cells and line.counted:
-            value, i = max(cells)
-            best = line.cells[-i]
-            interval = ""
-            if best and best.low is not None and best.high is not None:
-                interval = f"95% interval {100 * best.low:.1f}% to {100 * best.high:.1f}%"
-            found.append(headline(f"{line.dataset} {metric_name(line.metric)}", value, -i, interval))
-    return found
-
-
-def _lead(tables: Sequence[ScoreTable]) -> str:
-    averages = [average for table in tables for average in table.averages]
-    parts = ["Percent."]
-    if any(len(table.models) > 1 for table in tables):
-        parts.append("The best model of each row is in bold.")
-    if averages:
-        mean = "A mean covers the datasets that all models have, so that columns are comparable"
-        blank = any(None in average.cells for average in averages)
-        parts.append(
-            f"{mean}; models that have none of its datasets are left out (–)." if blank else f"{mean}."
-        )
-    if any(len(average.tasks) > 1 for average in averages):
-        parts.append("A mean over several tasks uses the main task of each dataset.")
-    if any(table.published for table in tables):
-        parts.append("Published numbers were measured by others, with their weights and prompts.")
-    return " ".join(parts)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cell:
-    """One score: ``bar`` is its value in 0–1, if it is a fraction."""
-
-    text: str
-    small: str = ""
-    title: str = ""
-    bar: float | None = None
-    best: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TableRow:
-    """A row of scores; None where a model has none."""
-
-    name: str
-    small: str
-    cells: Sequence[_Cell | None]
-    others: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    """The table of one task: ``usual`` is the metric of most lines, which only the others name."""
-
-    title: str
-    table: ScoreTable
-    usual: str
-    means: Sequence[_TableRow]
-    rows: Sequence[_TableRow]
-    few: bool
-
-
-def _score_table(task: str, table: ScoreTable) -> _Table:
-    metrics = [line.metric for line in table.lines]
-    usual = max(dict.fromkeys(metrics), key=metrics.count, default="")
-    few = len(table.models) <= _FEW
-    means = []
-    for average in table.averages:
-        tasks = f": {average.task}" if len(average.tasks) > 1 else ""
-        means.append(
-            _TableRow(
-                name=average.name,
-                small=f"over {average.label}{tasks}",
-                cells=_cells(average.cells, share=True),
-                others=[_number(one, share=True) for one in average.published],
-            )
-        )
-    rows = [_line_row(line, few, usual) for line in table.lines]
-    title = _TITLES.get(task, task)
-    return _Table(title=title, table=table, usual=metric_name(usual), means=means, rows=rows, few=few)
-
-
-def _line_row(line: Line, few: bool, usual: str) -> _TableRow:
-    values = [None if cell is None else cell.value for cell in line.cells]
-    bounds = [one for cell in line.cells if cell for one in (cell.low, cell.high, cell.chance)]
-    share = is_share(line.metric, *values, *bounds)
-    note = f"{line.note}, ".removeprefix(f"{line.task}, ").removesuffix(", ")  # the heading names the task
-    return _TableRow(
-        name=line.dataset,
-        small=", ".join(filter(None, (metric_name(line.metric) if line.metric != usual else "", note))),
-        cells=_cells(values, share=share, metric=line.metric, scores=line.cells, few=few),
-        others=[_number(one, share=share) for one in line.published],
-    )
-
-
-def _number(value: float | None, *, share: bool, digits: int = 1) -> str:
-    if value is None:
-        return ""
-    return f"{100 * value:.{digits}f}" if share else number(value)
-
-
-def _cells(
-    values: Sequence[float | None],
-    *,
-    share: bool,
-    metric: str = "",
-    scores: Sequence[Row | None] = (),
-    few: bool = False,
-) -> list[_Cell | None]:
-    """Format the cells of a row; the best of several fractions is marked, with those that look equal."""
-    texts = [_number(value, share=share) for value in values]
-    known = [value for value in values if value is not None]
-    best = ""
-    if share and len(known) > 1:
-        best = texts[values.index((min if lower_is_better(metric) else max)(known))]
-    cells: list[_Cell | None] = []
-    for i, (value, text) in enumerate(zip(values, texts, strict=True)):
-        score = scores[i] if scores else None
-        interval = _interval(score, share)
-        title = [f"95%: {interval}"] if interval else []
-        if score is not None and score.chance is not None:
-            title.append(f"chance {figure(100 * score.chance, '%') if share else number(score.chance)}")
-        if score is not None and score.n is not None:
-            title.append(f"n = {number(score.n)}")
-        cell = _Cell(
-            text=text,
-            small=interval if few else "",
-            title=", ".join(title),
-            bar=value if share else None,
-            best=text == best,
-        )
-        cells.append(None if value is None else cell)
-    return cells
-
-
-def _interval(row: Row | None, share: bool) -> str:
-    if row is None or row.low is None or row.high is None:
-        return ""
-    return f"{_number(row.low, share=share)}–{_number(row.high, share=share)}"
-
-
-def _all_scores(results: ResultSet) -> list[tuple[str, int, list[_TableRow]]]:
-    """List dataset, number of scores and rows; a row's ``others`` are n and chance."""
-    by_dataset: dict[str, dict[tuple[str, ...], list[Row]]] = {}
-    for row in results.rows:
-        by_dataset.setdefault(row.dataset, {}).setdefault(row.what, []).append(row)
-    return [
-        (
-            dataset,
-            len(rows),
-            [
-                _scores_row(what, group, len(results.models))
-                for what, own in rows.items()
-                for group in by_data(own)
-            ],
-        )
-        for dataset, rows in by_dataset.items()
-    ]
-
-
-def _scores_row(what: tuple[str, ...], group: DataGroup, models: int) -> _TableRow:
-    _, split, task, prompts, setting, metric = what
-    rows = {row.model: row for row in group.rows}
-    share = is_share(
-        metric, *(x for row in rows.values() for x in (row.value, row.low, row.high, row.chance))
-    )
-    prompts = prompts and f"prompts {prompts}"
-    parts = (task, setting_name(task, setting), prompts, "" if split == "test" else split, group.note)
-    cells = [
-        _Cell(text=_number(row.value, share=share, digits=2), small=_interval(row, share))
-        if (row := rows.get(i))
-        else None
-        for i in range(models)
-    ]
-    chance = next((row.chance for row in rows.values() if row.chance is not None), None)
-    return _TableRow(
-        name=metric_name(metric),
-        small=", ".join(filter(None, parts)),
-        cells=cells,
-        others=(
-            "" if group.n is None else number(group.n),
-            "" if chance is None else figure(100 * chance, "%") if share else number(chance),
-        ),
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Zero-shot against probes, and details by dataset
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _probe(found: ResultSet, zero_shot: ScoreTable, probe: ScoreTable | None) -> tuple[str, list[Markup]]:
-    """Compare each model's zero-shot with the linear probe of a timm model if there is one, else with its own."""
-    name, classifier = "linear probe", "a classifier trained on their images"
+    """Chart zero-shot minus linear probe by dataset for each model (figure 5 of the CLIP paper).
+
+    Compares with the linear probe of a timm model if there is one, otherwise with the model's own.
+
+    Returns:
+        The label of the timm model or "", and the charts.
+    """
+    if probe is None:
+        return "", []
+    before = {(line.dataset, line.metric): line for line in zero_shot.lines if line.counted}
+    counted = [line for line in probe.lines if line.counted]
     # the timm model with the most probes, of several the first
-    counts = {
-        i: sum(line.cells[i] is not None for line in probe.lines if line.counted)
-        for i, model in enumerate(found.models if probe else ())
-        if model.name.startswith(TIMM) and probe
+    probes = {
+        i: sum(line.cells[i] is not None for line in counted)
+        for i, model in enumerate(found.models)
+        if model.name.startswith(TIMM)
     }
-    baseline = max((i for i in counts if counts[i]), key=lambda i: (counts[i], -i), default=None)
-    charts: list[Markup] = []
-    if probe is not None and baseline is not None:
-        lines = [replace(line, cells=(line.cells[baseline],) * len(line.cells)) for line in probe.lines]
-        charts = probe_differences(found, zero_shot, replace(probe, lines=tuple(lines)))
-        if charts:
-            label = found.models[baseline].label
-            name, classifier = f"the linear probe of {label}", f"{classifier} with the features of {label}"
-    lead = (
-        f"Zero-shot minus {name}, in percentage points. On datasets with a bar to the right, class names work "
-        f"better than {classifier}."
-    )
-    return lead, charts or probe_differences(found, zero_shot, probe)
+    baseline = max((i for i in probes if probes[i]), key=lambda i: (probes[i], -i), default=None)
+    for other in dict.fromkeys((baseline, None)):
+        bars: dict[str, dict[str, Bar]] = {}
+        for i, model in enumerate(found.models):
+            for line in counted:
+                own = line.cells[i if other is None else other]
+                zero = before.get((line.dataset, line.metric))
+                first = zero.cells[i] if zero else None
+                if own is not None and first is not None and same_data(first, own):
+                    bar = Bar(name=line.dataset, value=first.value - own.value)
+                    bars.setdefault(model.label, {}).setdefault(line.dataset, bar)  # the first setting
+        if bars:
+            values = [bar.value for by_dataset in bars.values() for bar in by_dataset.values()]
+            charts = []
+            for label, by_dataset in bars.items():
+                better = sum(bar.value > 0 for bar in by_dataset.values())
+                note = f"zero-shot is better on {better} of {len(by_dataset)}"
+                limits = min(values), max(values)
+                charts.append(difference_bars(label, [*by_dataset.values()], limits=limits, note=note))
+            return "" if other is None else found.models[other].label, charts
+    return "", []
+
+
+def _cost(table: ScoreTable) -> Markup:
+    """Chart the first average (or dataset) over the image tower's GFLOPs, if models differ in them."""
+    rows = table.main_rows
+    dots = [
+        Dot(name=model.label, x=model.gflops, y=value, tone=i % _TONES + 1)
+        for i, (model, value) in enumerate(zip(table.models, rows[0].values if rows else (), strict=False))
+        if model.gflops is not None and 0 < model.gflops < _MOST_GFLOPS and value is not None
+    ]
+    if len({dot.x for dot in dots}) < 2:
+        return Markup()
+    title = _capital(rows[0].title) if table.averages else rows[0].names[0]
+    without = len(table.models) - len(dots)
+    note = f"{without} of {len(table.models)} models not shown: their cost is unknown" if without else ""
+    return scatter(title, dots, x_unit="GFLOPs per image", note=note)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DetailSections:
-    """Details by dataset: (dataset, models, content)."""
+class _Curve:
+    """Scores of one model and variant of a setting, by number (images per class, layer) and dataset."""
 
-    lead: str
-    datasets: Sequence[tuple[str, str, Markup]]
+    model: int
+    variant: str
+    points: Mapping[int, Mapping[str, Record]]
+
+    @property
+    def datasets(self) -> set[str]:
+        return {name for rows in self.points.values() for name in rows}
+
+    def averaged(self, shared: Mapping[int, Sequence[str]]) -> list[tuple[int, list[Record]]]:
+        """List the scores that each point averages; its own if no datasets are shared."""
+        points = (
+            (number, [rows[name] for name in (shared[number] if shared else sorted(rows))])
+            for number, rows in sorted(self.points.items())
+        )
+        return [(number, rows) for number, rows in points if rows]
 
 
-def _detail_sections(found: ResultSet, details: Sequence[Details], thumbnails: Thumbnails) -> _DetailSections:
-    """Render details by dataset; of many models only the first few, so that the page stays small."""
-    by_dataset = _blocks(found, details)
-    left = sum(len(blocks) for blocks in by_dataset.values())
-    most = max((len(blocks) for blocks in by_dataset.values()), default=0)
+def _curves(rows: Sequence[Record], setting: re.Pattern[str]) -> list[_Curve]:
+    """Collect curves by model and by the rest of the setting; of each dataset the first metric recorded."""
+    found: dict[tuple[int, str], dict[int, dict[str, Record]]] = {}
+    metrics: dict[str, str] = {}
+    for row in rows:
+        match = setting.fullmatch(row.setting)
+        if not match or not is_fraction(row.metric, row.value):
+            continue
+        if metrics.setdefault(row.dataset, row.metric) != row.metric:
+            continue
+        variant = match[2] if row.task == "few-shot" else " ".join(filter(None, (row.task, match[2])))
+        points = found.setdefault((row.model, variant), {})
+        points.setdefault(int(match[1]), {}).setdefault(row.dataset, row)
+    return [
+        _Curve(model=model, variant=name, points=points) for (model, name), points in sorted(found.items())
+    ]
+
+
+def _shared(curves: Sequence[_Curve]) -> tuple[dict[int, list[str]], str]:
+    """Find the datasets that all curves have, of the same data, and describe them.
+
+    A dataset with few images per class has no score for many shots: it counts as far as it goes.
+
+    Returns:
+        By number, the datasets that all curves reaching it have ({} if there are none), and a description.
+    """
+    every = set.intersection(*(curve.datasets for curve in curves))
+    rows = {
+        name: [own[name] for curve in curves for own in curve.points.values() if name in own]
+        for name in every
+    }
+    same = {name for name in every if same_data(*rows[name])}
+    shared = {}
+    for i in sorted({i for curve in curves for i in curve.points}):
+        shared[i] = sorted(same.intersection(*(curve.points[i] for curve in curves if i in curve.points)))
+    if not any(shared.values()):
+        return {}, "each line's own datasets, which differ"
+    at: dict[tuple[str, ...], list[str]] = {}
+    for i, names in shared.items():
+        at.setdefault(tuple(names), []).append(str(i))
+    if len(at) > 1:
+        parts = (f"{len(names)} at {', '.join(numbers)}" for names, numbers in at.items() if names)
+        return shared, f"the datasets that all have: {'; '.join(parts)}"
+    (common,) = at
+    total = len(set().union(*(curve.datasets for curve in curves)))
+    if len(common) == 1:
+        return shared, common[0]
+    if len(common) == total:
+        return shared, f"{total} datasets"
+    return shared, f"the {len(common)} of {total} datasets that all have"
+
+
+def _curve_style(found: ResultSet, curve: _Curve, curves: Sequence[_Curve]) -> dict[str, Any]:
+    """Name and color a curve by what differs between the curves."""
+    variants = list(dict.fromkeys(one.variant for one in curves))
+    model, variant = found.models[curve.model].label, curve.variant or PLAIN
+    several = len({one.model for one in curves}) > 1
+    name = ", ".join(filter(None, (model if several else "", variant if len(variants) > 1 else "")))
+    index = curve.model if several else variants.index(curve.variant)
+    dashed = index >= _TONES or (several and variants.index(curve.variant) > 0)
+    return {"name": name or model, "tone": index % _TONES + 1, "dashed": dashed, "dots": True}
+
+
+def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
+    """Chart mean accuracy over images per class, zero-shot at 0 (figure 6 of the CLIP paper)."""
+    rows = [row for row in found.rows if row.task == "few-shot"]
+    deviations = {
+        (row.model, row.dataset, row.setting, row.metric.removesuffix("_std")): row.value
+        for row in rows
+        if row.metric.endswith("_std")
+    }
+    curves = _curves([row for row in rows if not row.metric.endswith("_std")], _SHOTS)
+    if not curves:
+        return Markup()
+
+    def spread(row: Record) -> float | None:
+        half = None if row.low is None or row.high is None else (row.high - row.low) / 2
+        return deviations.get((row.model, row.dataset, row.setting, row.metric), half)
+
+    shared, names = _shared(curves)
+    x_of = {k: float(i) for i, k in enumerate([0, *sorted({k for curve in curves for k in curve.points})])}
+    lines = []
+    for curve in curves:
+        points, band = [], []
+        averaged = curve.averaged(shared)
+        for k, own in averaged:
+            mean = fmean(row.value for row in own)
+            known = [one for row in own if (one := spread(row)) is not None]
+            points.append((x_of[k], 100 * mean))
+            if len(known) == len(own):
+                width = math.sqrt(sum(one * one for one in known)) / len(known)
+                band.append((x_of[k], 100 * (mean - width), 100 * (mean + width)))
+        # a ring at 0: the zero-shot score on the datasets of the first point, if all of them have one
+        counted = {
+            line.dataset: line.values[curve.model] for line in reversed(zero_shot.lines) if line.counted
+        }
+        values = [counted.get(row.dataset) for _, own in averaged[:1] for row in own]
+        rings = [value for value in values if value is not None]
+        ring = (0.0, 100 * fmean(rings)) if rings and len(rings) == len(values) else None
+        lines.append(ChartLine(points=points, band=band, mark=ring, **_curve_style(found, curve, curves)))
+    kind = "± standard deviation over seeds" if deviations else "interval"
+    note = [f"mean of {names}"]
+    note += [f"band: {kind} of the mean"] * any(line.band for line in lines)
+    note += ["rings: zero-shot"] * any(line.mark is not None for line in lines)
+    return draw(
+        Chart(
+            title="Accuracy by images per class",
+            note="; ".join(note),
+            lines=lines,
+            unit="%",
+            wide=True,
+            x_name="images:",
+            x_ticks=[(x, str(k)) for k, x in x_of.items()],
+        )
+    )
+
+
+def _layers(found: ResultSet) -> Markup:
+    """Chart the mean accuracy of a probe at each depth, if several layers were probed."""
+    curves = [curve for curve in _curves(found.rows, _LAYER) if len(curve.points) > 1]
+    if not curves:
+        return Markup()
+    shared, names = _shared(curves)
+    lines = []
+    for curve in curves:
+        means = [(i, fmean(row.value for row in own)) for i, own in curve.averaged(shared)]
+        points = [(float(layer), 100 * mean) for layer, mean in means]
+        lines.append(ChartLine(points=points, **_curve_style(found, curve, curves)))
+    depths = sorted({layer for curve in curves for layer in curve.points}, reverse=True)
+    return draw(
+        Chart(
+            title="Accuracy by depth",
+            note=f"mean of {names}; features before the projection, layer by layer",
+            lines=lines,
+            unit="%",
+            wide=True,
+            x_name="layer",
+            x_ticks=[(float(i), str(i)) for i in reversed(depths[:: math.ceil(len(depths) / _LAYERS)])],
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The details of one model on one dataset; ``score`` is its main score as text."""
+
+    model: Model
+    details: Details
+    score: str
+
+    @property
+    def heading(self) -> str:
+        """Task, prompts, setting, hyperparameters and score."""
+        details = self.details
+        prompts = f"prompts {details.prompt_set}" if details.prompt_set else ""
+        parts = [details.task, prompts, setting_name(details.task, details.setting)]
+        parts += [f"C = {number(details.chosen_c)}"] if details.chosen_c is not None else []
+        parts += [f"learning rate {details.chosen_rate:g}"] if details.chosen_rate is not None else []
+        text = ", ".join(filter(None, parts))
+        text += f" (chosen on {details.tuned_on})" if details.tuned_on else ""
+        return text + (f", {self.score}" if self.score else "")
+
+    @property
+    def recall(self) -> Markup | None:
+        """For retrieval, a chart of the fraction of queries with a match among the first k; None if unreadable."""
+        ranks = {}
+        for direction in ("image_to_text", "text_to_image"):
+            if (packed := self.details.values.get(f"{direction}_mean_rank")) is not None:
+                try:
+                    ranks[direction.replace("_", " ")] = sorted(packed.tensor().tolist())
+                except DataError:
+                    return None
+        ranks = {label: own for label, own in ranks.items() if own}
+        if not ranks:
+            return Markup()
+        last = max(own[-1] for own in ranks.values())
+        steps = (factor * 10**power for power in range(8) for factor in (1, 3))
+        first = [*(k for k in steps if 1.5 * k < last), last]
+        lines = [
+            ChartLine(
+                name=label,
+                points=[(float(i), 100 * bisect_right(own, k) / len(own)) for i, k in enumerate(first)],
+                tone=tone,
+                dots=True,
+                summary=f"median rank {number(median(own))}",
+            )
+            for tone, (label, own) in enumerate(ranks.items(), start=1)
+        ]
+        return draw(
+            Chart(
+                title="Found among the first k",
+                note="fraction of queries with a match among them",
+                lines=lines,
+                unit="%",
+                floor=0,
+                ceiling=100,
+                wide=True,
+                x_name="among the first",
+                x_ticks=[(float(i), number(k)) for i, k in enumerate(first)],
+            )
+        )
+
+    @property
+    def confusions(self) -> list[dict[str, Any]]:
+        """The confusion matrices of classes and superclasses; rows are true, ``counts`` None if unreadable.
+
+        ``squares`` draws many classes: whether on the diagonal, opacity, and path of all squares of one shade.
+        """
+        details = self.details
+        found = []
+        for title, names, packed in (
+            ("Confusion", details.class_names, details.matrix),
+            ("By superclass", details.superclass_names, details.superclass_matrix),
+        ):
+            if packed is None or not names:
+                continue
+            try:
+                counts = packed.tensor().view(len(names), len(names)).tolist()
+            except (DataError, RuntimeError):
+                counts = None
+            paths: dict[tuple[bool, int], list[str]] = {}
+            for i, row in enumerate(counts or ()):
+                total = sum(row)
+                for j, count in enumerate(row):
+                    if count:
+                        shade = min(_SHADES, 1 + int(_SHADES * count / total))
+                        paths.setdefault((i == j, shade), []).append(f"M{j} {i}h1v1h-1z")
+            squares = [
+                (own, 0.1 + 0.9 * shade / _SHADES, "".join(path))
+                for (own, shade), path in sorted(paths.items())
+            ]
+            diagonal = sum(row[i] for i, row in enumerate(counts or ()))
+            found.append(
+                {"title": title, "names": names, "counts": counts, "diagonal": diagonal, "squares": squares}
+            )
+        return found
+
+    @property
+    def mistakes(self) -> list[tuple[str, str, int]]:
+        """The most frequent mistakes: true class, predicted class, count."""
+        frequent = self.details.mistakes[:_LISTED]
+        return [(self._class(label), self._class(predicted), count) for label, predicted, count in frequent]
+
+    @property
+    def weakest(self) -> list[tuple[str, float]]:
+        """The classes of the lowest accuracy, if there are several classes."""
+        pairs = zip(self.details.class_right, self.details.class_counts, strict=True)
+        known = sorted((right / count, i) for i, (right, count) in enumerate(pairs) if count)
+        worst = known[: _LISTED // 2] if len(known) > 1 else []
+        return [(self._class(i), accuracy) for accuracy, i in worst]
+
+    def _class(self, label: int) -> str:
+        return self.details.class_names[label] or f"class {label}"
+
+
+def blocks_html(blocks: Sequence[Block], thumbnails: Thumbnails) -> Markup:
+    """Render the blocks of one dataset."""
+    return macro("blocks.html", "blocks")(blocks, thumbnails)
+
+
+def _detail_sections(
+    found: ResultSet, details: Sequence[Details], thumbnails: Thumbnails
+) -> tuple[str, list[tuple[str, str, Markup]]]:
+    """Render details by dataset; of many models only the first few, so that the page stays small.
+
+    Returns:
+        An introduction, and by dataset its name, models and content.
+    """
+    numbers = {model.weights: i for i, model in reversed(list(enumerate(found.models)))}
+    order = {name: i for i, name in enumerate(dict.fromkeys(row.dataset for row in found.rows))}
+    scores = {(row.model, *row.series): row for row in reversed(found.rows)}
+    of_models: dict[str, dict[int, list[Block]]] = {}
+    for one in sorted(
+        (one for one in details if one.weights in numbers and one.dataset in order),
+        key=lambda one: (order[one.dataset], numbers[one.weights], one.task not in AS_TRAINED, one.key),
+    ):
+        model = numbers[one.weights]
+        row = scores.get((model, one.dataset, one.split, one.task, one.prompt_set, one.setting))
+        score = ""
+        if row is not None:
+            value = figure(100 * row.value, "%") if is_fraction(row.metric, row.value) else number(row.value)
+            score = f"{metric_name(row.metric)} {value}"
+        block = Block(model=found.models[model], details=one, score=score)
+        of_models.setdefault(one.dataset, {}).setdefault(model, []).append(block)
+    # first one task of every model, then the others
+    by_dataset = {
+        dataset: [own[0] for own in by_model.values()] + [one for own in by_model.values() for one in own[1:]]
+        for dataset, by_model in of_models.items()
+    }
+    left = sum(map(len, by_dataset.values()))
+    most = max(map(len, by_dataset.values()), default=0)
     while most > 1 and sum(min(most, len(blocks)) for blocks in by_dataset.values()) > _BLOCKS:
         most -= 1
     datasets = []
@@ -422,67 +544,61 @@ def _detail_sections(found: ResultSet, details: Sequence[Details], thumbnails: T
             if most > 1
             else "One model of each dataset is shown."
         )
-    return _DetailSections(lead=" ".join(lead), datasets=datasets)
+    return " ".join(lead), datasets
 
 
-def _blocks(found: ResultSet, details: Sequence[Details]) -> dict[str, list[Block]]:
-    """Collect details by dataset in the order of the results, first one task of every model, then the others."""
-    numbers = {model.weights: i for i, model in reversed(list(enumerate(found.models)))}
-    datasets = {name: i for i, name in enumerate(dict.fromkeys(row.dataset for row in found.rows))}
-    scores = {(row.model, *row.what[:5]): row for row in reversed(found.rows)}
-    blocks: dict[str, dict[int, list[Block]]] = {}
-    ordered = sorted(
-        (one for one in details if one.weights in numbers and one.dataset in datasets),
-        key=lambda one: (datasets[one.dataset], numbers[one.weights], one.task not in AS_TRAINED, one.key),
-    )
-    for one in ordered:
-        model = numbers[one.weights]
-        row = scores.get((model, one.dataset, one.split, one.task, one.prompt_set, one.setting))
-        score = ""
-        if row is not None:
-            value = figure(100 * row.value, "%") if is_share(row.metric, row.value) else number(row.value)
-            score = f"{metric_name(row.metric)} {value}"
-        block = Block(model=found.models[model], details=one, score=score)
-        blocks.setdefault(one.dataset, {}).setdefault(model, []).append(block)
-    return {
-        dataset: [own[0] for own in by_model.values()] + [one for own in by_model.values() for one in own[1:]]
-        for dataset, by_model in blocks.items()
-    }
+def _all_scores(
+    found: ResultSet,
+) -> list[tuple[str, int, list[tuple[TableRow, str, int | None, float | None]]]]:
+    """List dataset, number of scores, and rows with description, n and chance."""
+    by_dataset: dict[str, dict[tuple[str, ...], list[Record]]] = {}
+    for row in found.rows:
+        by_dataset.setdefault(row.dataset, {}).setdefault(row.what, []).append(row)
+    sections = []
+    for dataset, by_what in by_dataset.items():
+        rows = []
+        for (_, split, task, prompts, setting, metric), own in by_what.items():
+            for group in by_data(own):
+                of_model = {row.model: row for row in group.rows}
+                cells = tuple(map(of_model.get, range(len(found.models))))
+                values = tuple(None if cell is None else cell.value for cell in cells)
+                parts = (
+                    task,
+                    setting_name(task, setting),
+                    prompts and f"prompts {prompts}",
+                    "" if split == TEST else split,
+                    group.note,
+                )
+                chance = next((row.chance for row in of_model.values() if row.chance is not None), None)
+                table_row = TableRow(metric=metric, values=values, cells=cells)
+                rows.append((table_row, ", ".join(filter(None, parts)), group.n, chance))
+        sections.append((dataset, len(by_what), rows))
+    return sections
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Provenance
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ModelFacts:
-    """What the lines of all models agree on, and the names of what they do not."""
-
-    shared: Mapping[str, Any]
-    own: Sequence[str]
-
-
-def _model_facts(results: ResultSet) -> _ModelFacts:
+def _model_facts(models: Sequence[Model]) -> tuple[dict[str, Any], list[str]]:
+    """Return the provenance that all models share, and the names of fields in which they differ."""
     shared: dict[str, Any] = {}
     own: list[str] = []
-    for key in dict.fromkeys(key for model in results.models for key in model.provenance):
-        values = [model.provenance.get(key) for model in results.models]
-        if key in (*_OTHER_COLUMNS, *_FOR_PROGRAMS) or all(value is None for value in values):
+    for key in dict.fromkeys(key for model in models for key in model.provenance):
+        values = [model.provenance.get(key) for model in models]
+        if key in _OTHER_COLUMNS or all(value is None for value in values):
             continue
         if all(value == values[0] for value in values):
             shared[key] = values[0]
         else:
             own.append(key)
-    return _ModelFacts(shared=shared, own=own)
+    return shared, own
 
 
 def _options(results: Sequence[Path]) -> dict[str, str]:
-    """By task, the options in the last lines of each model and dataset, with datasets where these differ."""
+    """By task, the options in the last lines of each model and dataset, with datasets if they differ."""
     last: dict[tuple[str, ...], str] = {}
     for path in dict.fromkeys(results):
         for line in json_lines(path, [], ""):
-            text, key = line.get("options"), tuple(str(line.get(name)) for name in _OPTIONS_OF)
+            text = line.get("options")
             if isinstance(text, str) and text:
+                key = tuple(str(line.get(name)) for name in ("task", "dataset", "model", "weights"))
                 last[key] = text[:_MAX_OPTIONS]
     tasks: dict[str, dict[str, dict[str, None]]] = {}
     for (task, dataset, *_), text in last.items():
@@ -503,20 +619,17 @@ def _options(results: Sequence[Path]) -> dict[str, str]:
     return options
 
 
-def _revisions(results: ResultSet) -> dict[str, str]:
+def _revisions(found: ResultSet) -> dict[str, str]:
     """By dataset, the revisions of its images and prompts."""
-    found: dict[tuple[str, str], dict[str, None]] = {}
-    for row in results.rows:
-        seen = found.setdefault((row.dataset, row.split), {})
+    revisions: dict[tuple[str, str], dict[str, None]] = {}
+    for row in found.rows:
+        seen = revisions.setdefault((row.dataset, row.split), {})
         if row.data_revision:
             seen[f"images {row.data_revision}"] = None
         if row.prompts and row.task == "zero-shot":
             seen[f"prompts {' '.join(filter(None, (row.prompt_set, row.prompts)))}"] = None
     return {
-        name if split == "test" else f"{name}, {split}": "; ".join(seen)
-        for (name, split), seen in found.items()
+        name if split == TEST else f"{name}, {split}": "; ".join(seen)
+        for (name, split), seen in revisions.items()
         if seen
     }
-
-
-TEMPLATES.filters["pieces"] = lambda name: re.findall(r"[^-/_: @]*[-/_: @]|[^-/_: @]+", name)

@@ -1,30 +1,40 @@
 """Build ``report.html``, the self-contained page of a training run; the same folder gives the same bytes."""
 
-import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clipkit.errors import DataError
 from clipkit.files.pages import write_page
 from clipkit.files.terminal import without_secrets
+from eval.datasets.dataset import TEST
 from eval.report.charts import (
     TEMPLATES,
     Chart,
     ChartLine,
+    Headline,
     Point,
+    Thumbnails,
     downsample,
     draw,
     figure,
     number,
     smooth,
 )
-from eval.report.images import Thumbnails, rank_history, similarities
-from eval.report.read import Result, RunFolder, Series, read_run_folder
-from eval.report.scores import Headline, is_share, metric_name, setting_name
+from eval.report.tables import TableRow, metric_name, setting_name
+from eval.results.records import Snapshot, find_snapshots, json_lines, read_snapshot, whole
+from eval.results.scores import Record, Series, read_records
 
-__all__ = ["build_report", "headlines", "newest"]
+__all__ = ["Result", "RunFolder", "build_report", "headlines", "newest", "read_run_folder"]
 
+_METRICS = (
+    "loss", "chance", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
+    "text_to_image_R@1", "mfu", "seconds", "samples", "epoch", "grad_norm",
+)  # fmt: skip
 _IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
 _MEAN = "mean_R@1"  # of both directions of retrieval
 _BESIDE = {  # metrics drawn together
@@ -35,9 +45,188 @@ _BESIDE = {  # metrics drawn together
 _SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance")
 _CAP = 100.0  # the published bound of exp(t)
 _HEADLINES = 4
-_CHARTS = 16  # charts of scores; the table has all of them
-_SMOOTHED = 50  # independent values that a smoothed curve keeps, about
+_CHARTS = 16  # of scores; the table has all of them
+_SNAPSHOTS = 5  # per dataset
+_BAD_SAMPLES = 5
+_SMOOTHED = 50  # about how many independent values a smoothed curve keeps
 _MANY = 2 * _SMOOTHED  # shorter curves are drawn as they are
+_LEAST_RANGE = 0.2  # of cosines over the color scale, so that the noise of an untrained model stays pale
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Record):
+    """A score at a step of a training."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """Everything the page shows.
+
+    Attributes:
+        name: of the folder.
+        config_text: as written, or "".
+        config: parsed, {} if that fails.
+        metrics: by name, the finite (step, value) points of a curve in order of steps.
+        results: in order of steps.
+        snapshots: at most five per dataset, evenly spaced, with the first and the last.
+        bad_samples: how many samples could not be used.
+        first_bad: shard, key and cause of the first few.
+        notes: what is missing or broken.
+    """
+
+    name: str
+    config_text: str
+    config: Mapping[str, Any]
+    metrics: Mapping[str, Sequence[tuple[int, float]]]
+    results: Sequence[Result]
+    snapshots: Mapping[str, Sequence[Snapshot]]
+    bad_samples: int
+    first_bad: Sequence[tuple[str, str, str]]
+    notes: Sequence[str]
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a curve."""
+        points = self.metrics.get(metric)
+        return points[-1][1] if points else None
+
+    @property
+    def step(self) -> int | None:
+        """The last step with any record."""
+        steps = [points[-1][0] for points in self.metrics.values()]
+        return max([*steps, *(result.step for result in self.results)], default=None)
+
+    @property
+    def scored_on(self) -> Sequence[str]:
+        """The datasets in ``eval.data``."""
+        return _evaluation(self.config)[0]
+
+    @property
+    def planned(self) -> int | None:
+        """The number of steps in the config."""
+        return whole(self.config.get("steps"))
+
+    @property
+    def first_score(self) -> int:
+        """The step of the first scores; 0 if the config does not say."""
+        return _evaluation(self.config)[1]
+
+
+def _evaluation(config: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Return the datasets that a config evaluates on, and the first step at which it does."""
+    section = config.get("eval")
+    section = section if isinstance(section, Mapping) else {}
+    names = section.get("data")
+    steps = whole(section.get("every_steps")), whole(config.get("steps"))
+    first = min((step for step in steps if step and step > 0), default=0)
+    return [str(name) for name in names] if isinstance(names, list) else [], first
+
+
+def read_run_folder(run: Path) -> RunFolder:
+    """Read a run folder; any file may be missing, and the last line of any may be cut short.
+
+    Raises:
+        DataError: there is no such folder, it cannot be read, or it has no files of a training.
+    """
+    try:
+        if not run.is_dir():
+            raise DataError(f"no run folder at {run}")
+        return _read(run)
+    except OSError as error:
+        raise DataError(f"cannot read the run folder {str(run)[:200]}: {error.strerror}") from error
+
+
+def _read(run: Path) -> RunFolder:
+    notes: list[str] = []
+    config_text, config, path = "", {}, run / "config.toml"
+    if not path.is_file():
+        notes.append("config.toml is missing, so the settings of this run are not shown.")
+    elif path.stat().st_size > _MAX_CONFIG_BYTES:
+        notes.append("config.toml is too large to be a config, and is not shown.")
+    else:
+        config_text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            config = tomllib.loads(config_text)
+        except (ValueError, RecursionError) as error:  # ValueError also for numbers of thousands of digits
+            notes.append(f"config.toml does not parse ({error}); it is shown as it is.")
+
+    columns: dict[str, dict[int, float]] = {name: {} for name in _METRICS}
+    not_finite: set[str] = set()
+    for line in json_lines(run / "metrics.jsonl", notes, "the curves of the training are not shown"):
+        step = whole(line.get("step"))
+        if step is None:
+            continue
+        for name, column in columns.items():
+            value = line.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if math.isfinite(value):
+                    column[step] = float(value)  # a resumed training repeats steps: the last value counts
+                else:
+                    not_finite.add(name)
+    if not_finite:
+        notes.append(
+            f"Some values of {', '.join(sorted(not_finite))} are not finite numbers and are left out."
+        )
+    metrics = {name: sorted(column.items()) for name, column in columns.items() if column}
+
+    # scores are missed only if the config asks for them, and by the last step
+    step = max((points[-1][0] for points in metrics.values()), default=None)
+    names, first = _evaluation(config)
+    due = not config or (bool(names) and (step is None or step >= first))
+    found: dict[tuple[int, tuple[str, ...]], Result] = {}
+    for record in read_records(run / "results.jsonl", notes, "there are no scores to show" if due else ""):
+        if record.step is not None:
+            result = Result(**vars(record))
+            key = (result.step, result.what)
+            if (
+                key not in found or result.own or not found[key].own
+            ):  # the training's own score takes precedence
+                found[key] = result
+    results = sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
+
+    snapshots: dict[str, list[Snapshot]] = {}
+    for steps in find_snapshots(run).values():
+        paths = list(steps.values())
+        if len(paths) > _SNAPSHOTS:
+            paths = [paths[round(i * (len(paths) - 1) / (_SNAPSHOTS - 1))] for i in range(_SNAPSHOTS)]
+        for path in paths:
+            try:
+                snapshot = read_snapshot(path)
+            except DataError:
+                notes.append(f"snapshots/{path.name} cannot be read and is left out.")
+            else:
+                snapshots.setdefault(snapshot.dataset, []).append(snapshot)
+    if not snapshots and due:
+        notes.append("There are no snapshots, so predictions and images are not shown.")
+    if not (config_text or metrics or results or snapshots):
+        raise DataError(f"{run} is not a run folder: it has no config.toml, metrics, results or snapshots")
+
+    bad_samples = 0
+    first_bad: list[tuple[str, str, str]] = []
+    for path in sorted(run.glob("bad_samples*.jsonl")):
+        for line in json_lines(path, notes, ""):
+            bad_samples += 1
+            if len(first_bad) < _BAD_SAMPLES:
+                cause = line.get("cause", line.get("error", line.get("reason", "")))
+                first_bad.append((str(line.get("shard", "")), str(line.get("key", "")), str(cause)))
+    if bad_samples:
+        notes.append(
+            f"{number(bad_samples)} samples could not be used and were replaced; the causes are at the end of the "
+            "page."
+        )
+    return RunFolder(
+        name=run.resolve().name,
+        config_text=config_text,
+        config=config,
+        metrics=metrics,
+        results=results,
+        snapshots=snapshots,
+        bad_samples=bad_samples,
+        first_bad=first_bad,
+        notes=notes,
+    )
 
 
 def build_report(run: Path, out: Path | None = None) -> Path:
@@ -51,49 +240,32 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         DataError: there is no run folder, or the page cannot be written.
     """
     folder = read_run_folder(run)
-    notes = list(folder.notes)
-    if folder.bad_samples and folder.bad_samples.count:
-        count = number(folder.bad_samples.count)
-        notes.append(
-            f"{count} samples could not be used and were replaced; the causes are at the end of the page."
-        )
     page = TEMPLATES.get_template("run.html").render(
         title=folder.name,
         run=folder,
-        notes=notes,
+        notes=folder.notes,
         headlines=headlines(folder.results, folder.step),
-        duration=_duration,
         charts=_charts(folder),
         thumbnails=Thumbnails(),
-        similarities=similarities,
-        rank_history=rank_history,
-        results=_results_table(folder.results),
-        provenance=_provenance(of_training(folder.results)),
+        similarities=_similarities,
+        newest=newest(folder.results),
+        row=_row,
+        series_name=partial(_series_name, known={result.series for result in folder.results}),
+        provenance=_provenance(_of_training(folder.results)),
         config=without_secrets(folder.config_text).strip(),
     )
     return write_page(run / "report.html" if out is None else out, page)
 
 
-def _duration(seconds: float) -> str:
-    for limit, length, unit in ((90, 1, "seconds"), (5400, 60, "minutes"), (172_800, 3600, "hours")):
-        if seconds < limit:
-            return f"{number(round(seconds / length, 1))} {unit}"
-    return f"{number(round(seconds / 86_400, 1))} days"
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Scores
-
-
 def newest(results: Sequence[Result]) -> list[Result]:
-    """Select the last score of each metric, series by series; those scored in training come first."""
-    last = {(result.series, result.metric): result for result in results}
+    """Select the last score of each metric, series by series; series scored in training come first."""
+    last = {result.what: result for result in results}
     own = {result.series for result in results if result.own}
-    places = {series: i for i, series in enumerate(dict.fromkeys(series for series, _ in last))}
-    return sorted(last.values(), key=lambda result: (result.series not in own, places[result.series]))
+    order = list(dict.fromkeys(result.series for result in last.values()))
+    return sorted(last.values(), key=lambda result: (result.series not in own, order.index(result.series)))
 
 
-def of_training(results: Sequence[Result]) -> list[Result]:
+def _of_training(results: Sequence[Result]) -> list[Result]:
     """Select the last scores taken in training; without any, the latest of all.
 
     The selection does not change when a checkpoint is scored later.
@@ -103,13 +275,12 @@ def of_training(results: Sequence[Result]) -> list[Result]:
     return [result for result in own if result.step == last]
 
 
-def _main_first(metrics: Sequence[str]) -> list[str]:
-    """Order metrics: the mean of both directions of retrieval first, else as recorded."""
-    return sorted(metrics, key=lambda metric: metric != _MEAN)
+def _row(result: Result) -> TableRow:
+    return TableRow(metric=result.metric, values=(result.value,), cells=(result,))
 
 
 def _series_name(result: Result, known: Collection[Series]) -> str:
-    """Name a series beside its dataset, with prompts and split where ``known`` series differ in them."""
+    """Name a series without its dataset, with prompts and split if ``known`` series differ in them."""
     mine = (result.dataset, result.task, result.setting)
     alike = [(split, prompts) for data, split, task, prompts, own in known if (data, task, own) == mine]
     several_prompts = len({prompts for _, prompts in alike}) > 1
@@ -119,128 +290,150 @@ def _series_name(result: Result, known: Collection[Series]) -> str:
         result.task,
         setting_name(result.task, result.setting),
         prompts if several_prompts else "",
-        f"split {result.split}" if result.split != "test" or several_splits else "",
+        f"split {result.split}" if result.split != TEST or several_splits else "",
     )
     return ", ".join(filter(None, parts))
 
 
-def _in_percent(result: Result) -> bool:
-    return is_share(result.metric, result.value, result.low, result.high, result.chance)
-
-
-def _text(result: Result, value: float | None) -> str:
-    if value is None:
-        return ""
-    return figure(100 * value, "%") if _in_percent(result) else figure(value, "")
+def _main_first(metrics: Mapping[str, Any]) -> list[str]:
+    """Order metrics: the mean of both directions of retrieval first, otherwise as recorded."""
+    return sorted(metrics, key=lambda metric: metric != _MEAN)
 
 
 def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
     """Select the main metric of each dataset scored in training; scores of another step than ``step`` say so."""
     metrics: dict[Series, dict[str, Result]] = {}
-    for result in of_training(results):
+    for result in _of_training(results):
         metrics.setdefault(result.series, {})[result.metric] = result
     known = {result.series for result in results}
     found = []
     for own in [*metrics.values()][:_HEADLINES]:
-        result = own[_main_first(list(own))[0]]
+        result = own[_main_first(own)[0]]
+        row = _row(result)
+        interval = None if result.low is None or result.high is None else (result.low, result.high)
         details = [] if result.step == step else [f"step {number(result.step)}"]
-        if result.low is not None and result.high is not None:
-            details.append(f"95% interval {_text(result, result.low)} to {_text(result, result.high)}")
-        details += [f"chance {_text(result, result.chance)}"] if result.chance is not None else []
+        details += (
+            [f"95% interval {row.figure(interval[0])} to {row.figure(interval[1])}"] if interval else []
+        )
+        details += [f"chance {row.figure(result.chance)}"] if result.chance is not None else []
         details += [f"n = {number(result.n)}"] if result.n is not None else []
-        percent = _in_percent(result)
+        unit = "%" if row.in_percent else ""
         found.append(
             Headline(
                 dataset=result.dataset,
                 what=" ".join(filter(None, (_series_name(result, known), metric_name(result.metric)))),
-                figure=_text(result, result.value).removesuffix("%" if percent else ""),
-                unit="%" if percent else "",
+                figure=row.figure(result.value).removesuffix(unit),
+                unit=unit,
                 details=details,
-                value=result.value if percent else None,
-                interval=None if result.low is None or result.high is None else (result.low, result.high),
+                value=result.value if unit else None,
+                interval=interval,
                 chance=result.chance,
             )
         )
     return found
 
 
-def _results_table(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    known = {result.series for result in results}
-    rows: list[tuple[str, ...]] = []
-    for result in newest(results):
-        interval = ""
-        if result.low is not None and result.high is not None:
-            interval = f"{_text(result, result.low)} – {_text(result, result.high)}"
-        rows.append(
-            (
-                result.dataset,
-                _series_name(result, known),
-                metric_name(result.metric),
-                _text(result, result.value),
-                interval,
-                _text(result, result.chance),
-                "" if result.n is None else number(result.n),
-                number(result.step),
-            )
-        )
-    return rows
-
-
 def _provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
-    """List what the scores depend on, by dataset where datasets differ."""
+    """List what the scores depend on, by dataset if datasets differ."""
+    text: Callable[[Any], str] = TEMPLATES.filters["value"]
     values: dict[str, dict[str, str]] = {}
     for result in results:
         for key, value in result.line.items():
             if value is not None and key not in _SCORE_FIELDS:
-                values.setdefault(key, {})[result.dataset] = value_text(value)
+                values.setdefault(key, {})[result.dataset] = text(value)
     datasets = {result.dataset for result in results}
     facts = []
     for key, by_dataset in values.items():
+        lines = [f"{name}: {value}" for name, value in by_dataset.items()]
         if len(set(by_dataset.values())) == 1 and len(by_dataset) == len(datasets):
             lines = [next(iter(by_dataset.values()))]
-        else:
-            lines = [f"{name}: {value}" for name, value in by_dataset.items()]
         facts.append((key.replace("_", " "), lines))
     return facts
 
 
-def value_text(value: Any) -> str:
-    """Format a value of a results line."""
-    if value is None:
-        return ""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {value_text(one)}" for key, one in value.items())
-    if isinstance(value, float):
-        return number(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | None:
+    """Prepare the first and the last similarity matrix; None if there are none.
 
-
-# --------------------------------------------------------------------------------------------------------------
-# Curves
+    The mean cosine of images with the captions of others (``level``) drifts in training without any effect on the
+    loss, so colors are relative to it: they span cosines from ``low`` to ``high`` above the level.
+    """
+    having = [snapshot for snapshot in snapshots if snapshot.matrix]
+    if not having:
+        return None
+    shown, above = [], []
+    for snapshot in (having[:1] + having[-1:])[-len(having) :]:
+        assert snapshot.matrix
+        cosines, size = snapshot.matrix.cosines, len(snapshot.matrix.pictures)
+        others = [cosines[i][j] for i in range(size) for j in range(size) if i != j]
+        level = sum(others) / len(others) if others else 0.0
+        above += [value - level for row in cosines for value in row]
+        hits = sum(cosines[i][i] >= max(cosines[i]) for i in range(size))
+        mean = sum(cosines[i][i] for i in range(size)) / size
+        summary = f"{hits} of {size} images are nearest to their own caption; mean cosine {mean:.2f}"
+        summary += f" for pairs, {level:.2f} for others" if size > 1 else ""
+        shown.append({"snapshot": snapshot, "level": level, "summary": summary})
+    low = min(above)
+    return {"shown": shown, "low": low, "high": max(*above, low + _LEAST_RANGE), "last": having[-1]}
 
 
 def _charts(run: RunFolder) -> list[str]:
     """Render the charts of a run."""
     own = {result.series for result in run.results if result.own}
     scored = _score_charts(run)
-    speed = run.metrics.get("samples_per_second", ())
-    batch_time = dict(run.metrics.get("batch_time", ()))
-    waiting = [
-        (step, 100 * seconds / batch_time[step])
-        for step, seconds in run.metrics.get("data_time", ())
-        if batch_time.get(step)
+
+    def curve(name: str) -> Sequence[Point]:
+        return run.metrics.get(name, ())
+
+    loss, chance, scale, rate, speed = map(curve, ("loss", "chance", "scale", "lr", "samples_per_second"))
+    levels = []
+    if chance:
+        config, value = run.config.get("loss"), chance[-1][1]
+        name = f"chance {number(value)}"
+        # ln(batch), except for the sigmoid loss and if equal pairs are ignored
+        if not isinstance(config, Mapping) or (
+            config.get("name", "clip") == "clip" and config.get("same", "negatives") != "ignored"
+        ):
+            name = f"chance, ln {number(round(math.exp(min(value, 40.0))))} = {number(value)}"
+        levels = [ChartLine(name=name, points=_thinned(chance), reference=True)]
+    note = "line: moving average; band: minimum to maximum" if len(loss) >= _MANY else ""
+    last = number(loss[-1][1]) if loss else None
+    in_batch = [
+        ChartLine(name=name, points=_thinned(_percent(curve(key))), tone=tone)
+        for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1)
+        if curve(key)
     ]
-    scale, rate = run.metrics.get("scale", ()), run.metrics.get("lr", ())
     temperature = [ChartLine(name="exp(t)", points=_thinned(scale))]
     if scale:
-        temperature.append(
-            ChartLine(name=f"cap {number(_CAP)}", points=[(scale[0][0], _CAP)], reference=True)
-        )
+        cap = [(scale[0][0], _CAP)]
+        temperature.append(ChartLine(name=f"cap {number(_CAP)}", points=cap, reference=True))
     peak = f"peak {number(max(value for _, value in rate))}" if rate else ""
+    batch_time = dict(curve("batch_time"))
+    waiting = [
+        (step, 100 * seconds / batch_time[step])
+        for step, seconds in curve("data_time")
+        if batch_time.get(step)
+    ]
+    # no step can exceed the device's peak: if one does, the measured peak is too low, the fastest step is closer
+    mfu, title, mfu_note, of = curve("mfu"), "Device utilization (MFU)", "", ""
+    if (most := max((fraction for _, fraction in mfu), default=0.0)) > 1:
+        mfu = [(step, fraction / most) for step, fraction in mfu]
+        title, of = "Device utilization", " of the fastest step"
+        mfu_note = (
+            "steps were faster than the peak measured at the start, when the machine was probably busy, so MFU is "
+            "unknown"
+        )
+    useful = _percent(mfu)
+    median = _median(useful, "%")
     charts = [
-        _loss(run),
+        _noisy("Loss", loss, summary=last, note=note, levels=levels, wide=True),
         *(chart for series, chart in scored if series in own),
-        _in_batch(run),
+        Chart(
+            title="Retrieval within the batch",
+            note="R@1: images nearest to their own text among those of the batch, and texts to their image",
+            lines=in_batch,
+            unit="%",
+            floor=0,
+        ),
         Chart(title="Temperature", note="exp(t), which multiplies the cosines", lines=temperature, floor=0),
         Chart(
             title="Learning rate",
@@ -251,60 +444,10 @@ def _charts(run: RunFolder) -> list[str]:
         _noisy(
             "Time waiting for data", waiting, summary=_median(waiting, "%"), unit="%", floor=0, ceiling=10
         ),
-        _utilization(run),
+        _noisy(title, useful, summary=median and median + of, note=mfu_note, unit="%", floor=0, ceiling=100),
         *(chart for series, chart in scored if series not in own),
     ]
     return [drawn for chart in charts if (drawn := draw(chart))]
-
-
-def _loss(run: RunFolder) -> Chart:
-    chance, points, last = run.metrics.get("chance", ()), run.metrics.get("loss", ()), run.last("loss")
-    levels = []
-    if chance:
-        loss = run.config.get("loss")
-        name = f"chance {number(chance[-1][1])}"
-        # ln(batch), except for the sigmoid loss and where equal pairs are ignored
-        if not isinstance(loss, Mapping) or (
-            loss.get("name", "clip") == "clip" and loss.get("same", "negatives") != "ignored"
-        ):
-            batch = round(math.exp(min(chance[-1][1], 40.0)))
-            name = f"chance, ln {number(batch)} = {number(chance[-1][1])}"
-        levels.append(ChartLine(name=name, points=_thinned(chance), reference=True))
-    note = "line: moving average; band: minimum to maximum" if len(points) >= _MANY else ""
-    return _noisy(
-        "Loss", points, summary=None if last is None else number(last), note=note, levels=levels, wide=True
-    )
-
-
-def _in_batch(run: RunFolder) -> Chart:
-    lines = [
-        ChartLine(name=name, points=_thinned(_percent(run.metrics.get(key, ()))), tone=tone)
-        for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1)
-        if run.metrics.get(key)
-    ]
-    note = "R@1: images nearest to their own text among those of the batch, and texts to their image"
-    return Chart(title="Retrieval within the batch", note=note, lines=lines, unit="%", floor=0)
-
-
-def _utilization(run: RunFolder) -> Chart:
-    """Chart model FLOPs utilization; if steps beat the measured peak, relative to the fastest step.
-
-    No step can exceed the device's peak: in that case the measured peak is too low, and the fastest step is closer.
-    """
-    points = run.metrics.get("mfu", ())
-    most = max((fraction for _, fraction in points), default=0.0)
-    title, note, of = "Device utilization (MFU)", "", ""
-    if most > 1:
-        points = [(step, fraction / most) for step, fraction in points]
-        title = "Device utilization"
-        of = " of the fastest step"
-        note = (
-            "steps were faster than the peak measured at the start, when the machine was probably busy, so MFU is "
-            "unknown"
-        )
-    useful = _percent(points)
-    median = _median(useful, "%")
-    return _noisy(title, useful, summary=median and median + of, note=note, unit="%", floor=0, ceiling=100)
 
 
 def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
@@ -314,14 +457,14 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
         groups.setdefault(result.series, {}).setdefault(result.metric, []).append(result)
     charts = []
     for series, metrics in groups.items():
-        main, *others = _main_first(list(metrics))
+        main, *others = _main_first(metrics)
         first = metrics[main]
         if len(first) < 2:
             continue
-        percent = all(map(_in_percent, first))
+        percent = all(_row(result).in_percent for result in first)
         factor, unit = (100.0, "%") if percent else (1.0, "")
         beside = [metrics[name] for name in _BESIDE.get(main, others[:1]) if name in metrics]
-        shown = [first, *(rows for rows in beside if all(map(_in_percent, rows)) == percent)]
+        same_unit = [rows for rows in beside if all(_row(row).in_percent for row in rows) == percent]
         lines = [
             ChartLine(
                 name=metric_name(rows[0].metric),
@@ -334,10 +477,9 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
                 tone=tone,
                 dots=True,
             )
-            for tone, rows in enumerate(shown, start=1)
+            for tone, rows in enumerate((first, *same_unit), start=1)
         ]
-        chance = first[-1].chance
-        if chance is not None:
+        if (chance := first[-1].chance) is not None:
             name = f"chance {figure(factor * chance, unit)}"
             lines.append(ChartLine(name=name, points=[(first[0].step, factor * chance)], reference=True))
         chart = Chart(
@@ -393,6 +535,6 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _median(points: Sequence[Point], unit: str) -> str | None:
-    """The median, which neither the start nor a pause affects."""
+    """Format the median, which neither the start nor a pause affects."""
     values = sorted(value for _, value in points)
     return f"median {figure(values[len(values) // 2], unit)}" if values else None

@@ -1,69 +1,176 @@
-"""Scores as text for other programs: CSV, LaTeX and Markdown. The same results give the same bytes.
+"""The table of models × datasets with averages and published numbers, and all scores as CSV, LaTeX and Markdown.
 
-LaTeX and Markdown are the table of models × datasets, means over several tasks first, then task by task: columns
-are the models in the order of the results, then published numbers; rows are averages, then the primary metric of
-each dataset and setting, in percent.
-CSV is for programs that compute: a row a score, every metric with its interval and chance, numbers as
-they are. A name that a program for tables would take for a formula begins with an apostrophe there.
+A dataset's score is its primary metric, in its main task and with the prompts that most models were scored with. An
+average covers the datasets that every model has, of those models that have any, so that columns are comparable.
+That of a suite uses the main task of each dataset and is left out if less than half of the suite is there. Datasets
+in no suite are averaged by task, metric and setting. Scores of other data under the same name have lines of their
+own, which no average counts.
 """
 
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from clipkit.files.table import safe_cell
-from eval.report.charts import number
-from eval.report.result_set import ResultSet
-from eval.report.scores import (
-    Published,
-    ScoreTable,
-    Suites,
-    is_share,
-    lower_is_better,
-    metric_name,
-    read_scores,
-    task_tables,
-)
+from eval.datasets import Published as PublishedScores
+from eval.datasets.dataset import TEST
+from eval.metrics import METRICS
+from eval.report.charts import TEMPLATES, figure, number
+from eval.report.result_set import Model, ResultSet, by_data, read_result_set
+from eval.results.scores import Record
 
-__all__ = ["as_csv", "as_latex", "as_markdown"]
+__all__ = [
+    "AS_TRAINED",
+    "PLAIN",
+    "SEVERAL_TASKS",
+    "Average",
+    "Facts",
+    "Line",
+    "ScoreTable",
+    "TableRow",
+    "as_csv",
+    "as_latex",
+    "as_markdown",
+    "is_fraction",
+    "is_rank",
+    "lower_is_better",
+    "metric_name",
+    "read_scores",
+    "score_table",
+    "setting_name",
+    "task_tables",
+    "tells",
+]
 
-_LATEX = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "[": "{[}",  # at the start of a row it would belong to the end of the one before
-}  # fmt: skip
-_MARKDOWN = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#"})
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a terminal may obey them
-_NAMES = ("Dataset", "Task", "Metric")
-_TABLE_COLUMNS = (
+AS_TRAINED = (
+    "zero-shot",
+    "retrieval",
+    "compositional",
+)  # tasks without training; the first is the usual main task
+SEVERAL_TASKS = "several tasks"
+PLAIN = "ridge"  # few-shot settings without an estimator
+_STD = "_std"  # suffix of a metric: its standard deviation over seeds
+_MOST_PUBLISHED = 4
+_DIRECTIONS = ("image_to_text_R@1", "text_to_image_R@1")
+_RETRIEVAL = (*_DIRECTIONS, "mean_R@1")
+_CURVES = ("-shot", "layer ")  # settings that are points of a curve
+_CSV_COLUMNS = (
     "kind", "model", "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high",
     "chance",
 )  # fmt: skip
+_HEADER = ("Dataset", "Task", "Metric")
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "[": "{[}",  # at the start of a row it would be an option of the \\ before
+}  # fmt: skip
+_MARKDOWN = {mark: f"\\{mark}" for mark in "\\`*_[]<>|#"}
+
+_Kind = tuple[str, str, str, str]  # task, split, prompt set, setting
+
+
+class Facts(TypedDict, total=False):
+    """What is known about the datasets.
+
+    Attributes:
+        suites: by name, the datasets to average over.
+        primary: by dataset, its primary metric; by default the first recorded.
+        published: by dataset, published numbers in [0, 1] by model or architecture, shown next to the dataset's
+            first line; or several sets of them, each shown next to the line of its task, metric and prompts.
+    """
+
+    suites: Mapping[str, Sequence[str]]
+    primary: Mapping[str, str]
+    published: Mapping[str, Mapping[str, float] | Sequence[PublishedScores]]
+
+
+def metric_name(metric: str) -> str:
+    """Format the name of a metric, such as "top-1" for "acc1"."""
+    if metric.endswith(_STD):
+        return f"{metric_name(metric.removesuffix(_STD))} std"
+    known = METRICS.get(metric)
+    return (known and known.title) or metric.replace("_", " ")
+
+
+TEMPLATES.filters["metric_name"] = metric_name
+
+
+def setting_name(task: str, setting: str) -> str:
+    """Format a setting: "1 epoch", and few-shot settings always with their estimator."""
+    if setting == "1 epochs":
+        return "1 epoch"
+    return f"{setting} {PLAIN}" if task == "few-shot" and re.fullmatch(r"\d+-shot", setting) else setting
+
+
+def tells(metric: str, n: int | None) -> bool:
+    """Whether a score is informative: the standard deviation over a single seed is not."""
+    return not metric.endswith(_STD) or n is None or n > 1
+
+
+def is_rank(metric: str) -> bool:
+    """Whether a metric counts from 1."""
+    return metric in METRICS and METRICS[metric].highest is None
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether the best model is the one with the lowest value."""
+    return metric in METRICS and not METRICS[metric].larger_is_better
+
+
+def is_fraction(metric: str, *values: float | None) -> bool:
+    """Whether values of a metric are in [0, 1] and shown in percent; ranks are not."""
+    return not is_rank(metric) and all(0 <= one <= 1 for one in values if one is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One row: what was measured, a number a model and a published model; an average is of no one metric."""
+class TableRow:
+    """Values of all models in one metric, or means ("" for the metric of several tasks).
 
-    names: tuple[str, str, str]
+    Attributes:
+        metric: as in the scores.
+        values: one per model; None if it has none.
+        cells: the records of the values; () for means.
+        published: one per published column of the table.
+    """
+
+    metric: str
     values: tuple[float | None, ...]
-    published: tuple[float | None, ...]
-    average: bool = False
-    metric: str = ""
-    opens: bool = False  # whether it is the first of its task
+    cells: tuple[Record | None, ...] = ()
+    published: tuple[float | None, ...] = ()
 
-    def texts(self) -> list[str]:
-        """Percentages, or plain numbers where one is not within 0 and 1; "" for what is not there."""
-        values = (*self.values, *self.published)
-        share = is_share(self.metric, *values)
-        return ["" if one is None else f"{100 * one:.1f}" if share else number(one) for one in values]
+    @cached_property
+    def in_percent(self) -> bool:
+        """Whether all numbers of the row are fractions."""
+        bounds = (one for cell in self.cells if cell for one in (cell.low, cell.high, cell.chance))
+        return is_fraction(self.metric, *self.values, *self.published, *bounds)
 
+    def text(self, value: float | None, digits: int = 1) -> str:
+        """Format a value, in percent if the row is."""
+        if value is None:
+            return ""
+        return f"{100 * value:.{digits}f}" if self.in_percent else number(value)
+
+    def figure(self, value: float) -> str:
+        """Format a value with its unit."""
+        return figure(100 * value, "%") if self.in_percent else number(value)
+
+    def interval(self, i: int) -> str:
+        """Format the 95% interval of a model's value; "" if there is none."""
+        cell = self.cells[i] if self.cells else None
+        if cell is None or cell.low is None or cell.high is None:
+            return ""
+        return f"{self.text(cell.low)}–{self.text(cell.high)}"
+
+    @cached_property
     def best(self) -> set[int]:
-        """The places of the best of several models' numbers, as they are told."""
-        texts = self.texts()[: len(self.values)]
+        """The best models, including those that look equal; none if all look equal."""
+        texts = [self.text(value) for value in self.values]
         known = {text: value for text, value in zip(texts, self.values, strict=True) if value is not None}
         sign = -1 if lower_is_better(self.metric) else 1
         top = max(known, key=lambda text: sign * known[text], default="")
@@ -71,199 +178,442 @@ class _Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Table:
-    """What LaTeX and Markdown write."""
+class Line(TableRow):
+    """Scores of all models on one dataset.
 
-    columns: tuple[str, ...]
-    rows: tuple[_Row, ...]
+    Attributes:
+        dataset: its name.
+        task: of all cells.
+        note: the task, prompt set, split, setting or data, if the dataset has several; or "".
+        setting: that averages distinguish; "" for tasks without training.
+        counted: whether averages of its task count it.
+        main: whether averages of suites count it: it is of the dataset's main task.
+    """
+
+    dataset: str
+    task: str
+    note: str
+    setting: str
+    counted: bool
+    main: bool
+
+    @property
+    def title(self) -> str:
+        """Dataset and metric."""
+        return f"{self.dataset} {metric_name(self.metric)}"
+
+    @property
+    def scope(self) -> str:
+        """No more than its title says."""
+        return ""
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Dataset, task and metric."""
+        dataset = f"{self.dataset} ({self.note})" if self.note else self.dataset
+        return dataset, self.task, metric_name(self.metric)
 
 
-def as_csv(
-    results: Sequence[Path],
-    *,
-    suites: Suites | None = None,
-    published: Published | None = None,
-    primary: Mapping[str, str] | None = None,
-) -> str:
-    """Comma-separated values below a line of column names: kind, model, dataset, split, task, prompt_set, setting,
-    metric, value, n, low, high, chance.
+@dataclass(frozen=True, kw_only=True)
+class Average(TableRow):
+    """The mean over ``over`` of the ``of`` datasets of a suite: those that every model with any of them has.
 
-    ``kind`` is "score" for what was measured, in the names and numbers of results.jsonl; "mean" for an average over
-    a suite, which ``dataset`` names, whose ``task`` may be several with commas between them, and whose ``n`` are
-    datasets; and "published" for what others measured.
+    ``tasks`` are those of the scores. ``metric`` is "" unless their task has means of other metrics. ``setting`` is
+    "" for tasks without training.
+    """
 
-    Args:
-        results: ``results.jsonl`` files.
-        suites: by name, the datasets to take averages over.
-        published: by dataset, then model or architecture, what others measured, in 0 … 1.
-        primary: by dataset, its primary metric; by default the first that was recorded.
+    suite: str
+    tasks: tuple[str, ...]
+    setting: str
+    over: int
+    of: int
+
+    @property
+    def name(self) -> str:
+        """Its name among those of its tasks."""
+        metric = metric_name(self.metric) if self.metric else ""
+        return (
+            f"mean of {', '.join(filter(None, (self.suite, metric, setting_name(self.task, self.setting))))}"
+        )
+
+    @property
+    def task(self) -> str:
+        """Its tasks."""
+        return ", ".join(self.tasks)
+
+    @property
+    def title(self) -> str:
+        """Its name with the task."""
+        return self.name if self.suite == self.task or len(self.tasks) > 1 else f"{self.name}, {self.task}"
+
+    @property
+    def label(self) -> str:
+        """The number of datasets."""
+        return f"{self.over} of {self.of}" if self.over < self.of else f"{self.of}"
+
+    @property
+    def scope(self) -> str:
+        """The datasets and tasks it covers, in words."""
+        tasks = f", each by its main task ({self.task})" if len(self.tasks) > 1 else ""
+        if self.over == self.of:
+            return f"over all its {self.of} datasets{tasks}"
+        models = "all models that have any" if None in self.values else "all models"
+        return f"over the {self.over} of {self.of} datasets that {models} have{tasks}"
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Name, tasks and number of datasets."""
+        return self.name, self.task, f"over {self.label}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTable:
+    """Lines in the order of the suites, then of the results; ``published`` names columns of published numbers."""
+
+    models: tuple[Model, ...]
+    published: tuple[str, ...]
+    lines: tuple[Line, ...]
+    averages: tuple[Average, ...]
+
+    @property
+    def usual(self) -> str:
+        """The metric of most lines."""
+        metrics = [line.metric for line in self.lines]
+        return max(dict.fromkeys(metrics), key=metrics.count, default="")
+
+    @property
+    def main_rows(self) -> Sequence[Line | Average]:
+        """The averages, or else the lines that they would count."""
+        return self.averages or [line for line in self.lines if line.counted]
+
+
+def read_scores(results: Sequence[Path]) -> ResultSet:
+    """Read results files as ``read_result_set`` does, without uninformative scores unless there are no others."""
+    found = read_result_set(results)
+    return replace(found, rows=tuple(row for row in found.rows if tells(row.metric, row.n)) or found.rows)
+
+
+def task_tables(results: ResultSet, *, curves: bool = False, **facts: Unpack[Facts]) -> dict[str, ScoreTable]:
+    """Build a table for each task, preceded by the means over several tasks.
+
+    Published numbers are shown only for tasks without training. With ``curves``, points of curves (few-shot
+    settings and layers) have lines too.
+    """
+    whole = score_table(results, curves=curves, **facts)
+    parts = {SEVERAL_TASKS: ((), [one for one in whole.averages if len(one.tasks) > 1])} | {
+        task: (
+            [line for line in whole.lines if line.task == task],
+            [one for one in whole.averages if one.tasks == (task,)],
+        )
+        for task in AS_TRAINED
+    }
+    tables = {}
+    for name, (lines, averages) in parts.items():
+        numbers = [row.published for row in (*lines, *averages)]
+        kept = [i for i in range(len(whole.published)) if any(own[i] is not None for own in numbers)]
+        tables[name] = ScoreTable(
+            models=whole.models,
+            published=tuple(whole.published[i] for i in kept),
+            lines=tuple(replace(one, published=tuple(one.published[i] for i in kept)) for one in lines),
+            averages=tuple(replace(one, published=tuple(one.published[i] for i in kept)) for one in averages),
+        )
+    trained: Facts = {**facts, "published": {}}
+    for task in dict.fromkeys(row.task for row in results.rows if row.task not in AS_TRAINED):
+        tables[task] = score_table(results, tasks=(task,), curves=curves, **trained)
+    return {name: table for name, table in tables.items() if table.lines or table.averages}
+
+
+def score_table(
+    results: ResultSet, *, tasks: Sequence[str] = AS_TRAINED, curves: bool = False, **facts: Unpack[Facts]
+) -> ScoreTable:
+    """Build one table of some tasks; see ``task_tables``."""
+    suites, published = facts.get("suites", {}), facts.get("published", {})
+    order = {name: i for i, name in enumerate(dict.fromkeys(chain.from_iterable(suites.values())))}
+    by_dataset: dict[str, list[Record]] = {}
+    for row in sorted(results.rows, key=lambda row: order.get(row.dataset, len(order))):
+        if row.task in tasks and (curves or not any(mark in row.setting for mark in _CURVES)):
+            by_dataset.setdefault(row.dataset, []).append(row)
+    # published models that are among those shown, by name or architecture; if none is, the first few
+    given = {dataset: published.get(dataset, {}) for dataset in by_dataset}
+    sets = [
+        values
+        for one in given.values()
+        for values in ([one] if isinstance(one, Mapping) else [each.values for each in one])
+    ]
+    names = list(dict.fromkeys(chain.from_iterable(sets)))
+    shown = {
+        _letters(name) for one in results.models for name in (one.name, one.label, one.architecture) if name
+    }
+    columns = tuple([name for name in names if _letters(name) in shown] or names[:_MOST_PUBLISHED])
+    lines: list[Line] = []
+    for dataset, rows in by_dataset.items():
+        primary = facts.get("primary", {}).get(dataset)
+        lines += _dataset_lines(rows, len(results.models), tasks, primary, given[dataset], columns)
+    averages = _averages(lines, suites)
+    return ScoreTable(models=results.models, published=columns, lines=tuple(lines), averages=averages)
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removesuffix("quickgelu")
+
+
+def _dataset_lines(
+    rows: Sequence[Record],
+    models: int,
+    tasks: Sequence[str],
+    primary: str | None,
+    given: Mapping[str, float] | Sequence[PublishedScores],
+    columns: Sequence[str],
+) -> list[Line]:
+    """Build a line for each task, split, prompt set, setting and data; averages count those of most models."""
+    kinds: dict[_Kind, list[Record]] = {}
+    for row in rows:
+        kinds.setdefault((row.task, row.split, row.prompt_set, row.setting), []).append(row)
+    settings = {kind: "" if kind[0] in AS_TRAINED else kind[3] for kind in kinds}  # that averages distinguish
+    usual: dict[tuple[str, str], _Kind] = {}  # by task and setting, the split and prompts of most models
+    for kind in sorted(kinds, key=lambda kind: -len({row.model for row in kinds[kind]})):
+        usual.setdefault((kind[0], settings[kind]), kind)
+    mains: dict[str, str] = {}  # by setting, the task of the primary metric, or else the first
+    for kind in sorted(
+        kinds, key=lambda kind: (all(row.metric != primary for row in kinds[kind]), tasks.index(kind[0]))
+    ):
+        mains.setdefault(settings[kind], kind[0])
+    lines = []
+    for kind, own in kinds.items():
+        task, split, prompts, setting = (
+            kind[i] if len({other[i] for other in kinds}) > 1 else "" for i in range(len(kind))
+        )
+        kind_note = (
+            task,
+            split or (kind[1] if kind[1] != TEST else ""),
+            prompts and f"prompts {prompts}",
+            setting_name(kind[0], setting or kind[3]),
+        )
+        metrics = list(dict.fromkeys(row.metric for row in own))
+        metric = primary if primary in metrics else metrics[0]
+        # retrieval shows both directions and their mean
+        others = (
+            [one for one in _RETRIEVAL if one != metric and one in metrics] if metric in _RETRIEVAL else []
+        )
+        for one in (metric, *others):
+            for i, group in enumerate(by_data(row for row in own if row.metric == one)):
+                first = kind == usual[kind[0], settings[kind]] and i == 0
+                main = mains[settings[kind]] == kind[0]
+                cells: list[Record | None] = [None] * models
+                for row in group.rows:
+                    cells[row.model] = row
+                values = tuple(None if cell is None else cell.value for cell in cells)
+                counted = (
+                    first
+                    and (one == metric or {one, metric} <= set(_DIRECTIONS))
+                    and is_fraction(one, *values)
+                )
+                beside: Mapping[str, float] = {}
+                if isinstance(given, Mapping):
+                    if first and main and one == metric and primary in (None, one):
+                        beside = given
+                elif i == 0:
+                    same = (
+                        each.values
+                        for each in given
+                        if (each.task, TEST, each.prompts, "") == kind and each.metric == one
+                    )
+                    beside = next(same, {})
+                lines.append(
+                    Line(
+                        dataset=rows[0].dataset,
+                        task=kind[0],
+                        note=", ".join(filter(None, (*kind_note, group.note))),
+                        setting=settings[kind],
+                        metric=one,
+                        values=values,
+                        cells=tuple(cells),
+                        published=tuple(beside.get(name) for name in columns),
+                        counted=counted,
+                        main=counted and main,
+                    )
+                )
+    return lines
+
+
+def _averages(lines: Sequence[Line], suites: Mapping[str, Sequence[str]]) -> tuple[Average, ...]:
+    """Average over suites by setting, then over tasks and metrics whose datasets no suite covers."""
+    of_suites: list[Average] = []
+    for setting in dict.fromkeys(line.setting for line in lines if line.main):
+        main = _by_dataset([line for line in lines if line.main and line.setting == setting])
+        for suite, names in suites.items():
+            one = _average(suite, setting, list(dict.fromkeys(names)), main)
+            if one is not None and 2 * one.over >= one.of:
+                of_suites.append(one)
+    others: list[Average] = []
+    for task, setting in dict.fromkeys((line.task, line.setting) for line in lines if line.counted):
+        covered = [suites[one.suite] for one in of_suites if task in one.tasks and one.setting == setting]
+        metrics: dict[str, dict[str, list[Line]]] = {}
+        counted = [line for line in lines if line.counted and (line.task, line.setting) == (task, setting)]
+        for dataset, own in _by_dataset(counted).items():
+            # both directions of retrieval are averaged
+            metric = _RETRIEVAL[-1] if len(own) > 1 else own[0].metric
+            metrics.setdefault(metric, {})[dataset] = own
+        for metric, group in metrics.items():
+            one = _average("all datasets", setting, list(group), group, metric if len(metrics) > 1 else "")
+            if one is not None and not any(set(group) <= set(suite) for suite in covered):
+                others.append(one)
+    order = [*suites]
+    return (*sorted(of_suites, key=lambda one: order.index(one.suite)), *others)
+
+
+def _by_dataset(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.dataset, []).append(line)
+    return found
+
+
+def _average(
+    suite: str, setting: str, datasets: Collection[str], lines: Mapping[str, list[Line]], metric: str = ""
+) -> Average | None:
+    """Average over the datasets that all models with any of them have; None if these are fewer than two."""
+    own = [lines[name] for name in datasets if name in lines]
+    columns = range(len(own[0][0].values)) if own else range(0)
+    having = [i for i in columns if any(line.values[i] is not None for group in own for line in group)]
+    common = [group for group in own if all(line.values[i] is not None for line in group for i in having)]
+    if len(common) < 2:
+        return None
+
+    def mean(values: Sequence[Sequence[float]]) -> float | None:
+        return sum(sum(one) / len(one) for one in values) / len(values) if all(values) else None
+
+    def known(numbers: Sequence[float | None]) -> list[float]:
+        return [one for one in numbers if one is not None]
+
+    return Average(
+        suite=suite,
+        tasks=tuple(dict.fromkeys(line.task for group in common for line in group)),
+        metric=metric,
+        setting=setting,
+        over=len(common),
+        of=len(datasets),
+        values=tuple(mean([known([line.values[i] for line in group]) for group in common]) for i in columns),
+        published=tuple(
+            mean([known([line.published[i] for line in group]) for group in common])
+            for i in range(len(own[0][0].published))
+        ),
+    )
+
+
+def as_csv(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
+    """Format all scores as comma-separated values with a header line.
+
+    Column ``kind`` is "score" for a measured score, with the names and numbers of results.jsonl; "mean" for an
+    average over the suite in ``dataset``, whose ``task`` may list several and whose ``n`` counts datasets; and
+    "published" for numbers measured by others. Names that a spreadsheet would take for a formula start with an
+    apostrophe.
 
     Raises:
         DataError: a file cannot be read, or there are no scores.
     """
-    found, tables = _tables(results, suites, published, primary)
+    found = read_scores(results)
+    tables = task_tables(found, curves=True, **facts).values()
+    rows: list[tuple[tuple[str, ...], tuple[float | None, ...]]] = [
+        (
+            ("score", found.models[row.model].label, *row.what),
+            (row.value, row.n, row.low, row.high, row.chance),
+        )
+        for row in found.rows
+    ]
+    for table in tables:
+        for one in table.averages:
+            names = (one.suite, "", one.task, "", one.setting, one.metric)
+            for model, value in zip(table.models, one.values, strict=True):
+                if value is not None:
+                    rows.append((("mean", model.label, *names), (value, one.over, None, None, None)))
+    for table in tables:
+        for line in table.lines:
+            cell = next(cell for cell in line.cells if cell)
+            prompts = cell.prompt_set if cell.task == "retrieval" else ""  # others may be for any prompts
+            names = (line.dataset, cell.split, cell.task, prompts, "", line.metric)
+            for column, value in zip(table.published, line.published, strict=True):
+                if value is not None:
+                    rows.append((("published", column, *names), (value, None, None, None, None)))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(_TABLE_COLUMNS)
-    for row in found.rows:
-        numbers = (row.value, row.n, row.low, row.high, row.chance)
-        own = ("score", found.models[row.model].label, *row.what)
-        writer.writerow([*map(_cell, own), *map(_exact, numbers)])
-    for table in tables.values():
-        for names, value, over in _means(table):
-            writer.writerow([*map(_cell, ("mean", *names)), _exact(value), _exact(over), "", "", ""])
-    for table in tables.values():
-        for names, value in _others(table):
-            writer.writerow([*map(_cell, ("published", *names)), _exact(value), "", "", "", ""])
+    writer.writerow(_CSV_COLUMNS)
+    for texts, numbers in rows:
+        cells = ["" if one is None else str(one) if isinstance(one, int) else f"{one:.6g}" for one in numbers]
+        writer.writerow([*(safe_cell(_one_line(text)) for text in texts), *cells])
     return file.getvalue()
 
 
-def _means(table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float, int]]:
-    for average in table.averages:
-        for model, value in zip(table.models, average.cells, strict=True):
-            if value is not None:
-                names = (model.label, average.suite, "", average.task, "", average.setting, average.metric)
-                yield names, value, average.over
+def as_latex(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
+    """Format the table of models × datasets as a ``tabular`` for the package booktabs.
 
+    Tasks are separated by rules, means followed by a space, and the best model of each row is in bold.
 
-def _others(table: ScoreTable) -> Iterator[tuple[tuple[str, ...], float]]:
-    for line in table.lines:
-        for model, value in zip(table.published, line.published, strict=True):
-            cell = next((cell for cell in line.cells if cell), None)
-            if value is not None and cell is not None:
-                prompts = cell.prompt_set if cell.task == "retrieval" else ""  # of others they may be any
-                yield (model, line.dataset, cell.split, cell.task, prompts, "", line.metric), value
+    Raises:
+        DataError: a file cannot be read, or there are no scores.
+    """
 
+    def row(names: Sequence[str], texts: Sequence[str]) -> str:
+        escaped = ["".join(_LATEX.get(letter, letter) for letter in _one_line(name)) for name in names]
+        return " & ".join([*escaped, *texts]) + r" \\"
 
-def _exact(value: float | None) -> str:
-    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"
-
-
-def as_latex(
-    results: Sequence[Path],
-    *,
-    suites: Suites | None = None,
-    published: Published | None = None,
-    primary: Mapping[str, str] | None = None,
-) -> str:
-    """A ``tabular`` for the package booktabs: a rule before each task, a space after its means, the best model of
-    each row in bold; see ``as_csv``."""
-    table = _table(results, suites, published, primary)
+    columns, tables = _text_tables(results, facts)
     lines = [
         "% needs \\usepackage{booktabs}; numbers are percentages",
-        f"\\begin{{tabular}}{{lll{'r' * len(table.columns)}}}",
+        f"\\begin{{tabular}}{{lll{'r' * len(columns)}}}",
         "\\toprule",
-        " & ".join(map(_latex, [*_NAMES, *table.columns])) + r" \\",
-        "\\midrule",
+        row([*_HEADER, *columns], []),
     ]
-    for i, row in enumerate(table.rows):
-        if i and row.opens:
-            lines.append("\\midrule")
-        elif i and table.rows[i - 1].average and not row.average:
-            lines.append("\\addlinespace")
-        best = row.best()
-        texts = [f"\\textbf{{{text}}}" if j in best else text or "--" for j, text in enumerate(row.texts())]
-        lines.append(" & ".join([*map(_latex, row.names), *texts]) + r" \\")
+    for rows in tables:
+        lines.append("\\midrule")
+        after_mean = False
+        for one, texts in rows:
+            is_mean = isinstance(one, Average)
+            lines += ["\\addlinespace"] if after_mean and not is_mean else []
+            after_mean = is_mean
+            bold = [f"\\textbf{{{text}}}" if i in one.best else text or "--" for i, text in enumerate(texts)]
+            lines.append(row(one.names, bold))
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
-def as_markdown(
-    results: Sequence[Path],
-    *,
-    suites: Suites | None = None,
-    published: Published | None = None,
-    primary: Mapping[str, str] | None = None,
-) -> str:
-    """A table as GitHub reads it, the best model of each row in bold; see ``as_csv``."""
-    table = _table(results, suites, published, primary)
-    lines = [
-        _piped(map(_markdown, [*_NAMES, *table.columns])),
-        _piped(["---"] * len(_NAMES) + ["---:"] * len(table.columns)),
-    ]
-    for row in table.rows:
-        best = row.best()
-        texts = [f"**{text}**" if i in best else text for i, text in enumerate(row.texts())]
-        lines.append(_piped([*map(_markdown, row.names), *texts]))
+def as_markdown(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
+    """Format the table of models × datasets for GitHub, with the best model of each row in bold.
+
+    Raises:
+        DataError: a file cannot be read, or there are no scores.
+    """
+
+    def row(names: Sequence[str], texts: Sequence[str]) -> str:
+        escaped = ["".join(_MARKDOWN.get(letter, letter) for letter in _one_line(name)) for name in names]
+        return f"| {' | '.join([*escaped, *texts])} |"
+
+    columns, tables = _text_tables(results, facts)
+    lines = [row([*_HEADER, *columns], []), row([], ["---"] * len(_HEADER) + ["---:"] * len(columns))]
+    for one, texts in chain.from_iterable(tables):
+        lines.append(
+            row(one.names, [f"**{text}**" if i in one.best else text for i, text in enumerate(texts)])
+        )
     return "\n".join([*lines, ""])
 
 
-def _table(
-    results: Sequence[Path],
-    suites: Suites | None,
-    published: Published | None,
-    primary: Mapping[str, str] | None,
-) -> _Table:
-    """All tasks' tables, one below the other."""
-    found, tables = _tables(results, suites, published, primary)
-    columns = [model.label for model in found.models]
-    published_names = list(dict.fromkeys(name for table in tables.values() for name in table.published))
-    columns += [f"{name} (published)" for name in published_names]
-    rows = [row for table in tables.values() for row in _rows(table, published_names)]
-    return _Table(columns=tuple(columns), rows=tuple(rows))
-
-
-def _tables(
-    results: Sequence[Path],
-    suites: Suites | None,
-    published: Published | None,
-    primary: Mapping[str, str] | None,
-) -> tuple[ResultSet, dict[str, ScoreTable]]:
+def _text_tables(
+    results: Sequence[Path], facts: Facts
+) -> tuple[list[str], list[list[tuple[Line | Average, list[str]]]]]:
+    """Format models and published numbers as columns; each task has its means, then its lines."""
     found = read_scores(results)
-    tables = task_tables(
-        found, suites=suites or {}, primary=primary or {}, published=published or {}, curves=True
-    )
-    return found, tables
+    tables = task_tables(found, curves=True, **facts).values()
+    published = list(dict.fromkeys(name for table in tables for name in table.published))
+    rows: list[list[tuple[Line | Average, list[str]]]] = []
+    for table in tables:
+        rows.append([])
+        own: list[Line | Average] = [*table.averages, *table.lines]
+        for one in own:
+            others = dict(zip(table.published, one.published, strict=True))
+            texts = [one.text(value) for value in (*one.values, *(others.get(name) for name in published))]
+            rows[-1].append((one, texts))
+    return [*(model.label for model in found.models), *(f"{name} (published)" for name in published)], rows
 
 
-def _rows(table: ScoreTable, published: Sequence[str]) -> list[_Row]:
-    """The rows of one table, with the published numbers of these names."""
-    places = [table.published.index(name) if name in table.published else None for name in published]
-
-    def beside(own: Sequence[float | None]) -> tuple[float | None, ...]:
-        return tuple(None if i is None else own[i] for i in places)
-
-    rows = [
-        _Row(
-            names=(average.name, average.task, f"over {average.label}"),
-            values=average.cells,
-            published=beside(average.published),
-            average=True,
-        )
-        for average in table.averages
-    ]
-    rows += [
-        _Row(
-            names=(
-                f"{line.dataset} ({line.note})" if line.note else line.dataset,
-                line.task,
-                metric_name(line.metric),
-            ),
-            values=tuple(None if cell is None else cell.value for cell in line.cells),
-            published=beside(line.published),
-            metric=line.metric,
-        )
-        for line in table.lines
-    ]
-    return [replace(row, opens=i == 0) for i, row in enumerate(rows)]
-
-
-def _plain_text(text: str) -> str:
-    """One line of whole characters that show: a name may hold half of a surrogate pair, which no file can."""
-    return _CONTROLS.sub("?", " ".join(text.encode("utf-8", "replace").decode().split()))
-
-
-def _cell(text: str) -> str:
-    """A name in a CSV file."""
-    return safe_cell(_plain_text(text))
-
-
-def _latex(text: str) -> str:
-    return "".join(_LATEX.get(letter, letter) for letter in _plain_text(text))
-
-
-def _markdown(text: str) -> str:
-    return _plain_text(text).translate(_MARKDOWN)
-
-
-def _piped(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
+def _one_line(text: str) -> str:
+    """Replace line breaks by spaces, and control characters and halves of surrogate pairs by "?"."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", " ".join(text.encode("utf-8", "replace").decode().split()))

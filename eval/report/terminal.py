@@ -16,7 +16,7 @@ from rich.text import Text
 
 from clipkit.files.terminal import printable
 from eval.compare import LEVEL, Difference, ModelComparison
-from eval.report.scores import PLAIN, is_rank, is_share, lower_is_better, metric_name, setting_name, tells
+from eval.report.tables import PLAIN, is_fraction, is_rank, lower_is_better, metric_name, setting_name, tells
 from eval.results.scores import Score
 
 __all__ = ["comparison_table", "score_table", "shown_value"]
@@ -297,7 +297,7 @@ def _grid(widths: Sequence[int], rows: Sequence[tuple[Text, Sequence[str], str]]
 
 def _texts(one: Difference) -> tuple[str, ...]:
     """The row behind its name."""
-    factor, unit = (100, "%") if is_share(one.metric, one.first, one.second) else (1, "")
+    factor, unit = (100, "%") if is_fraction(one.metric, one.first, one.second) else (1, "")
     low, high = factor * one.test.low, factor * one.test.high
     better = "–"
     if one.beyond_chance:

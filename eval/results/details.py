@@ -1,6 +1,7 @@
-"""Takes what a page and a paired test need beside the scores, from features or predictions that are there already.
+"""Collect what pages and paired tests need besides the scores, from features or predictions already computed.
 
-Letters in shape comments: N images, D embedding dimension, C classes, E examples, T distinct captions, P pairs.
+Letters in shape comments: N images, D embedding dimension, C classes, T distinct captions, P pairs of an image and
+a caption, E examples, M pairs of the similarity matrix, Q queries.
 """
 
 import base64
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
+from clipkit.model.zero_shot import fill_template
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import (
     calibration_bins,
@@ -24,65 +26,22 @@ from eval.metrics import (
     superclass_confusion,
     top_classes,
 )
-from eval.results.records import (
-    Bin,
-    Details,
-    Example,
-    Guess,
-    Packed,
-    Picture,
-    details_folder,
-    pack,
-    read_details,
-    write_details,
-)
+from eval.results.records import Bin, Details, Example, Guess, Hit, Matrix, Query, Snapshot, Thumbnail, pack
+from eval.tasks.subject import Subject
 
-__all__ = [
-    "THUMBNAIL_SIZE",
-    "Bin",
-    "Details",
-    "Packed",
-    "details_folder",
-    "item_details",
-    "pack",
-    "prediction_details",
-    "read_details",
-    "retrieval_details",
-    "thumbnail",
-    "write_details",
-    "zero_shot_details",
-]
+__all__ = ["item_details", "prediction_details", "retrieval_details", "take_snapshot", "zero_shot_details"]
 
-
-# --------------------------------------------------------------------------------------------------------------
-# Small copies of images for a page that carries everything in itself.
-
-THUMBNAIL_SIZE = 96  # pixels of the longer side
-
-
-def thumbnail(data: bytes) -> str:
-    """A base64 PNG of at most 96 pixels a side; "" if the image does not decode (it is then shown as missing)."""
-    from PIL import Image
-
-    from clipkit.files.decode import decode_image
-
-    try:
-        image = Image.fromarray(decode_image(data))
-    except DataError:
-        return ""
-    image.thumbnail((THUMBNAIL_SIZE, THUMBNAIL_SIZE), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG", optimize=True)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-EXAMPLES = 6
+EXAMPLES = 6  # in details
 GUESSES = 5
 MISTAKES = 30
-_WHOLE_MATRIX = 64  # classes; of more, only the most frequent mistakes
-_MAX_TEXT = 300  # characters of a class name or caption that a page can use
+_WHOLE_MATRIX = 64  # classes; with more, only the most frequent mistakes are stored
+SNAPSHOT_EXAMPLES = 8
+PAIRS = 16
+QUERIES = 6
+HITS = 8
+_MAX_QUERIES = 32  # keeps a snapshot below its size limit
+_THUMBNAIL_SIZE = 96  # pixels of the longer side
+_MAX_TEXT = 300  # characters of a caption or class name
 
 
 @torch.no_grad()
@@ -95,54 +54,71 @@ def zero_shot_details(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> Details:
-    """What zero-shot classification did, image by image, class by class.
+    """Collect the details of zero-shot classification in bounded memory.
 
-    The examples are shown as in figure 21 of the CLIP paper (Radford et al. 2021), five labels with their
-    probabilities. Each is a random one of the right or of the wrong predictions: a coin decides which kind comes
-    first, then the kinds alternate while both last.
-
-    An image with several labels is right if the first class is one of them. It has no place in a confusion matrix
-    or a count by class, and its metrics are no means over images: of these datasets there are examples alone.
-
-    Memory is bounded by blocks of similarities and a few numbers per image.
+    Examples are shown as in figure 21 of the CLIP paper (Radford et al. 2021). They are drawn at random and
+    alternate between correct and wrong predictions. With several labels per image, a prediction is correct if it is
+    one of them, and there are only examples: no confusion matrix, counts by class, or items for paired tests.
 
     Args:
-        dataset: of N images with labels and C class names.
-        image_features: (N, D) unit norm, perhaps memory-mapped.
+        dataset: N images with labels and C class names.
+        image_features: (N, D) unit norm, possibly memory-mapped.
         class_weights: (D, C) unit columns.
         logit_scale: exp(t) of the model.
-        seed: chooses the examples. The order in which images are taken follows from it and N alone.
-        device: where to take the products; where the features are if not given.
+        seed: of the examples, which depend on nothing else but N and the predictions.
+        device: for the matrix products; by default that of the features.
 
     Raises:
         DataError: the dataset has no images, labels or class names.
     """
     labels, classes = dataset.labels, len(dataset.class_names)
     if labels is None or not classes or not len(labels):
-        raise DataError(f"dataset {dataset.name} has no labelled images with class names to take details of")
+        raise DataError(f"dataset {dataset.name} has no labelled images with class names")
     top = top_classes(image_features, class_weights, k=GUESSES, logit_scale=logit_scale, device=device)
-    is_right = _is_right(top.classes, labels)  # (N, k)
     if labels.ndim == 1:
-        right = {"acc1": is_right[:, 0]}
-        if classes > GUESSES:
-            right["acc5"] = is_right.any(dim=1)
+        is_right = top.classes == labels[:, None]  # (N, k)
+        right = {"acc1": is_right[:, 0]} | ({"acc5": is_right.any(dim=1)} if classes > GUESSES else {})
         values = {}
-        if classes == 2:  # what ROC AUC ranks by
+        if classes == 2:  # ROC AUC ranks by the difference
             scores = class_scores(image_features, class_weights, device=device)  # (N, 2)
-            values["roc_auc"] = scores[:, 1] - scores[:, 0]
+            values["roc_auc"] = pack(scores[:, 1] - scores[:, 0])
         details = prediction_details(
             dataset, top.classes[:, 0], task="zero-shot", confidence=top.probabilities[:, 0]
         )
-        details = replace(details, right=_packed(right), values=_packed(values))
-    else:
+        right_of = {metric: pack(own) for metric, own in right.items()}
+        details = replace(details, right=right_of, values=values)
+    else:  # a class of -1 means none
+        is_right = labels.bool().gather(1, top.classes.clamp(min=0)) & (top.classes >= 0)
         details = item_details(dataset, task="zero-shot", n=len(labels))
     chosen = _choose_examples(is_right[:, 0], seed)
     examples = []
     for number in chosen:
         features = image_features[number : number + 1].to(torch.float32).cpu()  # (1, D)
-        examples.append(_example(dataset, number, features, class_weights.cpu(), logit_scale))
-    pictures = {str(number): _picture(dataset, number) for number in chosen}
-    return replace(details, examples=tuple(examples), pictures=pictures)
+        weights = class_weights.cpu()
+        best = top_classes(features, weights, k=GUESSES, logit_scale=logit_scale)
+        log_probabilities = class_scores(features, weights, softmax_scale=logit_scale)[0]  # (C,)
+        true = [int(labels[number])] if labels.ndim == 1 else labels[number].nonzero()[:, 0].tolist()
+        # the true label with the best rank, if there are several
+        first = min(
+            ((int(class_ranks(features, weights, torch.tensor([one]))), one) for one in true), default=None
+        )
+        guesses = [
+            Guess(label=_class_name(dataset, guess), probability=_rounded(probability), right=guess in true)
+            for guess, probability in zip(
+                best.classes[0].tolist(), best.probabilities[0].tolist(), strict=True
+            )
+            if guess >= 0
+        ]
+        examples.append(
+            Example(
+                picture=str(number),
+                guesses=tuple(guesses),
+                truth=_short(", ".join(_class_name(dataset, one) for one in true)) if true else None,
+                rank=None if first is None else 1 + first[0],
+                probability=None if first is None else _rounded(float(log_probabilities[first[1]].exp())),
+            )
+        )
+    return replace(details, examples=tuple(examples), pictures=_thumbnails(dataset, chosen))
 
 
 def prediction_details(
@@ -154,36 +130,46 @@ def prediction_details(
     confidence: Tensor | None = None,
     chosen_c: float | None = None,
 ) -> Details:
-    """What predictions of one class per image say: by class, what was taken for what, and calibration.
+    """Collect accuracy by class, the confusion matrix and calibration of predictions of one class per image.
 
     Args:
         dataset: with (N,) labels, N ≥ 1, and class names.
-        predicted: (N,) int64 class numbers, -1 where nothing was predicted.
+        predicted: (N,) int64 classes, −1 for none.
         task: as in the scores.
         setting: as in the scores.
-        confidence: (N,) in 0 … 1, the probability of the predicted class, if there is one.
-        chosen_c: of a probe, the C that validation chose.
+        confidence: (N,) probability of the predicted class in [0, 1], if there is one.
+        chosen_c: for a probe, C chosen on validation images.
     """
     labels, classes = dataset.labels, len(dataset.class_names)
     assert labels is not None and labels.ndim == 1, "one label per image"
     predicted = predicted.cpu()
     correct = predicted == labels  # (N,)
     by_class = per_class_accuracy(correct, labels, classes)
-    taken = confusion(predicted, labels)
-    matrix = torch.from_numpy(taken.matrix(classes)) if classes <= _WHOLE_MATRIX else None  # (C, C)
+    confused = confusion(predicted, labels)
     groups = tuple(dict.fromkeys(dataset.superclasses))
-    by_group = (
-        superclass_confusion(taken, dataset.superclass_numbers()).matrix(len(groups)) if groups else None
-    )
+    bins: tuple[Bin, ...] = ()
+    if confidence is not None:
+        found = calibration_bins(confidence, correct)
+        columns = (found.low, found.high, found.count, found.confidence, found.accuracy)
+        bins = tuple(
+            Bin(low=low, high=high, count=count, confidence=mean, accuracy=accuracy)
+            for low, high, count, mean, accuracy in zip(*(one.tolist() for one in columns), strict=True)
+        )
+    matrix = by_group = None
+    if classes <= _WHOLE_MATRIX:
+        matrix = pack(torch.from_numpy(confused.matrix(classes)).flatten())
+    if groups:
+        of_groups = superclass_confusion(confused, dataset.superclass_numbers())
+        by_group = pack(torch.from_numpy(of_groups.matrix(len(groups))).flatten())
     return replace(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),
-        superclass_names=tuple(_short(name) for name in groups),
-        superclass_matrix=None if by_group is None else pack(torch.from_numpy(by_group).flatten()),
+        superclass_names=tuple(map(_short, groups)),
+        superclass_matrix=by_group,
         class_counts=tuple(by_class.total.tolist()),
         class_right=tuple(by_class.right.tolist()),
-        mistakes=tuple(one for one in taken.mistakes(MISTAKES) if one[1] >= 0),
-        matrix=None if matrix is None else pack(matrix.flatten()),
-        bins=() if confidence is None else _bins(confidence, correct),
+        mistakes=tuple(one for one in confused.mistakes(MISTAKES) if one[1] >= 0),
+        matrix=matrix,
+        bins=bins,
         labels=pack(labels),
         chosen_c=chosen_c,
     )
@@ -200,54 +186,55 @@ def retrieval_details(
     values: Mapping[str, Tensor],
     seed: int = 0,
 ) -> Details:
-    """What retrieval did, query by query, and examples: images with the five captions most similar to them.
+    """Collect the result of each query, and example images with the five captions most similar to them.
 
-    The examples are chosen as those of ``zero_shot_details``. An image is right if the first caption that is found
-    is its own; a wrong caption goes before a right one of the same similarity, as in the scores. Ranks are of
-    distinct captions, so they may be lower than those of the scores, where each copy counts.
-
-    Only the examples are compared again: memory is a few numbers a caption.
+    Examples are chosen as in ``zero_shot_details``. An image is right if the first caption is its own; of equal
+    similarities a wrong caption comes first, as in the scores. Ranks are among distinct captions, so they may be
+    better than those of the scores. Memory is a few numbers per caption, as only the examples are compared again.
 
     Args:
-        dataset: of N images with captions.
-        image_features: (N, D) unit norm, perhaps memory-mapped.
-        captions: the T distinct ones, as they stand.
+        dataset: N images with captions.
+        image_features: (N, D) unit norm, possibly memory-mapped.
+        captions: the T distinct captions.
         text_features: (T, D) unit norm.
-        pairs: (P, 2) int64, (image, number of a caption of its own).
+        pairs: (P, 2) int64, image and the number of one of its captions.
         right: by metric, (queries,) bool; "image_to_text_R@1" of the N images.
-        values: by metric that is a mean of them, (queries,) float.
-        seed: chooses the examples. The order in which images are taken follows from it and N alone.
+        values: by metric that is their mean, (queries,) float.
+        seed: of the examples.
     """
     chosen = _choose_examples(right["image_to_text_R@1"], seed)
-    similarity = class_scores(image_features[chosen], text_features.T, device=text_features.device)  # (E, T)
-    examples = [
-        _found_captions(number, captions, row, pairs[pairs[:, 0] == number, 1])
-        for number, row in zip(chosen, similarity, strict=True)
-    ]
+    similarities = class_scores(
+        image_features[chosen], text_features.T, device=text_features.device
+    )  # (E, T)
+    examples = []
+    for number, row in zip(chosen, similarities, strict=True):
+        own = pairs[pairs[:, 0] == number, 1]
+        is_own = torch.zeros(len(captions), dtype=torch.bool).index_fill(0, own, True)  # (T,)
+        wrong_first = is_own.long().argsort(stable=True)
+        order = wrong_first[row[wrong_first].argsort(descending=True, stable=True)]  # (T,)
+        rank = int(is_own[order].long().argmax())
+        *guesses, best = [
+            Guess(
+                label=_short(" ".join(captions[i].split())) or "(empty)",
+                probability=_rounded(float(row[i])),
+                right=bool(is_own[i]),
+            )
+            for i in (*order[:GUESSES].tolist(), int(order[rank]))
+        ]
+        examples.append(
+            Example(
+                picture=str(number),
+                guesses=tuple(guesses),
+                truth=best.label,
+                rank=1 + rank,
+                probability=best.probability,
+            )
+        )
     return replace(
         item_details(dataset, task="retrieval", n=len(dataset), right=right, values=values),
         examples=tuple(examples),
         candidates=len(captions),
-        pictures={str(number): _picture(dataset, number) for number in chosen},
-    )
-
-
-def _found_captions(number: int, captions: Sequence[str], similarity: Tensor, own: Tensor) -> Example:
-    """An image's five most similar captions; (T,) similarities, and the numbers of those of its own."""
-    is_own = torch.zeros(len(captions), dtype=torch.bool).index_fill(0, own, True)  # (T,)
-    wrong_first = is_own.long().argsort(stable=True)
-    order = wrong_first[similarity[wrong_first].argsort(descending=True, stable=True)]  # (T,)
-    rank = int(is_own[order].long().argmax())
-    *guesses, best = [
-        Guess(label=_caption(captions[i]), probability=_share(float(similarity[i])), right=bool(is_own[i]))
-        for i in (*order[:GUESSES].tolist(), int(order[rank]))
-    ]
-    return Example(
-        picture=str(number),
-        guesses=tuple(guesses),
-        truth=best.label,
-        rank=1 + rank,
-        probability=best.probability,
+        pictures=_thumbnails(dataset, chosen),
     )
 
 
@@ -260,15 +247,15 @@ def item_details(
     right: Mapping[str, Tensor] | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> Details:
-    """What a paired test needs, of any task.
+    """Collect what a paired test needs, for any task.
 
     Args:
         dataset: that was scored.
         task: as in the scores.
-        n: items.
+        n: number of items.
         setting: as in the scores.
-        right: by metric, (items,) bool; of retrieval's "text_to_image_R@1" the items are captions.
-        values: by metric that is a mean of them, (items,) float.
+        right: by metric, (items,) bool; the items of "text_to_image_R@1" are captions.
+        values: by metric that is their mean, (items,) float.
     """
     prompt_sets = {"zero-shot": dataset.prompt_set, "retrieval": dataset.caption_prompt_set}
     return Details(
@@ -279,88 +266,191 @@ def item_details(
         prompt_set=prompt_sets.get(task, ""),
         setting=setting,
         data_revision=dataset.revision,
-        class_names=tuple(_short(name) for name in dataset.class_names),
-        right=_packed(right or {}),
-        values=_packed(values or {}),
+        class_names=tuple(map(_short, dataset.class_names)),
+        right={metric: pack(own) for metric, own in (right or {}).items()},
+        values={metric: pack(own) for metric, own in (values or {}).items()},
     )
 
 
 def _choose_examples(right: Tensor, seed: int) -> list[int]:
-    """At most six images, right and wrong ones in turn, each kind in random order; (N,) bool, whether right."""
+    """Choose at most six images, alternating between correct and wrong ones; ``right`` is (N,) bool."""
     generator = torch.Generator().manual_seed(seed)
     first = bool(torch.randint(2, (), generator=generator))
     order = torch.randperm(len(right), generator=generator)
     one, other = (order[right.cpu()[order] == kind][:EXAMPLES].tolist() for kind in (first, not first))
-    in_turn = [number for pair in zip_longest(one, other) for number in pair if number is not None]
-    return in_turn[:EXAMPLES]
+    return [number for pair in zip_longest(one, other) for number in pair if number is not None][:EXAMPLES]
 
 
-def _packed(by_metric: Mapping[str, Tensor]) -> dict[str, Packed]:
-    return {metric: pack(values) for metric, values in by_metric.items()}
+@torch.no_grad()
+def take_snapshot(
+    subject: Subject, *, step: int, queries: Sequence[str] | None = None, seed: int = 0
+) -> Snapshot:
+    """Collect what the report shows of a dataset at a step of the training.
 
+    The images and queries depend only on the dataset and the seed, so that they can be followed from step to step.
+    Only texts without features are encoded: queries, and captions of the similarity matrix. The global random
+    number generator is not used.
 
-def _is_right(classes: Tensor, labels: Tensor) -> Tensor:
-    """(N, k) classes, -1 where there is none, and (N,) or (N, C) labels: (N, k) bool."""
-    if labels.ndim == 1:
-        return classes == labels[:, None]
-    return labels.bool().gather(1, classes.clamp(min=0)) & (classes >= 0)
+    Args:
+        subject: the model and the dataset.
+        step: of the training.
+        queries: at most 32 texts to search images for. By default prompts of classes spread over the list, or
+            captions if there are no classes.
+        seed: of the choice of images.
 
-
-def _bins(confidence: Tensor, correct: Tensor) -> tuple[Bin, ...]:
-    bins = calibration_bins(confidence, correct)
-    columns = (bins.low, bins.high, bins.count, bins.confidence, bins.accuracy)
-    return tuple(
-        Bin(low=low, high=high, count=count, confidence=sure, accuracy=right)
-        for low, high, count, sure, right in zip(*(column.tolist() for column in columns), strict=True)
+    Raises:
+        DataError: the dataset is empty, the features are not finite, or there are too many queries.
+    """
+    if queries is not None and len(queries) > _MAX_QUERIES:
+        raise DataError(f"{len(queries)} queries are too many for a snapshot: give at most {_MAX_QUERIES}")
+    dataset, features = subject.dataset, subject.images().projected  # (N, D)
+    if len(features) == 0:
+        raise DataError(f"dataset {dataset.name} has no images to take a snapshot of")
+    if not bool(torch.isfinite(features).all()):
+        raise DataError(f"the features of dataset {dataset.name} are not finite: the training has diverged")
+    names, labels = dataset.class_names, dataset.labels
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tolist()
+    pairs = _distinct_pairs(dataset, order)
+    wanted = _queries(dataset, order, queries)
+    captions = subject.texts([text for _, text in pairs]).cpu()  # (M, D)
+    searched = subject.texts([text for text, _ in wanted]).cpu()  # (Q, D)
+    examples, matrix, found = [], None, []
+    with torch.autocast("cpu", enabled=False):  # similarities are float32
+        if names:
+            shown = order[:SNAPSHOT_EXAMPLES]
+            logits = subject.logit_scale * features[shown] @ subject.class_weights().cpu()  # (E, C)
+            for number, row in zip(shown, logits.softmax(dim=1), strict=True):
+                truth = None if labels is None else int(labels[number])
+                # of equal probabilities the lower class comes first, as in the scores
+                ranked = row.sort(descending=True, stable=True).indices.tolist()
+                guesses = tuple(
+                    Guess(label=_short(names[one]), probability=_rounded(float(row[one])), right=one == truth)
+                    for one in ranked[:GUESSES]
+                )
+                examples.append(
+                    Example(
+                        picture=str(number),
+                        guesses=guesses,
+                        truth=None if truth is None else _short(names[truth]),
+                        rank=None if truth is None else 1 + ranked.index(truth),
+                        probability=None if truth is None else _rounded(float(row[truth])),
+                    )
+                )
+        if pairs:
+            cosines = features[[number for number, _ in pairs]] @ captions.T  # (M, M)
+            matrix = Matrix(
+                pictures=tuple(str(number) for number, _ in pairs),
+                captions=tuple(_short(text) for _, text in pairs),
+                cosines=tuple(tuple(map(_rounded, row)) for row in cosines.tolist()),
+            )
+        if wanted:
+            top = (searched @ features.T).topk(min(HITS, len(features)), dim=1)
+            for (text, label), values, numbers in zip(
+                wanted, top.values.tolist(), top.indices.tolist(), strict=True
+            ):
+                hits = tuple(
+                    Hit(
+                        picture=str(number),
+                        cosine=_rounded(value),
+                        right=None if labels is None or label is None else int(labels[number]) == label,
+                    )
+                    for value, number in zip(values, numbers, strict=True)
+                )
+                found.append(Query(text=_short(text), hits=hits))
+    used = {one.picture for one in examples} | {hit.picture for query in found for hit in query.hits}
+    used.update(matrix.pictures if matrix else ())
+    return Snapshot(
+        step=step,
+        dataset=dataset.name,
+        samples=len(features),
+        classes=len(names),
+        examples=tuple(examples),
+        matrix=matrix,
+        queries=tuple(found),
+        pictures={
+            name: _thumbnail(dataset, int(name), _short(_text(dataset, int(name)) or f"image {name}"))
+            for name in sorted(used, key=int)
+        },
     )
 
 
-def _example(
-    dataset: EvalDataset, number: int, features: Tensor, class_weights: Tensor, logit_scale: float
-) -> Example:
-    """One image's five likeliest labels; ``features`` is (1, D)."""
-    assert dataset.labels is not None
-    label = dataset.labels[number]
-    true = [int(label)] if label.ndim == 0 else label.nonzero()[:, 0].tolist()
-    top = top_classes(features, class_weights, k=GUESSES, logit_scale=logit_scale)
-    logits = class_scores(features, class_weights, softmax_scale=logit_scale)[0]  # (C,)
-    ranks = [int(class_ranks(features, class_weights, torch.tensor([one]))) for one in true]
-    best = min(zip(ranks, true, strict=True), default=None)  # of several labels, the one that comes first
-    guesses = [
-        Guess(label=_name(dataset, guess), probability=_share(probability), right=guess in true)
-        for guess, probability in zip(top.classes[0].tolist(), top.probabilities[0].tolist(), strict=True)
-        if guess >= 0
-    ]
-    return Example(
-        picture=str(number),
-        guesses=tuple(guesses),
-        truth=_short(", ".join(_name(dataset, one) for one in true)) if true else None,
-        rank=None if best is None else 1 + best[0],
-        probability=None if best is None else _share(float(logits[best[1]].exp())),
-    )
+def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, str]]:
+    """Choose images with distinct texts, and distinct classes if there are any; sorted by class."""
+    pairs: list[tuple[int, str]] = []
+    classes: set[int] = set()
+    texts: set[str] = set()
+    labels = dataset.labels
+    for number in order:
+        label = None if labels is None else int(labels[number])
+        text = _text(dataset, number)
+        if text is None or text in texts or label in classes:
+            continue
+        pairs.append((number, text))
+        texts.add(text)
+        if label is not None:
+            classes.add(label)
+        if len(pairs) == PAIRS:
+            break
+    return pairs if labels is None else sorted(pairs, key=lambda pair: int(labels[pair[0]]))
 
 
-def _picture(dataset: EvalDataset, number: int) -> Picture:
-    """A small copy; an empty one of an image that cannot be read any more."""
+def _queries(
+    dataset: EvalDataset, order: list[int], given: Sequence[str] | None
+) -> list[tuple[str, int | None]]:
+    """Pair each query with its class, if it is a class name or a prompt of one."""
+    names = dataset.class_names
+    if given is not None:
+        known: dict[str, int] = {}
+        for label, name in enumerate(names):
+            for text in (name, *(fill_template(template, name) for template in dataset.templates)):
+                known.setdefault(text, label)
+        return [(text, known.get(text)) for text in given]
+    if not names:
+        texts = dict.fromkeys(_text(dataset, number) for number in order[:QUERIES])
+        return [(text, None) for text in texts if text]
+    present = list(range(len(names))) if dataset.labels is None else dataset.labels.unique().tolist()
+    count = min(QUERIES, len(present))
+    chosen = [present[round(i * (len(present) - 1) / max(1, count - 1))] for i in range(count)]
+    return [(fill_template(dataset.templates[0], names[label]), label) for label in chosen]
+
+
+def _text(dataset: EvalDataset, number: int) -> str | None:
+    """Return the first caption of an image, or else the prompt of its class."""
+    if dataset.captions is not None:
+        return " ".join(dataset.captions[number][0].split())
+    if dataset.labels is None or not dataset.class_names:
+        return None
+    return fill_template(dataset.templates[0], dataset.class_names[int(dataset.labels[number])])
+
+
+def _thumbnails(dataset: EvalDataset, numbers: Sequence[int]) -> dict[str, Thumbnail]:
+    name = _short(dataset.name)
+    return {str(one): _thumbnail(dataset, one, f"image {one:,} of {name}") for one in numbers}
+
+
+def _thumbnail(dataset: EvalDataset, number: int, alt: str) -> Thumbnail:
+    """Shrink an image; without content if it can no longer be read or does not decode."""
+    from PIL import Image
+
+    from clipkit.files.decode import decode_image
+
     try:
-        png = thumbnail(dataset.images.read(number))
+        image = Image.fromarray(decode_image(dataset.images.read(number)))
     except DataError:
-        png = ""
-    return Picture(png=png, alt=f"image {number:,} of {_short(dataset.name)}")
+        return Thumbnail(png="", alt=alt)
+    image.thumbnail((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return Thumbnail(png=base64.b64encode(buffer.getvalue()).decode("ascii"), alt=alt)
 
 
-def _name(dataset: EvalDataset, label: int) -> str:
-    return _short(dataset.class_names[label]) or f"class {label}"  # a name may be a blank line
+def _class_name(dataset: EvalDataset, label: int) -> str:
+    return _short(dataset.class_names[label]) or f"class {label}"
 
 
-def _caption(text: str) -> str:
-    return _short(" ".join(text.split())) or "(empty)"
-
-
-def _share(value: float) -> float:
+def _rounded(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
 def _short(text: str) -> str:
-    """A text of at most 300 characters, which is more than a page shows."""
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"

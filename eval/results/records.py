@@ -1,9 +1,8 @@
-"""What a page and a paired test need beside the scores: one JSON file a (weights, dataset, task).
+"""Record types of snapshots and details, and their files.
 
-``runs/a/results.jsonl`` has its details in ``runs/a/results.details/``. A file is named after the dataset, the task
-and a hash of what else tells it from others (weights, split, prompt set, setting); writing it again replaces it.
-
-Letters in shape comments: N images, D embedding dimension, C classes, E examples.
+A snapshot is what the report of a training run shows of one step and dataset; it is stored in
+``snapshots/step_<8 digits>.<dataset>.json`` of the run folder. Details are what a page and a paired test need
+besides the scores of one model, dataset and task; ``runs/a/results.jsonl`` has them in ``runs/a/results.details/``.
 """
 
 import base64
@@ -36,9 +35,9 @@ __all__ = [
     "Hit",
     "Matrix",
     "Packed",
-    "Picture",
     "Query",
     "Snapshot",
+    "Thumbnail",
     "details_folder",
     "find_snapshots",
     "finite",
@@ -53,54 +52,46 @@ __all__ = [
     "write_snapshot",
 ]
 
+_MAX_WHOLE = 2**53  # beyond it, floats skip integers
+_MAX_DEPTH = 64  # of nested JSON
+_MAX_DIGITS = 300  # of an integer; one with more does not fit into a float
+_MAX_LINE = 1 << 20  # bytes
+_MAX_SNAPSHOT_BYTES = 16 << 20
+_MAX_DETAILS_BYTES = 32 << 20
+_MAX_DETAILS_FILES = 50_000
+_NAMED = 3  # unreadable files that a note names
 
-_MAX_WHOLE = 2**53  # the largest whole number up to which a float tells all apart
-_MAX_ITEMS = 1 << 26
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_WHOLE)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
-
-# --------------------------------------------------------------------------------------------------------------
-# JSON that anybody may have written: what parses is small enough in every way to be worked with.
-
-_MAX_DEPTH = 64
-_MAX_DIGITS = 300  # what is longer has no place in a float
+_decoder = json.JSONDecoder(
+    parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
+)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; whole numbers of more than 300 digits are infinite.
+    """Parse untrusted JSON; integers of more than 300 digits become infinite.
 
     Raises:
-        ValueError: it is no JSON, is not UTF-8, or lists stand in lists more than 64 deep.
+        ValueError: it is not JSON, not UTF-8, or nested more than 64 levels deep.
     """
     try:
         value = _decoder.decode(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    # whoever walks through the value may do so by recursion
     level = [value]
     for _ in range(_MAX_DEPTH):
-        inside = [one for one in level if isinstance(one, list | dict)]
-        if not inside:
+        level = [one for one in level if isinstance(one, list | dict)]
+        if not level:
             return value
-        level = [child for one in inside for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
     raise ValueError("it is nested too deeply")
 
 
-def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
-
-
-_decoder = json.JSONDecoder(parse_int=_integer)  # to make one takes longer than a line of results
-
-
-_MAX_LINE = 1 << 20
-
-
 def json_lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that do not parse are counted and noted.
+    """Read the objects of a JSON Lines file; lines that do not parse are counted in a note.
 
-    A missing file is noted with its ``consequence``, if it has one.
+    A missing file is noted with its ``consequence``, unless that is "".
     """
     if not path.is_file():
         if consequence:
@@ -119,13 +110,12 @@ def json_lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[
             else:
                 broken += 1
     if broken:
-        notes.append(
-            f"{path.name}: {'one line' if broken == 1 else f'{broken} lines'} cut short or broken, and left out."
-        )
+        count = "one line" if broken == 1 else f"{broken} lines"
+        notes.append(f"{path.name}: {count} cut short or broken, and left out.")
 
 
 def finite(value: object) -> float | None:
-    """A number that is one, else None."""
+    """Return a finite number as a float, anything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -136,25 +126,14 @@ def finite(value: object) -> float | None:
 
 
 def whole(value: object) -> int | None:
-    """A number cut to a whole one of at most 2⁵³, else None."""
+    """Return a number of at most 2⁵³ truncated to an integer, anything else as None."""
     number = finite(value)
     return None if number is None or abs(number) > _MAX_WHOLE else int(number)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The snapshots of a run folder: what one is, and how it is written and read.
-#
-# A snapshot is one JSON file, ``snapshots/step_<8 digits>.<dataset>.json``. It holds three things: example
-# predictions, the similarity matrix of a held-out batch, and the images nearest to fixed text queries; and
-# small copies of every image they refer to.
-
-_MAX_SNAPSHOT_BYTES = 16 << 20
-_FILE = re.compile(r"step_(\d{8,})\.(.+)\.json")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Picture:
-    """A small copy of an image: a base64 PNG ("" if it does not decode), and words for those who cannot see it."""
+class Thumbnail:
+    """A small copy of an image as a base64 PNG ("" if it does not decode), and its alternative text."""
 
     png: str
     alt: str
@@ -162,9 +141,9 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """A label that the model considers, with its probability in [0, 1], and whether it is the true one.
+    """A label with its predicted probability in [0, 1], and whether it is the true one.
 
-    In details of retrieval it is a caption, and the number its cosine similarity.
+    In details of retrieval the label is a caption, and the probability its cosine similarity.
     """
 
     label: str
@@ -174,7 +153,7 @@ class Guess:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One prediction: the likeliest labels, likeliest first, and where the true one stands (rank 1 is best)."""
+    """One prediction: the most likely labels in order, the true label, and its rank (1 is best)."""
 
     picture: str
     guesses: tuple[Guess, ...]
@@ -199,7 +178,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Hit:
-    """An image near a query; ``right`` is None where nobody knows."""
+    """An image near a query; ``right`` is None if unknown."""
 
     picture: str
     cosine: float
@@ -216,7 +195,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One moment in training on one dataset. Images are named by their number in the dataset."""
+    """One step of a training on one dataset. Images are named by their number in the dataset."""
 
     step: Count
     dataset: str
@@ -225,105 +204,29 @@ class Snapshot:
     examples: tuple[Example, ...]
     matrix: Matrix | None
     queries: tuple[Query, ...]
-    pictures: Mapping[str, Picture]
+    pictures: Mapping[str, Thumbnail]
 
-
-def write_snapshot(run: Path, snapshot: Snapshot) -> Path:
-    """Write a snapshot into a run folder and return its path."""
-    folder = run / "snapshots"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{snapshot.step:08d}.{_snapshot_name(snapshot.dataset)}.json"
-    text = json.dumps(asdict(snapshot), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    write_atomic(path, text + "\n")
-    return path
-
-
-def _snapshot_name(dataset: str) -> str:
-    """The dataset's name where it may stand in a file name; else what may, and a hash that tells it from others."""
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", dataset).strip("-")[-80:]
-    if plain == dataset:
-        return plain
-    return f"{plain or 'data'}-{hashlib.sha256(dataset.encode('utf-8', 'replace')).hexdigest()[:8]}"
-
-
-def find_snapshots(run: Path) -> dict[str, dict[int, Path]]:
-    """The snapshot files of a run folder by dataset (as its file name spells it) and step, both in order."""
-    found: dict[str, dict[int, Path]] = {}
-    for path in sorted((run / "snapshots").glob("step_*.json")):
-        match = _FILE.fullmatch(path.name)
-        if match:
-            found.setdefault(match[2], {})[int(match[1])] = path
-    return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items())}
-
-
-def read_snapshots(run: Path) -> list[Snapshot]:
-    """Every snapshot of a run folder, by dataset and step.
-
-    Raises:
-        DataError: one of them is not a snapshot.
-    """
-    return [read_snapshot(path) for steps in find_snapshots(run).values() for path in steps.values()]
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """Read one snapshot.
-
-    Raises:
-        DataError: the file cannot be read, is too large, cut short, or not a snapshot.
-    """
-    return _read(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
-
-
-_Value = TypeVar("_Value", "Snapshot", "Details")
-
-
-def _read(path: Path, kind: type[_Value], what: str, largest: int) -> _Value:
-    """Read a JSON file as the dataclass that it was written from; its types and bounds are checked.
-
-    Raises:
-        DataError: the file cannot be read, is too large, or its content does not fit.
-    """
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"{path} is not a regular file")
-        if found.st_size > largest:
-            raise DataError(f"{path} is too large to be {what}: expected at most {largest:,} bytes")
-        text = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        return msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"), type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not {what} ({error})") from error
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-_MAX_FILE_BYTES = 32 << 20
-_MAX_FILES = 50_000
-_NAMED = 3  # broken files that a note names
 
 Kind = Literal["bits", "uint32", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A value of each of ``n`` items as text.
+    """One value for each of ``n`` items, as text.
 
     Attributes:
-        kind: "bits" for true and false (eight to a byte, the first in the highest bit), else little-endian numbers,
+        kind: "bits" for booleans (eight to a byte, the first in the highest bit), otherwise little-endian numbers,
             deflated.
-        n: items.
-        data: in base64.
+        n: number of items.
+        data: base64.
     """
 
     kind: Kind
-    n: Annotated[int, msgspec.Meta(ge=0, le=_MAX_ITEMS)]
+    n: Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
     data: str
 
     def tensor(self) -> Tensor:
-        """(n,) bool, int64 or float32.
+        """Return the values as (n,) bool, int64 or float32.
 
         Raises:
             DataError: the text does not hold n values.
@@ -332,21 +235,20 @@ class Packed:
             raw = base64.b64decode(self.data, validate=True)
             if self.kind == "bits":
                 values = np.unpackbits(np.frombuffer(raw, dtype=np.uint8), count=self.n).astype(bool)
-                held = len(raw) == (self.n + 7) // 8
-            else:
-                # never more than n numbers, whatever the text would unfold to
-                whole = zlib.decompressobj().decompress(raw, 4 * self.n + 1)
-                values = np.frombuffer(whole, dtype=np.dtype(self.kind).newbyteorder("<"))
-                held = len(values) == self.n
+                complete = len(raw) == (self.n + 7) // 8
+            else:  # inflates at most n numbers
+                raw = zlib.decompressobj().decompress(raw, 4 * self.n + 1)
+                values = np.frombuffer(raw, dtype=np.dtype(self.kind).newbyteorder("<"))
+                complete = len(values) == self.n
         except (binascii.Error, zlib.error, ValueError) as error:
             raise DataError(f"values of {self.n:,} items do not unpack ({error})") from error
-        if not held:
-            raise DataError(f"values of {self.n:,} items do not unpack: they are of another number")
+        if not complete:
+            raise DataError(f"values of {self.n:,} items do not unpack: there are more or fewer")
         return torch.from_numpy(values.astype(np.int64) if self.kind == "uint32" else values.copy())
 
 
 def pack(values: Tensor) -> Packed:
-    """Pack (n,) values: bool as bits, whole numbers of 0 … 2³²-1, or floats as float32."""
+    """Pack (n,) values: booleans as bits, integers in [0, 2³² − 1], or floats as float32."""
     array = values.detach().cpu().numpy()
     kind: Kind = "bits" if array.dtype == np.bool_ else "float32" if array.dtype.kind == "f" else "uint32"
     if kind == "bits":
@@ -358,7 +260,7 @@ def pack(values: Tensor) -> Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """A bar of the reliability diagram: ``count`` images, their mean confidence and the share that is right."""
+    """A bar of the reliability diagram: number of images, their mean confidence and accuracy."""
 
     low: Fraction
     high: Fraction
@@ -369,36 +271,30 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What one model did on one dataset in one task, beside its scores.
+    """What one model predicted on one dataset in one task.
 
     Attributes:
-        dataset: its name.
-        task: as in the scores.
-        n: items.
-        weights: as in the scores; ``write_details`` sets it.
-        split: as in the scores.
-        prompt_set: as in the scores.
-        setting: as in the scores.
-        data_revision: as in the scores.
+        dataset: as in the scores, as are ``task``, ``weights`` (set by ``write_details``), ``split``,
+            ``prompt_set``, ``setting`` and ``data_revision``.
+        n: number of items.
         class_names: of the C classes.
-        class_counts: (C,) images of each class; () where an image has no class or several.
-        class_right: (C,) those of them whose class came first.
-        mistakes: (class, taken for, how often), the most frequent first.
-        matrix: the (C · C) cells of the whole confusion, row by row, a row a true class, where the classes are few.
+        class_counts: (C,) images of each class; () if an image has no class or several.
+        class_right: (C,) those of them predicted correctly.
+        mistakes: (true class, predicted class, count), the most frequent first.
+        matrix: the (C · C) cells of the confusion matrix by rows, one for each true class, if there are few.
         bins: of the reliability diagram.
-        examples: predictions to look at; which ones follows from a seed. Of retrieval they are captions, equal ones
-            together, and their cosine similarities to the image stand as probabilities.
-        candidates: how many captions there are of these; 0 where the task is another.
-        pictures: by the name that ``examples`` use.
-        right: by metric, whether each item is right, for paired tests. Items of retrieval metrics are images or
-            captions, whichever is asked about.
-        values: by metric, a number of each item whose mean it is; of ``roc_auc`` the score that ranks it.
-        labels: the class of each item, where it has one.
-        superclass_names: of groups of classes, where the dataset has such.
-        superclass_matrix: the confusion of these, packed by rows.
-        chosen_rate: of a fine-tuned model, its learning rate.
-        tuned_on: of what was chosen, the images that it was chosen on: "val", or "a fifth of train".
-        chosen_c: of a probe, the C that validation chose (the inverse of the strength of its regularization).
+        examples: predictions to show. For retrieval, captions with their cosine similarities; equal captions
+            count once.
+        candidates: for retrieval, the number of captions; otherwise 0.
+        pictures: thumbnails by the names that ``examples`` use.
+        right: by metric, whether each item is right, for paired tests. Items of retrieval are the queries.
+        values: by metric, a value of each item whose mean is the metric; for ``roc_auc``, the item's score.
+        labels: the class of each item, if there are classes.
+        chosen_c: for a probe, C (the inverse of the regularization strength) chosen on validation images.
+        chosen_rate: for a fine-tuned model, its learning rate.
+        tuned_on: images that a hyperparameter was chosen on: "val", or "a fifth of train".
+        superclass_names: of groups of classes.
+        superclass_matrix: their confusion matrix by rows.
     """
 
     dataset: str
@@ -417,7 +313,7 @@ class Details:
     bins: tuple[Bin, ...] = ()
     examples: tuple[Example, ...] = ()
     candidates: Count = 0
-    pictures: Mapping[str, Picture] = field(default_factory=dict)
+    pictures: Mapping[str, Thumbnail] = field(default_factory=dict)
     right: Mapping[str, Packed] = field(default_factory=dict)
     values: Mapping[str, Packed] = field(default_factory=dict)
     labels: Packed | None = None
@@ -438,24 +334,91 @@ class Details:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells it from others; the same key again replaces it."""
+        """Identifies the details: writing the same key again replaces them."""
         return self.weights, self.dataset, self.split, self.task, self.prompt_set, self.setting
 
     @property
     def calibration_error(self) -> float | None:
-        """The expected calibration error that the bins show, as ``expected_calibration_error`` has it."""
+        """The expected calibration error over ``bins``, if there are any."""
         total = sum(one.count for one in self.bins)
         apart = sum(one.count * abs(one.confidence - one.accuracy) for one in self.bins)
         return apart / total if total else None
 
 
+_Value = TypeVar("_Value", Snapshot, Details)
+
+
+def _to_json(value: Snapshot | Details) -> bytes:
+    text = json.dumps(asdict(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return (text + "\n").encode("utf-8", "replace")  # names may hold halves of surrogate pairs
+
+
+def _read(path: Path, kind: type[_Value], what: str, largest: int) -> _Value:
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path} is not a regular file")
+        if found.st_size > largest:
+            raise DataError(f"{path} is too large to be {what}: expected at most {largest:,} bytes")
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"), type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not {what} ({error})") from error
+
+
+def _file_name(text: str, most: int) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[-most:]
+
+
+def write_snapshot(run: Path, snapshot: Snapshot) -> Path:
+    """Write a snapshot into a run folder and return its path."""
+    dataset = _file_name(snapshot.dataset, 80)
+    if dataset != snapshot.dataset:
+        digest = hashlib.sha256(snapshot.dataset.encode("utf-8", "replace")).hexdigest()[:8]
+        dataset = f"{dataset or 'data'}-{digest}"
+    path = run / "snapshots" / f"step_{snapshot.step:08d}.{dataset}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, _to_json(snapshot))
+    return path
+
+
+def find_snapshots(run: Path) -> dict[str, dict[int, Path]]:
+    """Find the snapshots of a run folder by dataset (as spelled in file names) and step, both in order."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted((run / "snapshots").glob("step_*.json")):
+        if match := re.fullmatch(r"step_(\d{8,})\.(.+)\.json", path.name):
+            found.setdefault(match[2], {})[int(match[1])] = path
+    return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items())}
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read one snapshot.
+
+    Raises:
+        DataError: the file cannot be read, is too large, cut short, or not a snapshot.
+    """
+    return _read(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
+
+
+def read_snapshots(run: Path) -> list[Snapshot]:
+    """Read all snapshots of a run folder, by dataset and step.
+
+    Raises:
+        DataError: one of them is not a snapshot.
+    """
+    return [read_snapshot(path) for steps in find_snapshots(run).values() for path in steps.values()]
+
+
 def details_folder(results: Path) -> Path:
-    """Where the details of a results file lie."""
+    """The folder with the details of a results file."""
     return results.with_name(results.name.removesuffix(".jsonl") + ".details")
 
 
 def write_details(results: Path, details: Details, *, weights: str) -> Path:
-    """Write details beside a results file and return their path.
+    """Write details next to a results file and return their path.
 
     Args:
         results: the file that the scores are appended to.
@@ -463,55 +426,47 @@ def write_details(results: Path, details: Details, *, weights: str) -> Path:
         weights: as in the scores.
 
     Raises:
-        DataError: they cannot be written, or are larger than ``read_details`` takes.
+        DataError: they cannot be written, or are larger than ``read_details`` accepts.
     """
     details = replace(details, weights=weights)
-    text = json.dumps(asdict(details), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    data = (text + "\n").encode("utf-8", "replace")  # class names may hold halves of characters
-    folder = details_folder(results)
-    path = folder / _file_name(details)
-    if len(data) > _MAX_FILE_BYTES:
+    dataset, task = _file_name(details.dataset, 60), _file_name(details.task, 60)
+    digest = hashlib.sha256(json.dumps(details.key).encode()).hexdigest()[:16]
+    path = details_folder(results) / f"{dataset or 'data'}.{task or 'task'}.{digest}.json"
+    data = _to_json(details)
+    if len(data) > _MAX_DETAILS_BYTES:
         raise DataError(
-            f"{path}: details of {details.n:,} items are larger than the {_MAX_FILE_BYTES:,} bytes kept"
+            f"{path}: details of {details.n:,} items are larger than the limit of {_MAX_DETAILS_BYTES:,} bytes"
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 
-def _file_name(details: Details) -> str:
-    """Plain letters, whatever the dataset is called; the hash tells apart what looks alike then."""
-    plain = [
-        re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[-60:] for name in (details.dataset, details.task)
-    ]
-    digest = hashlib.sha256(json.dumps(details.key).encode()).hexdigest()[:16]
-    return f"{plain[0] or 'data'}.{plain[1] or 'task'}.{digest}.json"
-
-
 def read_details(results: Path) -> tuple[list[Details], list[str]]:
-    """Read the details beside a results file.
+    """Read the details next to a results file.
 
     Returns:
-        Those that could be read, in the order of their file names, and notes on what could not.
+        Details in the order of their file names, and notes on those that cannot be read.
     """
     folder = details_folder(results)
     try:
         paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("."))
     except OSError as error:
         return [], [f"{folder.name} cannot be read ({error.strerror}), so details are not shown."]
-    read, broken = [], []
-    for path in paths[:_MAX_FILES]:
+    read, broken, notes = [], [], []
+    for path in paths[:_MAX_DETAILS_FILES]:
         try:
-            read.append(_read(path, Details, "a details file", _MAX_FILE_BYTES))
+            read.append(_read(path, Details, "a details file", _MAX_DETAILS_BYTES))
         except DataError:
             broken.append(path.name)
-    notes = []
     if broken:
         more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
         notes.append(f"{folder.name}: {', '.join(broken[:_NAMED])}{more} cannot be read and are left out.")
-    if len(paths) > _MAX_FILES:
-        notes.append(f"{folder.name}: only the first {_MAX_FILES:,} of {len(paths):,} files are read.")
+    if len(paths) > _MAX_DETAILS_FILES:
+        notes.append(
+            f"{folder.name}: only the first {_MAX_DETAILS_FILES:,} of {len(paths):,} files are read."
+        )
     return read, notes

@@ -1,4 +1,4 @@
-"""Scores and the file that keeps them: ``results.jsonl``, appended to and never rewritten."""
+"""Scores, and ``results.jsonl``, which is only ever appended to."""
 
 import fcntl
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -39,16 +39,8 @@ __all__ = [
 
 _HASH_DIGITS = 16
 _MAX_TEXT = 300
-_KEY = {
-    "model": "",
-    "step": None,
-    "dataset": "",
-    "split": "test",
-    "task": "",
-    "prompt_set": "",
-    "setting": "",
-    "metric": "",
-}  # what tells scores apart, and what older lines mean by leaving it out
+
+Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +51,15 @@ class Score:
         dataset: its name.
         task: such as "zero-shot" or "retrieval".
         metric: such as "acc1" or "image_to_text_R@1".
-        value: 0–1, but for ranks, which begin at 1.
-        n: how many images (or captions) it is the mean of.
-        low: lower end of the 95% interval; None where there is none.
+        value: in [0, 1], except ranks, which start at 1.
+        n: number of images (or captions) averaged over.
+        low: lower end of the 95% interval, if there is one.
         high: upper end.
-        chance: what random guessing gives on average; None where that is not one number.
+        chance: mean of random guessing; None if that is not one number.
         split: of the dataset.
-        prompt_set: whose prompts, "own" for those that lie beside the images; "" where none are used, and of
-            retrieval where captions stand as they are.
-        setting: of the task, such as "4-shot"; "" where it has none.
+        prompt_set: name of the prompts, "own" for those stored with the images; "" if none are used, and for
+            retrieval with captions as they are.
+        setting: of the task, such as "4-shot"; "" if it has none.
     """
 
     dataset: str
@@ -78,7 +70,7 @@ class Score:
     low: float | None = None
     high: float | None = None
     chance: float | None = None
-    split: str = "test"
+    split: str = TEST
     prompt_set: str = ""
     setting: str = ""
 
@@ -87,13 +79,14 @@ class Score:
 class Record:
     """A line of a results file: a score, when it was measured and of which model.
 
-    A field that is missing or of another type is None, or "" for text, except the first four.
+    Except for the first four, a field that is missing or of another type is None, or "" for text.
 
     Attributes:
         dataset: as in ``Score``, as are the next ones.
         step: of the training.
-        seconds: that the task took.
-        line: all fields as they were written.
+        seconds: duration of the task.
+        line: all fields as written.
+        model: its column in a ``ResultSet``.
     """
 
     dataset: str
@@ -110,17 +103,59 @@ class Record:
     step: int | None
     seconds: float | None
     line: Mapping[str, Any]
+    model: int = 0
 
-    @classmethod
-    def of(cls, line: Mapping[str, Any]) -> Self | None:
-        """The record of a line; None if it has no dataset, task, metric or finite value."""
+    @property
+    def own(self) -> bool:
+        """Whether it was measured during the training, not by evaluating a checkpoint."""
+        return "model_hash" not in self.line
+
+    @property
+    def series(self) -> Series:
+        """What scores of one metric at several steps have in common."""
+        return self.dataset, self.split, self.task, self.prompt_set, self.setting
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        """What was measured: the series and the metric."""
+        return *self.series, self.metric
+
+    @property
+    def data_revision(self) -> str:
+        """The fingerprint of the images, or ""."""
+        return text_of(self.line, "data_revision")
+
+    @property
+    def prompts(self) -> str:
+        """The fingerprint of the prompts (for retrieval, of the captions as encoded), or ""."""
+        return text_of(self.line, "captions" if self.task == "retrieval" else "prompts")
+
+
+def text_of(line: Mapping[str, Any], key: str) -> str:
+    """Return a text field of a line, cut to 300 characters; "" if it is missing or of another type."""
+    value = line.get(key)
+    return value[:_MAX_TEXT] if isinstance(value, str) else ""
+
+
+def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterator[Record]:
+    """Read the records of a results file in order.
+
+    Args:
+        path: the file.
+        notes: receives a note on lines without a dataset, task, metric or finite value, and on a missing file.
+        consequence: of a missing file, for its note; "" for no note.
+    """
+    skipped = 0
+    for line in json_lines(path, notes, consequence):
         value = finite(line.get("value"))
-        if value is None or not all(text_of(line, key) for key in ("dataset", "task", "metric")):
-            return None
-        return cls(
-            dataset=text_of(line, "dataset"),
-            task=text_of(line, "task"),
-            metric=text_of(line, "metric"),
+        dataset, task, metric = (text_of(line, key) for key in ("dataset", "task", "metric"))
+        if value is None or not (dataset and task and metric):
+            skipped += 1
+            continue
+        yield Record(
+            dataset=dataset,
+            task=task,
+            metric=metric,
             value=value,
             n=whole(line.get("n")),
             low=finite(line.get("low")),
@@ -133,59 +168,9 @@ class Record:
             seconds=finite(line.get("seconds")),
             line=line,
         )
-
-    @property
-    def own(self) -> bool:
-        """Whether the training itself took the score, not an evaluation of a checkpoint."""
-        return "model_hash" not in self.line
-
-    @property
-    def series(self) -> "Series":
-        """What scores of one metric at several steps have in common."""
-        return self.dataset, self.split, self.task, self.prompt_set, self.setting
-
-    @property
-    def data_revision(self) -> str:
-        """The fingerprint of the images, or ""."""
-        return text_of(self.line, "data_revision")
-
-    @property
-    def prompts(self) -> str:
-        """The fingerprint of the prompts, of retrieval that of the captions as the model read them, or ""."""
-        return text_of(self.line, "captions" if self.task == "retrieval" else "prompts")
-
-    @property
-    def provenance(self) -> Mapping[str, Any]:
-        """The fields of the line besides the score."""
-        return {key: one for key, one in self.line.items() if key not in self.__dataclass_fields__}
-
-
-Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
-
-
-def text_of(line: Mapping[str, Any], key: str) -> str:
-    """A text field of a line, at most 300 characters; "" if it is missing or of another type."""
-    value = line.get(key)
-    return value[:_MAX_TEXT] if isinstance(value, str) else ""
-
-
-def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterator[Record]:
-    """Read the records of a results file in order.
-
-    Args:
-        path: the file.
-        notes: receives a line about lines that are broken or no scores, or about a missing file.
-        consequence: of a missing file, for its note; "" for none.
-    """
-    odd = 0
-    for line in json_lines(path, notes, consequence):
-        record = Record.of(line)
-        odd += record is None
-        if record is not None:
-            yield record
-    if odd:
+    if skipped:
         notes.append(
-            f"{path.name}: {counted(odd, 'line')} without a dataset, task, metric or finite value left out."
+            f"{path.name}: {counted(skipped, 'line')} without a dataset, task, metric or finite value left out."
         )
 
 
@@ -197,10 +182,10 @@ def append_results(
     provenance: Mapping[str, Any],
     seconds: float | None = None,
 ) -> None:
-    """Append one line a score: step, the score's fields, the seconds that its task took, then the provenance.
+    """Append one line per score: step, the score's fields, the duration of its task, and the provenance.
 
-    The file is locked while the lines are appended, so that lines of programs which append at the same time do
-    not mix. If a killed program has left an incomplete line at the end, it is terminated first.
+    The file is locked meanwhile, so that lines of concurrent programs do not mix. An incomplete line at the end of
+    the file, left by a killed program, is terminated first.
 
     Raises:
         DataError: the file cannot be written.
@@ -210,85 +195,95 @@ def append_results(
         for score in scores
     ]
     data = "".join(line + "\n" for line in lines).encode()
+    file = _open_to_append(path)
     try:
-        file = _open_to_append(path)
-        try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-            size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":
-                data = b"\n" + data
-            written = os.write(file, data)
-        finally:
-            os.close(file)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        if os.write(file, data) != len(data):
+            raise DataError(f"cannot write {path}: no space left")
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
-    if written != len(data):
-        raise DataError(f"cannot write {path}: no space left")
+    finally:
+        os.close(file)
 
 
 def check_appendable(path: Path) -> None:
-    """Make sure that results can be appended to a file, which may then be there without a line.
+    """Check that results can be appended to a file, creating it if it does not exist.
 
     Raises:
         DataError: they cannot.
     """
+    os.close(_open_to_append(path))
+
+
+def _open_to_append(path: Path) -> int:
     try:
-        os.close(_open_to_append(path))
+        with suppress(FileExistsError):  # if the parent is a file, os.open has the better message
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _open_to_append(path: Path) -> int:
-    with suppress(FileExistsError):  # where a file lies in its place, opening says it better
-        path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file in order; none if there is no file.
+    """Read the lines of a results file in order; none if there is no file.
 
-    Each has a dataset, task and metric that are text, and a step that is a whole number or None. A line that a
-    killed program has left unfinished, or that is no score, is passed over: no score was recorded.
+    Returns:
+        Lines whose dataset, task and metric are text and whose step is an integer or None. Others are skipped.
 
     Raises:
         DataError: the file cannot be read.
     """
     try:
-        return [line for line in json_lines(path, [], "") if _is_score(line)]
+        return [
+            line
+            for line in json_lines(path, [], "")
+            if (line.get("step") is None or type(line["step"]) is int)
+            and all(isinstance(line.get(key), str) for key in ("dataset", "task", "metric"))
+        ]
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _is_score(line: Mapping[str, Any]) -> bool:
-    step = line.get("step")
-    return (step is None or type(step) is int) and all(
-        isinstance(line.get(key), str) for key in ("dataset", "task", "metric")
-    )
-
-
 def latest_results(path: Path) -> list[dict[str, Any]]:
-    """The last line of each score of each model, in the order of their first appearance.
+    """Read the last line of each score of each model, in the order of first appearance.
 
-    A training that was stopped and resumed may score the same step twice.
+    A resumed training may have scored the same step twice.
     """
+    defaults = {
+        "model": "",
+        "step": None,
+        "dataset": "",
+        "split": TEST,
+        "task": "",
+        "prompt_set": "",
+        "setting": "",
+    }
     latest: dict[tuple[str, ...], dict[str, Any]] = {}
     for line in read_results(path):
-        latest[tuple(str(line.get(key, default)) for key, default in _KEY.items())] = line
+        key = (*(str(line.get(name, default)) for name, default in defaults.items()), line["metric"])
+        latest[key] = line
     return list(latest.values())
 
 
 def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, Any]:
-    """Where a score comes from: versions, weights, data, prompts, number format, preprocessing, time.
+    """Describe where a score comes from: versions, weights, data, prompts, dtype, preprocessing, time.
 
     Args:
-        model: as it was when it encoded (and called under the same autocast).
-        dataset: what it was scored on.
-        weights: which weights they are, as ``weights_id`` names them or in own words.
+        model: that encoded (call this under the same autocast).
+        dataset: it was scored on.
+        weights: as ``weights_id`` names them, or any other description.
     """
     prompts = dataset.prompts()
     choices = [caption for several in dataset.choices or () for caption in several]
     captions = [caption for several in dataset.caption_prompts() for caption in several]
+    try:
+        installed = version("clipkit")
+    except PackageNotFoundError:  # a checkout that is not installed
+        installed = "unknown"
     return {
         "weights": weights,
         "architecture": model.name,
@@ -299,23 +294,27 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
         "choices": _digest(choices) if choices else None,
         "dtype": dtype_name(model),
         "preprocessing": model.preprocess.to_dict(),
-        "clipkit": _version(),
+        "clipkit": installed,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "time": time_now(),
     }
 
 
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()[:_HASH_DIGITS]
+
+
 def time_now() -> str:
-    """The time of a line, in UTC."""
+    """The current time in UTC, as in results."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def weights_id(source: str) -> tuple[str, int | None]:
-    """Name the weights that ``clipkit.load(source)`` loads, and the training step they are of.
+    """Return the id of the weights that ``clipkit.load(source)`` loads, and their training step if known.
 
-    A checkpoint folder or a ``.safetensors`` file gives ``sha256:`` and the first 16 digits of the file's hash;
-    anything else is named by ``source`` itself.
+    For a checkpoint folder or a ``.safetensors`` file it is ``sha256:`` and the first 16 digits of the file's hash,
+    otherwise ``source`` itself.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -326,14 +325,3 @@ def weights_id(source: str) -> tuple[str, int | None]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:_HASH_DIGITS]
     step = path.resolve().parent.name.removeprefix("step_")
     return f"sha256:{digest}", int(step) if step.isdecimal() else None
-
-
-def _digest(texts: Iterable[str]) -> str:
-    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()[:_HASH_DIGITS]
-
-
-def _version() -> str:
-    try:
-        return version("clipkit")
-    except PackageNotFoundError:  # a checkout that was not installed
-        return "unknown"

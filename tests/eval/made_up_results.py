@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from eval.datasets.dataset import EvalDataset
-from eval.results.details import prediction_details, write_details
-from eval.results.records import Example, Guess, Picture
+from eval.results.details import prediction_details
+from eval.results.records import Example, Guess, Thumbnail, write_details
 
 __all__ = ["DATASETS", "EVIL", "MODELS", "PNG", "add_details", "line", "made_up", "write"]
 
@@ -155,7 +155,8 @@ def add_details(
                     )
                 )
             shown = {
-                str(j): Picture(png=pictures[(j + number) % len(pictures)], alt="an image") for j in range(6)
+                str(j): Thumbnail(png=pictures[(j + number) % len(pictures)], alt="an image")
+                for j in range(6)
             }
             fields = {**vars(details), "examples": tuple(examples), "pictures": shown}
             write_details(results, type(details)(**fields), weights=f"sha256:{i:016x}")

@@ -15,7 +15,8 @@ from eval.compare import ModelComparison, compare
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import compare_correct, mcnemar, mean_per_class_recall, roc_auc
 from eval.report.terminal import comparison_table
-from eval.results.details import item_details, pack, prediction_details, write_details
+from eval.results.details import item_details, prediction_details
+from eval.results.records import pack, write_details
 
 N, C = 400, 5
 LABELS = torch.arange(N) ** 2 % C  # classes of different sizes

@@ -23,8 +23,8 @@ from eval.datasets.new import card_lines, published_scores
 from eval.datasets.targets import find_targets
 from eval.report import as_csv
 from eval.report.result_set import read_result_set
-from eval.report.scores import score_table
-from eval.results.details import read_details
+from eval.report.tables import score_table
+from eval.results.records import read_details
 from tests.eval.made_up_results import line, write
 
 WriteDataset = Callable[..., Path]

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.datasets.dataset import EvalDataset
-from eval.report.dataset_blocks import Block, blocks_html
-from eval.report.images import Thumbnails
+from eval.report.charts import Thumbnails
+from eval.report.comparison_page import Block, blocks_html
 from eval.report.result_set import Model
-from eval.report.scores import setting_name
-from eval.results.details import Details, prediction_details
+from eval.report.tables import setting_name
+from eval.results.details import prediction_details
+from eval.results.records import Details
 from tests.eval.web_page import Page
 
 MODEL = Model(

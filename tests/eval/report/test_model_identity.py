@@ -81,7 +81,7 @@ def test_one_model_under_two_names_is_one_column_and_is_told(tmp_path: Path) -> 
         (model,) = found.models
         assert model.label == label  # the first keeps its name
         assert [row.dataset for row in found.rows] == [*dict.fromkeys(str(one["dataset"]) for one in lines)]
-        assert found.notes == (f"{other} has the same weights as {label}: they are one column.",)
+        assert found.notes == (f"{other} has the same weights as {label}: they share one column.",)
     # in files of their own too, and whoever else is there; other ways to write one path are no other names
     paths = [
         write(tmp_path / "1.jsonl", run),

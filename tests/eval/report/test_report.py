@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from clipkit.errors import DataError
 from eval.report import build_report
 from eval.report.charts import Chart, ChartLine, draw
-from eval.results.records import Example, Guess, Hit, Matrix, Picture, Query
-from eval.results.snapshot import Snapshot, write_snapshot
+from eval.results.records import Example, Guess, Hit, Matrix, Query, Snapshot, Thumbnail, write_snapshot
 from tests.eval.made_up_results import EVIL, PNG
 from tests.eval.web_page import Page
 
@@ -42,7 +41,7 @@ def snapshot(step: int, *, dataset: str = "digits", words: str = "a photo of a d
         examples=(example, missed),
         matrix=matrix,
         queries=(Query(text=words, hits=hits),),
-        pictures={"4": Picture(png=PNG, alt=words), "5": Picture(png="", alt="does not decode")},
+        pictures={"4": Thumbnail(png=PNG, alt=words), "5": Thumbnail(png="", alt="does not decode")},
     )
 
 
@@ -160,7 +159,7 @@ def test_text_from_data_is_escaped(tmp_path: Path) -> None:
     write_lines(run / "results.jsonl", [line])
     write_lines(run / "bad_samples.jsonl", [{"shard": EVIL, "key": EVIL, "cause": EVIL}])
     evil = snapshot(1, dataset=EVIL, words=EVIL)
-    css = Picture(png="AAAA)}</style><script>alert(1)</script>", alt=EVIL)
+    css = Thumbnail(png="AAAA)}</style><script>alert(1)</script>", alt=EVIL)
     write_snapshot(run, Snapshot(**{**vars(evil), "pictures": {**evil.pictures, "9": css}}))
     html = build_report(run).read_text()
     page = Page(html)
@@ -313,6 +312,8 @@ def test_same_folder_same_bytes(run: Path, tmp_path: Path) -> None:
     assert build_report(run, tmp_path / "deep" / "page.html").read_bytes() == first
     assert build_report(run).read_bytes() == first
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["page.html"]
+    longest = tmp_path / ("p" * 250 + ".html")  # 255 bytes
+    assert build_report(run, longest).read_bytes() == first
     assert not list(run.glob(".*"))
 
 
@@ -366,6 +367,6 @@ def test_hostile_configs_are_shown_as_they_are(run: Path) -> None:
 def test_a_page_that_cannot_be_written_is_one_line(run: Path) -> None:
     with pytest.raises(DataError, match=r"^cannot write .*: Is a directory$"):
         build_report(run, run)
-    assert not list(run.parent.glob(".*.partial-*"))
+    assert not list(run.parent.glob(".*.partial"))
     with pytest.raises(DataError, match=r"cannot read the run folder xxx.*: File name too long"):
         build_report(Path("x" * 5000))

@@ -9,7 +9,7 @@ import pytest
 
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
 from eval.report.result_set import read_result_set
-from eval.report.scores import score_table
+from eval.report.tables import score_table
 from tests.eval.made_up_results import line, write
 from tests.eval.web_page import Page
 
@@ -36,7 +36,7 @@ def test_a_mean_is_of_one_task_and_metric_unless_a_suite_says_so(tmp_path: Path)
         "mean of all datasets, map 11 point, zero-shot": 0.9,
         "mean of all datasets, retrieval": 0.6,
     }
-    assert {title: one.cells[0] for title, one in means.items()} == pytest.approx(expected)
+    assert {title: one.values[0] for title, one in means.items()} == pytest.approx(expected)
     assert "mean of all datasets" not in as_markdown([write(tmp_path / "one.jsonl", [lines[0], lines[-1]])])
     assert "mean of" not in built(tmp_path / "one.jsonl", primary=primary).words
     # a suite's own mean is over the main task of each, and is not called by one of them
@@ -44,8 +44,8 @@ def test_a_mean_is_of_one_task_and_metric_unless_a_suite_says_so(tmp_path: Path)
     more: dict[str, Any] = {"suites": suites, "primary": primary}
     (whole, of_task) = score_table(read_result_set([path]), **more).averages[:2]
     assert whole.tasks == ("zero-shot", "retrieval", "compositional") and whole.title == "mean of s"
-    assert whole.cells == pytest.approx(((0.1 + 0.3 + 0.7 + 0.6) / 4,)) and (whole.over, whole.of) == (4, 4)
-    assert of_task.title == "mean of t, zero-shot" and of_task.cells == pytest.approx((0.2,))
+    assert whole.values == pytest.approx(((0.1 + 0.3 + 0.7 + 0.6) / 4,)) and (whole.over, whole.of) == (4, 4)
+    assert of_task.title == "mean of t, zero-shot" and of_task.values == pytest.approx((0.2,))
     assert as_markdown([path], **more).splitlines()[2] == (
         "| mean of s | zero-shot, retrieval, compositional | over 4 | 42.5 |"
     )
@@ -72,7 +72,7 @@ def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> N
     primary = {"a": "acc1", "b": "mean_R@1", "c": "mean_R@1"}
     (mean,) = score_table(found, suites={"s": ("a", "b", "c")}, primary=primary).averages
     assert mean.title == "mean of s"
-    assert mean.cells == pytest.approx(((0.2 + 0.6 + 0.6) / 3,))
+    assert mean.values == pytest.approx(((0.2 + 0.6 + 0.6) / 3,))
 
 
 def test_what_the_page_says_of_means_is_so_for_a_model_without_the_datasets(tmp_path: Path) -> None:

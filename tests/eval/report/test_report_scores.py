@@ -18,8 +18,7 @@ from eval.__main__ import main
 from eval.features.encoder import ONE_RANK
 from eval.report import build_report
 from eval.report.charts import macro
-from eval.report.read import Result, read_run_folder
-from eval.report.run_page import headlines, newest
+from eval.report.run_page import Result, headlines, newest, read_run_folder
 from eval.run import Scorer
 from tests.eval.web_page import Page
 

@@ -13,16 +13,8 @@ from torch import Tensor
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import class_ranks, expected_calibration_error, top_classes, top_k_accuracy
-from eval.results.details import (
-    Packed,
-    details_folder,
-    item_details,
-    pack,
-    prediction_details,
-    read_details,
-    write_details,
-    zero_shot_details,
-)
+from eval.results.details import item_details, prediction_details, zero_shot_details
+from eval.results.records import Packed, details_folder, pack, read_details, write_details
 
 N, C, D = 40, 7, 16
 

@@ -17,8 +17,8 @@ from clipkit import CLIP, DataError
 from eval import Encoder, Subject, open_dataset
 from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import ImageFeatures
-from eval.results.records import find_snapshots, read_snapshot
-from eval.results.snapshot import read_snapshots, take_snapshot, write_snapshot
+from eval.results.details import take_snapshot
+from eval.results.records import find_snapshots, read_snapshot, read_snapshots, write_snapshot
 from eval.tasks.classify import zero_shot
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import match_ranks
 from eval.report import build_comparison
-from eval.report.charts import macro
-from eval.report.images import Thumbnails
-from eval.results.details import Details, read_details, retrieval_details, write_details
+from eval.report.charts import Thumbnails, macro
+from eval.results.details import retrieval_details
+from eval.results.records import Details, read_details, write_details
 from tests.eval.made_up_results import EVIL, line, write
 from tests.eval.results.test_details import NoPictures
 from tests.eval.web_page import Page
