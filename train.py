@@ -75,11 +75,11 @@ def main(arguments: Arguments) -> int:
     with checkpoint.only_trainer_of(run, config, rank0=rank0, launcher=guards.launcher_of(PARENT)):
         # 4. The data for training and evaluation, checked before anything is computed.
         newest = checkpoint.newest_checkpoint(run)
-        recorded, share = checkpoint.manifest_file(run), distributed.broadcast_bytes
+        recorded, broadcast = checkpoint.manifest_file(run), distributed.broadcast_bytes
         shards = loader.open_training_data(
-            config.data, recorded, chief=rank0, begun=newest is not None, share=share
+            config.data, recorded, rank0=rank0, resumed=newest is not None, broadcast=broadcast
         )
-        packed = loader.packed_images(config.data, shards.manifest, chief=rank0, share=share)
+        packed = loader.packed_images(config.data, shards.manifest, rank0=rank0, broadcast=broadcast)
         datasets = open_datasets(config.eval.data)
         for dataset in datasets:
             check_tasks(dataset, classes=shape.text.classes)
@@ -139,12 +139,12 @@ def main(arguments: Arguments) -> int:
             augmentation=augment.Augmentation.of(config.data),
             decoding=model.preprocess.decoding,
             rank=rank,
-            world=world,
-            workers=config.data.workers,
-            pin=device.type == "cuda",
+            world_size=world,
+            num_workers=config.data.workers,
+            pin_memory=device.type == "cuda",
             decode_later=config.data.nvjpeg,
             stages=loader.small_stages(config.small, image_size=size, context_length=length),
-            teacher=loader.teacher_features(config.distill, shards, chief=rank0),
+            teacher=loader.teacher_features(config.distill, shards, rank0=rank0),
         )
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 

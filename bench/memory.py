@@ -90,7 +90,7 @@ def epochs_of(folder: Path, selection: Selection, options: argparse.Namespace) -
         order=order,
         image_size=options.image_size,
         tokenize=ClipTokenizer(context_length=32),
-        workers=options.workers,
+        num_workers=options.workers,
     )
     steps = order.batches_per_epoch
     for step, batch in enumerate(loader.batches(0, steps * options.epochs), start=1):

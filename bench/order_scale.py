@@ -72,7 +72,7 @@ def one_rank(content: bytes, options: argparse.Namespace, answer: Connection) ->
         ("epoch 10,000", 10_000 * order.batches_per_epoch + 12_345),
     ):
         began = time.perf_counter()
-        order.batch(step, rank=77, world=options.world)
+        order.batch(step, rank=77, world_size=options.world)
         starts[name] = made + time.perf_counter() - began
     first = order.batches_per_epoch // 3
     part = options.batch_size // options.world
@@ -80,7 +80,7 @@ def one_rank(content: bytes, options: argparse.Namespace, answer: Connection) ->
     for name in ("batch", "batch and shards ahead"):
         began = time.process_time()
         for step in range(first, first + options.steps):
-            order.batch(step, rank=77, world=options.world)
+            order.batch(step, rank=77, world_size=options.world)
             if name != "batch":
                 order.shards_ahead(step)
         times[name] = (time.process_time() - began) / options.steps / part * 1e6

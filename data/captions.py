@@ -1,4 +1,4 @@
-"""Which caption a picture is trained with: where captions are, which is taken, and what is written around it."""
+"""Captions of training images, and which samples of a shard are used."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -37,26 +37,28 @@ __all__ = [
     "value_at",
 ]
 
+Meta = Mapping[str, Any]
+
 
 # --------------------------------------------------------------------------------------------------------------
-# The fields of samples' json by name: ``a.b`` is field b of the object in field a.
+# Fields of the samples' json by name: ``a.b`` is field b of the object in field a.
 
-_DEEPEST = 4  # objects inside one another whose fields are named
-_MOST_OF_ONE = 200  # fields of one json
-_MOST_TOLD = 20
-_LONGEST = 40  # characters of a name that are told
+_MAX_DEPTH = 4  # of objects with listed fields
+_MAX_FIELDS = 200  # of one json
+_SHOWN = 20  # names in a message
+_MAX_NAME = 40  # characters of a name in a message
 
 
 def field_name(text: str) -> str:
-    """A name that filters and ``data.captions`` can use: characters other than letters, digits and - become _."""
+    """Return a name for filters and ``data.captions``; characters except letters, digits and - become _."""
     return re.sub(r"[^\w-]", "_", text.strip())
 
 
 def json_value(value: object) -> Any:
-    """A value as standard JSON holds it.
+    """Convert a value to standard JSON.
 
-    Numbers that are not finite become None, dates and times ISO 8601 texts, durations seconds, decimals floats, and
-    characters that UTF-8 cannot hold question marks. Anything else that JSON does not know becomes its text.
+    Non-finite numbers become None, dates and times ISO 8601 texts, durations seconds, decimals floats, and
+    characters that UTF-8 cannot encode question marks. Any other type becomes its text.
     """
     if value is None or isinstance(value, bool | int):
         return value
@@ -75,63 +77,59 @@ def json_value(value: object) -> Any:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def value_at(meta: Mapping[str, Any], name: str) -> Any:
-    """The value of a field; None if it is not there."""
+def value_at(meta: Meta, name: str) -> Any:
+    """Return the value of a field, None if it does not exist."""
     value: Any = meta
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
-def leaf_fields(meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields that a filter or ``data.captions`` could name, with their values; without those that are null.
+def leaf_fields(meta: Meta) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that a filter or ``data.captions`` could name and their values, except null.
 
-    Of an object only its fields are told; of one with very many fields the first.
+    Objects are replaced by their fields; of a json with very many fields only the first are returned.
     """
-    left = _MOST_OF_ONE
+    left = _MAX_FIELDS
     waiting = [("", meta, 0)]
     while waiting:
-        before, within, deep = waiting.pop()
+        prefix, within, depth = waiting.pop()
         for name, value in within.items():
-            if "." in name or value is None:  # no name reaches it
+            if "." in name or value is None:  # cannot be named
                 continue
             if isinstance(value, Mapping):
-                if value and deep < _DEEPEST:
-                    waiting.append((f"{before}{name}.", value, deep + 1))
+                if value and depth < _MAX_DEPTH:
+                    waiting.append((f"{prefix}{name}.", value, depth + 1))
                 continue
             if not left:
                 return
             left -= 1
-            yield before + name, value
+            yield prefix + name, value
 
 
 def field_hint(name: str, known: Iterable[str]) -> str:
-    """What to say where there is no such field: the nearest one, and which there are, as a line may show them."""
-    names = {_shown(one) for one in known}
+    """Return the field closest to an unknown name, and the names of all fields, for a one-line message."""
+    names = {printable(one, _MAX_NAME) for one in known}
     if not names:
         return "they have no json with any field"
     same = [one for one in sorted(names) if one.lower() == name.lower()]
     hint = f"did you mean {same[0]!r}?" if same else nearest(name, names)
-    told = f"their json has: {listed(names)}"
-    return f"{hint} {told}" if hint.startswith("did you mean") else told
+    fields = f"their json has: {listed(names)}"
+    return f"{hint} {fields}" if hint.startswith("did you mean") else fields
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of fields in one line, the first of many."""
-    shown = sorted({_shown(one) for one in names})
-    more = f" and {len(shown) - _MOST_TOLD:,} more" if len(shown) > _MOST_TOLD else ""
-    return ", ".join(shown[:_MOST_TOLD]) + more
-
-
-def _shown(name: str) -> str:
-    return printable(name, _LONGEST)
+    """Return names of fields in one line, the first ones if there are many."""
+    shown = sorted({printable(name, _MAX_NAME) for name in names})
+    more = f" and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
 
 
 # --------------------------------------------------------------------------------------------------------------
 
 CHOICES = ("first", "random", "weighted", "all")
 NOT_UTF8 = "caption is not UTF-8"
-TEXT = "txt"  # the caption file; where a sample has none, the "caption" of its json
+TEXT = "txt"  # the caption file; for a sample without one, the "caption" of its json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +137,14 @@ class CaptionRule:
     """How a sample's caption is made.
 
     Attributes:
-        fields: where captions are: ``txt`` or a field of the sample's json, whose value is a text or a list of
-            texts; ``a.b`` is field b of the object in field a.
-        choice: "first" takes the first one of the first field that has any; "random" any of all, equally likely;
-            "weighted" draws a field that has any by ``weights``, then one of it; "all" makes each pair of picture
-            and caption a sample of its own.
+        fields: location of captions: ``txt`` or a field of the json (``a.b`` is field b of the object in field
+            a) that contains a text or a list of texts.
+        choice: "first" takes the first caption of the first field that has one; "random" draws from all;
+            "weighted" draws a field by ``weights``, then one of its captions; "all" makes each pair of image and
+            caption a sample.
         weights: of each field, for "weighted".
-        templates: what the caption is written into, in place of ``{}``; one is drawn each time.
-        prefix: what is written before it.
+        templates: texts in which the caption replaces ``{}``; one is drawn each time.
+        prefix: text before the caption.
     """
 
     fields: tuple[str, ...] = (TEXT,)
@@ -156,12 +154,12 @@ class CaptionRule:
     prefix: str = ""
 
     def which(self) -> str:
-        """What decides how many captions a sample has, as a line that identifies it."""
+        """Return a line that identifies what decides how many captions a sample has."""
         return json.dumps({"fields": self.fields, "choice": self.choice})
 
     @property
     def draws(self) -> bool:
-        """Whether chance has a part in it."""
+        """Whether the caption is random."""
         return self.choice in ("random", "weighted") or len(self.templates) > 1
 
     @property
@@ -169,66 +167,61 @@ class CaptionRule:
         """Whether every sample's json is needed."""
         return self.fields != (TEXT,)
 
-    def by_field(self, text: str | None, meta: Mapping[str, Any]) -> list[list[str]]:
-        """The captions in each field, without empty ones."""
+    def by_field(self, text: str | None, meta: Meta) -> list[list[str]]:
+        """Return the captions of each field, except empty ones."""
         if text is None and isinstance(meta.get("caption"), str):
             text = meta["caption"]
-        return [
-            [one for one in _texts(text if name == TEXT else value_at(meta, name)) if one.strip()]
-            for name in self.fields
-        ]
+        found = []
+        for name in self.fields:
+            value = text if name == TEXT else value_at(meta, name)
+            values = value if isinstance(value, list) else [value]
+            found.append([one for one in values if isinstance(one, str) and one.strip()])
+        return found
 
     def caption(
-        self, text: str | None, meta: Mapping[str, Any], number: int, random: np.random.Generator | None
+        self, text: str | None, meta: Meta, number: int, random: np.random.Generator | None
     ) -> str | None:
-        """The caption of a sample, None if it has none.
+        """Return the caption of a sample, None if it has none.
 
         Args:
-            text: of the caption file.
+            text: content of the caption file.
             meta: the sample's json.
-            number: of "all", which one.
-            random: needed where ``draws``.
+            number: of the caption, for "all".
+            random: needed if ``draws``.
 
         Raises:
-            DataError: it is not UTF-8.
+            DataError: the caption is not UTF-8.
         """
-        captions = self._chosen(self.by_field(text, meta), number, random)
-        if captions is None:
+        by_field = self.by_field(text, meta)
+        flat = [caption for captions in by_field for caption in captions]
+        if self.choice == "random" and flat:
+            assert random is not None
+            number = int(random.integers(len(flat)))
+        elif self.choice == "weighted" and flat:
+            assert random is not None
+            weights = np.array(
+                [weight if of else 0 for weight, of in zip(self.weights, by_field, strict=True)]
+            )
+            flat = []
+            if weights.any():
+                flat = by_field[int(random.choice(len(weights), p=weights / weights.sum()))]
+                number = int(random.integers(len(flat)))
+        elif self.choice == "first":
+            number = 0
+        if number >= len(flat):
             return None
+        caption = flat[number]
         if self.templates:
             drawn = int(random.integers(len(self.templates))) if random and len(self.templates) > 1 else 0
-            captions = self.templates[drawn].replace("{}", captions)
-        if not is_utf8(captions):
+            caption = self.templates[drawn].replace("{}", caption)
+        if not is_utf8(caption):
             raise DataError(NOT_UTF8)
-        return self.prefix + captions
-
-    def _chosen(
-        self, by_field: list[list[str]], number: int, random: np.random.Generator | None
-    ) -> str | None:
-        flat = [caption for captions in by_field for caption in captions]
-        if not flat:
-            return None
-        if self.choice == "all":
-            return flat[number] if number < len(flat) else None
-        if self.choice == "first":
-            return flat[0]
-        assert random is not None
-        if self.choice == "random":
-            return flat[int(random.integers(len(flat)))]
-        weights = np.array([weight if of else 0 for weight, of in zip(self.weights, by_field, strict=True)])
-        if not weights.any():
-            return None
-        among = by_field[int(random.choice(len(weights), p=weights / weights.sum()))]
-        return among[int(random.integers(len(among)))]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return asdict(self)
+        return self.prefix + caption
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text is all of UTF-8: without the lone surrogates that stand for other bytes, or JSON may spell."""
-    if text.isascii():  # known without looking at the characters
+    """Whether UTF-8 can encode a text: it has no lone surrogates, which stand for invalid bytes."""
+    if text.isascii():  # fast
         return True
     try:
         text.encode()
@@ -237,14 +230,8 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
-
-
 # --------------------------------------------------------------------------------------------------------------
-# Which samples of a shard are trained on: what they must have, filters on their json, and one or all captions.
+# The samples of a shard that are used: required members, filters on the json, one or all captions.
 
 _FORM = re.compile(r"\s*([\w.-]+)\s*(>=|<=|==|!=|=|>|<)\s*(.*?)\s*")
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -254,16 +241,14 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 _MEANT = {"=>": ">=", "=<": "<=", "=!": "!=", "<>": "!=", "===": "=", "!==": "!=", "<<": "<", ">>": ">"}
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
 _COLUMN = {"image": IMAGE, "caption": CAPTION, "label": LABEL}
-_MOST_CAPTIONS = 2**16 - 1  # of one sample
-
-Meta = Mapping[str, Any]
+_MAX_CAPTIONS = 2**16 - 1  # of one sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
     """A condition on a field of a sample's json, such as ``width >= 256`` or ``language = en``.
 
-    Numbers are compared as numbers, also where the json holds them as text; anything else as text. Two integers
+    Numbers are compared as numbers, even if the json contains them as text; anything else as text. Two integers
     are compared exactly, other numbers as floats. A sample without the field does not pass.
     """
 
@@ -273,53 +258,49 @@ class Filter:
 
     @classmethod
     def of(cls, text: str) -> "Filter":
-        """Read ``FIELD OPERATOR VALUE``.
+        """Parse ``FIELD OPERATOR VALUE``.
 
         Raises:
-            ConfigError: it has another form, or asks for more or less of what is no number.
+            ConfigError: the form is wrong, or < or > compares with something that is not a number.
         """
         match = _FORM.fullmatch(text)
         if match is None or not match[3]:
             raise ConfigError(f"filter {text!r} is not of the form FIELD >= VALUE (or <=, >, <, =, !=)")
         name, compare, value = match.groups()
-        if text[match.end(2)] in "<>=!":  # as in "width => 256", which would ask for the text "> 256"
-            raise ConfigError(_unknown_operator(text, name, value, text[match.start(2) :]))
+        if text[match.end(2)] in "<>=!":  # as in "width => 256", which would mean the text "> 256"
+            typed = re.match(r"[<>=!]*", text[match.start(2) :])
+            meant = _MEANT.get(typed[0]) if typed else None
+            if typed is None or meant is None:
+                raise ConfigError(f"filter {text!r} has no known operator: >=, <=, >, <, = or !=")
+            right = f"{name} {meant} {value.lstrip('<>=! ') or 'VALUE'}"
+            raise ConfigError(f"filter {text!r} has {typed[0]} for {meant}: write {right!r}")
         if compare in ("<", ">", "<=", ">=") and _number(value) is None:
-            raise ConfigError(f"filter {text!r} compares with {value!r}, which is no number")
+            raise ConfigError(f"filter {text!r} compares with {value!r}, which is not a number")
         return cls(name=name, compare=compare, value=value.strip("\"'"))
 
     def __str__(self) -> str:
         return f"{self.name} {self.compare} {self.value}"
 
     def passes(self, meta: Meta) -> bool | None:
-        """Whether a sample passes; None if it lacks the field."""
+        """Return whether a sample passes, None if it has no such field."""
         value = value_at(meta, self.name)
         if value is None:
             return None
         wanted, found = _number(self.value), _number(value)
         if wanted is not None and found is not None:
             if not (isinstance(wanted, int) and isinstance(found, int)):
-                with suppress(OverflowError):  # an integer that no float can hold: Python compares it exactly
+                with suppress(OverflowError):  # an integer too large for a float; Python compares it exactly
                     wanted, found = float(wanted), float(found)
             return _COMPARE[self.compare](found, wanted)
         if self.compare in ("<", ">", "<=", ">="):
             return None
-        if isinstance(value, bool):  # which JSON writes in small letters
+        if isinstance(value, bool):  # lower case in JSON
             return _COMPARE[self.compare](str(value).lower(), self.value.lower())
         return _COMPARE[self.compare](str(value), self.value)
 
 
-def _unknown_operator(text: str, name: str, value: str, behind: str) -> str:
-    """What to say of ``=>`` and its like."""
-    typed = behind[: len(behind) - len(behind.lstrip("<>=!"))]
-    if (meant := _MEANT.get(typed)) is not None:
-        right = f"{name} {meant} {value.lstrip('<>=! ') or 'VALUE'}"
-        return f"filter {text!r} has {typed} for {meant}: write {right!r}"
-    return f"filter {text!r} has no known operator: >=, <=, >, <, = or !="
-
-
 def _number(value: Any) -> int | float | None:
-    """The number that a value is or spells; an integer in plain decimal notation stays an int."""
+    """Return the number that a value is or spells; an integer in decimal notation stays an int."""
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float("1_000") is 1000
         return None
     if isinstance(value, int):
@@ -336,12 +317,12 @@ def _number(value: Any) -> int | float | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chosen:
-    """The samples of a shard that count.
+    """The samples of a shard that are used.
 
     Attributes:
         rows: (M,) uint32, rows of the shard's index.
-        captions: (M,) uint16, which of its captions each one has; None where it is not told apart.
-        dropped: how many samples were left out for which reason.
+        captions: (M,) uint16, number of the caption of each sample; None if captions are not separate samples.
+        dropped: number of unused samples by reason.
     """
 
     rows: npt.NDArray[np.uint32]
@@ -354,13 +335,13 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which samples count.
+    """Which samples are used.
 
     Attributes:
-        need: which of "image", "caption" and "label" a sample must have.
-        filters: conditions that all must hold.
-        captions: where a caption may be, and whether each is a sample of its own.
-        truncated: "error", or "use" for the samples of the intact part of truncated shards.
+        need: members that a sample must have, of "image", "caption" and "label".
+        filters: conditions that must all hold.
+        captions: location of captions, and whether each is a sample.
+        truncated: "error", or "use" to use the samples of the intact part of truncated shards.
     """
 
     need: tuple[str, ...] = ("image", "caption")
@@ -370,12 +351,12 @@ class Selection:
 
     @property
     def reads_json(self) -> bool:
-        """Whether the samples' json must be read to tell which count."""
+        """Whether the samples' json decides which are used."""
         return bool(self.filters) or ("caption" in self.need and self.captions.choice == "all")
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits that change when it can choose other samples of a whole shard."""
+        """16 hexadecimal digits that change when other samples of a complete shard may be chosen."""
         said = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
         # Earlier versions compared these integers as floats; do not use the selections that they stored.
         large = [one for one in self.filters if isinstance(n := _number(one.value), int) and abs(n) >= 2**53]
@@ -384,18 +365,20 @@ class Selection:
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def choose(self, index: ShardIndex, content: Callable[[int], tuple[str | None, Meta]]) -> Chosen:
-        """The samples of one shard that count.
+        """Choose the samples of one shard.
 
         Args:
             index: of the shard.
-            content: gives the caption file and the json of a row; DataError where they cannot be read.
+            content: returns caption file and json of a row, or raises DataError.
         """
         has = index.has()
         usable = np.ones(len(index), dtype=np.bool_)
         dropped: Counter[str] = Counter()
-        for what in self.need:
-            there = self._has_caption(has) if what == "caption" else has[:, _COLUMN[what]]
-            dropped[f"without {what}"] += int((usable & ~there).sum())
+        for member in self.need:
+            there = has[:, _COLUMN[member]]
+            if member == "caption":  # the json may contain one
+                there = has[:, META] | there if TEXT in self.captions.fields else has[:, META]
+            dropped[f"without {member}"] += int((usable & ~there).sum())
             usable &= there
         rows = np.flatnonzero(usable).astype(np.uint32)
         if not self.reads_json:
@@ -403,38 +386,28 @@ class Selection:
         kept: list[int] = []
         captions: list[int] = []
         for row in rows.tolist():
-            numbers = self._samples_of(row, content, dropped)
+            try:
+                text, meta = content(row)
+            except DataError:
+                dropped["unreadable"] += 1
+                continue
+            if reason := self.refuses(meta):
+                dropped[reason] += 1
+                continue
+            numbers: Sequence[int] = (0,)
+            if self.captions.choice == "all":
+                count = sum(map(len, self.captions.by_field(text, meta)))
+                if not count:
+                    dropped["without caption"] += 1
+                numbers = range(min(count, _MAX_CAPTIONS))
             kept += [row] * len(numbers)
             captions += numbers
-        told_apart = np.array(captions, dtype=np.uint16) if self.captions.choice == "all" else None
-        return Chosen(rows=np.array(kept, dtype=np.uint32), captions=told_apart, dropped=dict(+dropped))
-
-    def _has_caption(self, has: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        there: npt.NDArray[np.bool_] = has[:, META]  # may hold one
-        return there | has[:, CAPTION] if TEXT in self.captions.fields else there
+        separate = np.array(captions, dtype=np.uint16) if self.captions.choice == "all" else None
+        return Chosen(rows=np.array(kept, dtype=np.uint32), captions=separate, dropped=dict(+dropped))
 
     def refuses(self, meta: Meta) -> str:
-        """Why the filters leave a sample of this json out; empty if they do not."""
+        """Return which filter a sample with this json fails; empty if none."""
         for one in self.filters:
             if not (passes := one.passes(meta)):
                 return f"without {one.name}" if passes is None else f"not {one}"
         return ""
-
-    def _samples_of(
-        self, row: int, content: Callable[[int], tuple[str | None, Meta]], dropped: Counter[str]
-    ) -> Sequence[int]:
-        """The numbers of the captions with which a row counts."""
-        try:
-            text, meta = content(row)
-        except DataError:
-            dropped["unreadable"] += 1
-            return ()
-        if reason := self.refuses(meta):
-            dropped[reason] += 1
-            return ()
-        if self.captions.choice != "all":
-            return (0,)
-        count = sum(map(len, self.captions.by_field(text, meta)))
-        if not count:
-            dropped["without caption"] += 1
-        return range(min(count, _MOST_CAPTIONS))

@@ -184,11 +184,11 @@ def test_packed_sets_decide_where_they_agree(
     found = [find_shards("plain" if name == "glyphs" else name) for name in names]
     manifest = make_manifest(found, Selection())
     settings = DataConfig(train=names)
-    packed = packed_images(settings, manifest, chief=True, share=bytes)
+    packed = packed_images(settings, manifest, rank0=True, broadcast=bytes)
     assert trained_preprocess(Preprocess(image_size=8), settings, packed).decoding == wanted
     assert [note in one for one in packed.notes] == [True] * bool(note)
     settings = replace(settings, background="none", upright=False)
-    packed = packed_images(settings, manifest, chief=True, share=bytes)
+    packed = packed_images(settings, manifest, rank0=True, broadcast=bytes)
     assert trained_preprocess(Preprocess(image_size=8), settings, packed).decoding == Decoding()
     assert not packed.notes
 

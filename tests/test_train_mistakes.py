@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "truncated": (("data.train={root}/truncated",), "shard {root}/truncated/train/1.tar is truncated"),
     "large batch": (
         ("data.train={root}/good", "batch_size=16"),
-        "batch_size = 16, but the data hold 8 samples",
+        "batch_size = 16, but the data have only 8 samples",
     ),
     "no config file": (("{root}/nothing.toml", "data.train={root}/good"), "{root}/nothing.toml"),
     "bad config file": (("{root}/bad.toml", "data.train={root}/good"), "{root}/bad.toml"),

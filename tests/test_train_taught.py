@@ -75,7 +75,9 @@ def test_a_teacher_that_has_changed_since_is_refused(
     trainings.run(changing, "steps=3", "seed=7")
     go_back(out, 2)
     error = error_of(trainings.run(out, *settings, status=1))
-    assert error.startswith(f"error: {out} was taught by another model: distill.teacher = '{changing}' has ")
+    assert error.startswith(
+        f"error: {out} was trained with another teacher: distill.teacher = '{changing}' has "
+    )
 
     state = checkpoint(out, 2) / "state.json"
     shutil.rmtree(changing)
@@ -136,7 +138,7 @@ def test_stored_features_teach(trainings: Trainings, teacher: Path, tmp_path: Pa
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").write_text(json.dumps({**manifest, "weights": "others"}))
     error = error_of(trainings.run(out, *settings, "distill.scale=20", status=1))
-    assert f"was taught by another model: distill.features = '{images}' has changed since" in error
+    assert f"was trained with another teacher: distill.features = '{images}' has changed since" in error
 
     more = write_pairs(tmp_path / "more", samples=60)
     error = error_of(trainings.run(tmp_path / "lacking", *settings, f"data.train={more}", status=1))

@@ -132,7 +132,7 @@ def measure(loader: Loader, workers: int, *, seconds: float, bytes_per_sample: f
         DataError: as the loader does.
     """
     began = time.perf_counter()
-    batches = replace(loader, workers=workers).batches(0, _STEPS)
+    batches = replace(loader, num_workers=workers).batches(0, _STEPS)
     assert isinstance(batches, Generator)  # closed below, and its workers with it
     samples = bad = memory = 0
     try:

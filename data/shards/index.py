@@ -177,8 +177,8 @@ class ShardIndex:
     """The samples of one shard in file order.
 
     Attributes:
-        blocks: (N, 4) uint32, where the data of each sample's picture, caption, label and json begin, in blocks of
-            512 bytes; 0 where a sample has none.
+        blocks: (N, 4) uint32, where the data of each sample's picture, caption, label and json begin, in blocks
+            of 512 bytes; 0 where a sample has none.
         sizes: (N, 4) uint32, their bytes.
         key_ends: (N,) uint32, where each key ends in ``key_bytes``.
         key_bytes: uint8, the WebDataset keys in UTF-8, one after the other.
@@ -186,8 +186,8 @@ class ShardIndex:
         digest: 16 hexadecimal digits that change with any of these.
         truncated: why the shard is truncated, so that only its intact part is indexed; empty for a whole shard.
         content: 16 hexadecimal digits that change with the captions, labels and json (their last 64 KiB) and the
-            images (their last KiB, where compressed data lie, and three more pieces for formats of which that says
-            little); empty where the shard was not read.
+            images (their last KiB, where compressed data lie, and three more pieces for formats of which that
+            says little); empty where the shard was not read.
     """
 
     blocks: npt.NDArray[np.uint32]
@@ -361,8 +361,8 @@ def _intact(members: Iterable[tuple[str, int, int]], faults: list[str]) -> Itera
 def with_content(index: ShardIndex, path: Path) -> ShardIndex:
     """An index with the digest of the shard's content.
 
-    The bytes that count lie on the pages that a scan of the headers has just read. Times of members do not count: a
-    shard that was packed again from the same files is the same.
+    The bytes that count lie on the pages that a scan of the headers has just read. Times of members do not
+    count: a shard that was packed again from the same files is the same.
 
     Raises:
         OSError: the shard cannot be read.

@@ -1,4 +1,5 @@
-"""What a training reads: its shards, how many samples each gives, and how to tell whether they are still the same.
+"""What a training reads: its shards, how many samples each gives, and how to tell whether they are still the
+same.
 
 It is made once for a list of shards: each is indexed (or its index found in the cache folder), and what counts is
 counted. Where img2dataset has left a ``NNNNN_stats.json`` beside a shard that was never indexed, its count is
@@ -317,7 +318,8 @@ def _census_of(opened: OpenShard) -> Census:
 
 
 def stated_count(shard: ShardFile) -> int | None:
-    """How many samples img2dataset's ``NNNNN_stats.json`` beside a shard says that it holds; None if nothing does.
+    """How many samples img2dataset's ``NNNNN_stats.json`` beside a shard says that it holds; None if nothing
+    does.
 
     Raises:
         DataError: the store does not answer.
@@ -515,7 +517,8 @@ class Manifest:
         return replace(self, counts=earlier.counts, digests=earlier.digests, contents=Strings.of(contents))
 
     def not_compared(self, earlier: "Manifest") -> int:
-        """How many shards may hold other captions or images of the same sizes than in an earlier manifest of them.
+        """How many shards may hold other captions or images of the same sizes than in an earlier manifest of
+        them.
 
         Their versions differ or are not known, and neither is a digest of their content then or now.
         """

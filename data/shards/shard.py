@@ -101,7 +101,8 @@ class OpenShard:
         """The members of a row, None for one that it lacks.
 
         Raises:
-            DataError: they cannot be read, the file has shrunk since it was indexed, or one is over the size limit.
+            DataError: they cannot be read, the file has shrunk since it was indexed, or one is over the size
+            limit.
         """
         if self._has_large:
             self._check_sizes(row, columns)

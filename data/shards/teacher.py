@@ -3,7 +3,8 @@
 Distilling from stored features costs no pass of the teacher (data reinforcement; MobileCLIP, Vasu et al. 2024,
 https://arxiv.org/abs/2311.17049). What is stored here are features of whole pictures, prepared as the teacher
 prepares them, and they teach a student that sees random crops of these pictures. MobileCLIP stores features of
-several augmentations of each picture together with their parameters; that is not done. No effect was measured here.
+several augmentations of each picture together with their parameters; that is not done. No effect was measured
+here.
 
 Rows are found by shard and key, as the folder's metadata name them. Folders may have been moved since: a shard is
 the one whose path has the most last parts in common. Letters: N rows of a folder, B samples, T width of features.
@@ -354,7 +355,8 @@ def _array(path: Path) -> npt.NDArray[Any]:
 
 
 def _columns(path: Path, column: str) -> tuple[Keys, list[str], Numbers]:
-    """Of a file of metadata the hashes of its keys, the names of its sources, and each row's number among these."""
+    """Of a file of metadata the hashes of its keys, the names of its sources, and each row's number among
+    these."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -394,7 +396,8 @@ def _failed(path: Path) -> Iterator[tuple[str, str]]:
 
 
 class TeacherFeatures(NamedTuple):
-    """(B, T) float16, unit norm up to rounding: of a batch's pictures and, where they are stored, of its texts."""
+    """(B, T) float16, unit norm up to rounding: of a batch's pictures and, where they are stored, of its
+    texts."""
 
     images: Tensor
     texts: Tensor | None = None
@@ -467,7 +470,8 @@ class StoredFeatures:
         return FoundRow(image=self._images.find(shard, key), text=text)
 
     def read(self, found: Sequence[FoundRow]) -> TeacherFeatures:
-        """The features of B samples; they share one storage, as each takes a file descriptor between processes."""
+        """The features of B samples; they share one storage, as each takes a file descriptor between
+        processes."""
         features = np.empty((2 if self._texts is not None else 1, len(found), self.width), dtype=np.float16)
         self._images.read([one.image for one in found], features[0])
         if self._texts is not None:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from clipkit.model.tokenizer import ClipTokenizer
 from data.captions import CaptionRule
-from data.loader import Batch, Loader, caption_hash, numbers_of, token_lengths
+from data.loader import Batch, Loader, caption_hash, ids_and_identities, token_lengths
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.sources import find_shards
@@ -50,7 +50,7 @@ def test_numbers_cost_microseconds() -> None:
     best = 1.0
     for _ in range(5):
         began = time.perf_counter()
-        found, identities = numbers_of(ids, ids.tolist(), captions)
+        found, identities = ids_and_identities(ids, ids.tolist(), captions)
         best = min(best, time.perf_counter() - began)
     assert best / 4096 < 20e-6
     assert found.tolist() == identities[:, 0].tolist() == list(range(4096))

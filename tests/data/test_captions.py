@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -188,4 +189,4 @@ def test_any_sample_gives_one_of_its_captions_or_none(
         assert not there
     else:
         assert found in {f"> {around.replace('{}', one)}" for one in there for around in templates or ["{}"]}
-    assert json.loads(json.dumps(rule.to_dict()))["fields"] == of
+    assert json.loads(json.dumps(asdict(rule)))["fields"] == of

@@ -84,7 +84,7 @@ def both(loader: Loader, steps: int, device: torch.device = CPU) -> list[tuple[B
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_batches_are_the_same(tmp_path: Path, workers: int) -> None:
-    loader = loader_of(tmp_path / "set", [], workers=workers)
+    loader = loader_of(tmp_path / "set", [], num_workers=workers)
     left = [batch.undecoded for batch in replace(loader, decode_later=True).batches(0, 6)]
     assert sum(len(one.jpegs) for one in left if one is not None) > 20  # most of 48
     for batch, later in both(loader, 6):

@@ -87,7 +87,7 @@ def global_batches(files: list[ShardFile], kind: str, setup: Setup, start: int, 
     """What all ranks together see, in the order of ranks."""
     world, workers = setup
     of_ranks = [
-        list(make_loader(files, kind, rank=rank, world=world, workers=workers).batches(start, stop))
+        list(make_loader(files, kind, rank=rank, world_size=world, num_workers=workers).batches(start, stop))
         for rank in range(world)
     ]
     for rank, batches in enumerate(of_ranks):  # no rank is without work, or has less of it but for one sample
@@ -148,7 +148,7 @@ def test_a_run_goes_on_with_other_numbers(
 def test_from_any_step_on_it_is_the_same(
     kind: str, files: list[ShardFile], expected: dict[str, Seen]
 ) -> None:
-    loaders = [make_loader(files, kind, rank=rank, world=4) for rank in range(4)]
+    loaders = [make_loader(files, kind, rank=rank, world_size=4) for rank in range(4)]
     for step in range(STEPS[kind] - 1, -1, -3):
         rank = step % 4
         part = BATCH // 4

@@ -218,5 +218,5 @@ def test_an_operator_that_there_is_not_is_refused(text: str) -> None:
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # fsspec's client ends half-made
 def test_a_protocol_that_wants_more_than_a_url_is_refused() -> None:
-    with pytest.raises(DataError, match="nobody can read ftp:// here; known: s3"):
+    with pytest.raises(DataError, match="ftp:// is not supported; known: s3"):
         find_shards("ftp://nowhere/0.tar")

@@ -156,7 +156,7 @@ def test_a_loader_and_a_training_replace_what_is_bad_and_write_it_down(corpus: P
     ) as training:
         try:
             alone = list(loader.batches(0, steps))
-            with_workers = list(make_loader(corpus, workers=2).batches(0, steps))
+            with_workers = list(make_loader(corpus, num_workers=2).batches(0, steps))
             _, error = training.communicate(timeout=150)
         finally:
             training.kill()
@@ -215,8 +215,8 @@ def test_fewer_samples_than_ranks_times_workers(own_cache: None, tmp_path: Path)
     seen: list[int] = []
     for rank in range(3):
         loader = Loader(
-            shards=shards, order=order, image_size=8, tokenize=ClipTokenizer(context_length=8), rank=rank, world=3,
-            workers=2 if rank == 1 else 0,
+            shards=shards, order=order, image_size=8, tokenize=ClipTokenizer(context_length=8), rank=rank,
+            world_size=3, num_workers=2 if rank == 1 else 0,
         )  # fmt: skip
         batches = list(loader.batches(0, 4))
         assert [len(batch.images) for batch in batches] == [1] * 4

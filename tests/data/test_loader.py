@@ -111,18 +111,20 @@ def test_workers_ranks_and_starts_change_nothing(kind: str, request: pytest.Fixt
     expected = signs(alone)
     assert len({one for row in expected for one in row}) > 2 * SAMPLES - 5  # another crop in each epoch
     for workers in (1, 3):
-        with_workers = list(make_loader(data, workers=workers).batches(0, steps))
+        with_workers = list(make_loader(data, num_workers=workers).batches(0, steps))
         assert signs(with_workers) == expected
         assert [batch.bad for batch in with_workers] == [batch.bad for batch in alone]
     for world in (2, 4):
-        ranks = [list(make_loader(data, rank=rank, world=world).batches(0, steps)) for rank in range(world)]
+        ranks = [
+            list(make_loader(data, rank=rank, world_size=world).batches(0, steps)) for rank in range(world)
+        ]
         assert all(len(batch.ids) == BATCH // world for batches in ranks for batch in batches)
         for step, parts in enumerate(zip(*map(signs, ranks), strict=True)):
             assert sum(parts, ()) == expected[step]
             assert sum((batches[step].bad for batches in ranks), ()) == alone[step].bad
     for start in range(steps):
         assert signs(list(make_loader(data).batches(start, steps))) == expected[start:]
-    assert signs(list(make_loader(data, workers=1, rank=1, world=2).batches(9, 11))) == [
+    assert signs(list(make_loader(data, num_workers=1, rank=1, world_size=2).batches(9, 11))) == [
         row[BATCH // 2 :] for row in expected[9:11]
     ]
 
@@ -130,7 +132,9 @@ def test_workers_ranks_and_starts_change_nothing(kind: str, request: pytest.Fixt
 def test_ranks_take_uneven_parts(damaged: Shards) -> None:
     alone = list(make_loader(damaged).batches(0, 7))
     for world in (3, 5, 7):
-        ranks = [list(make_loader(damaged, rank=rank, world=world).batches(0, 7)) for rank in range(world)]
+        ranks = [
+            list(make_loader(damaged, rank=rank, world_size=world).batches(0, 7)) for rank in range(world)
+        ]
         assert {len(batches[0].ids) for batches in ranks} == {BATCH // world, BATCH // world + 1}
         for step, parts in enumerate(zip(*ranks, strict=True)):
             assert (
@@ -147,12 +151,12 @@ def test_ranks_take_uneven_parts(damaged: Shards) -> None:
 
 def test_more_ranks_than_samples_are_refused_before_anything_is_read(shards: Shards) -> None:
     with pytest.raises(ConfigError, match="batch_size = 8 is less than the 9 processes"):
-        make_loader(shards, world=9)
+        make_loader(shards, world_size=9)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_lengths_and_identities(workers: int, damaged: Shards) -> None:
-    for batch in make_loader(damaged, workers=workers).batches(0, 5):
+    for batch in make_loader(damaged, num_workers=workers).batches(0, 5):
         assert batch.lengths == tuple((row != 0).sum().item() for row in batch.tokens)
         ends = batch.tokens[torch.arange(BATCH), torch.tensor(batch.lengths) - 1]
         assert ends.tolist() == [END_OF_TEXT] * BATCH
@@ -271,7 +275,7 @@ def test_a_shard_that_goes_away_is_bad_samples(own_cache: object, tmp_path: Path
 def test_nothing_but_bad_samples_is_an_error_here(workers: int, own_cache: object, tmp_path: Path) -> None:
     data = make_shards(tmp_path / "set", broken=range(SAMPLES))
     with pytest.raises(DataError) as caught:
-        list(make_loader(data, workers=workers).batches(0, 5))
+        list(make_loader(data, num_workers=workers).batches(0, 5))
     assert "32 samples in a row are bad, the last is" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert multiprocessing.active_children() == []
@@ -281,12 +285,12 @@ def test_nothing_but_bad_samples_is_an_error_here(workers: int, own_cache: objec
 def test_the_random_numbers_of_the_training_are_left_alone(workers: int, shards: Shards) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    list(make_loader(shards, workers=workers).batches(0, 2))
+    list(make_loader(shards, num_workers=workers).batches(0, 2))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_leaving_early_ends_the_workers(shards: Shards) -> None:
-    batches = make_loader(shards, workers=2).batches(0, 1000)
+    batches = make_loader(shards, num_workers=2).batches(0, 1000)
     next(batches)
     assert len(multiprocessing.active_children()) == 2
     del batches
@@ -319,7 +323,7 @@ def test_transparent_and_rotated_images_are_counted_where_they_are_decoded(
     shards = Shards.of(find_shards(str(tmp_path / "set")))
     epoch = {}
     for workers, later in ((0, False), (1, False), (0, True)):
-        loader = make_loader(shards, workers=workers, decode_later=later, decoding=decoding)
+        loader = make_loader(shards, num_workers=workers, decode_later=later, decoding=decoding)
         batches = [loader.on_device(batch, step, CPU) for step, batch in enumerate(loader.batches(0, 5))]
         counts = [batch.traits for batch in batches]
         assert sum(one.images for one in counts) == SAMPLES
@@ -337,11 +341,11 @@ def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
 def test_a_run_whose_data_are_not_found_asks_whether_they_were_moved(tmp_path: Path) -> None:
     missing, recorded = DataConfig(train=str(tmp_path / "pairs")), tmp_path / "run" / "data.manifest"
     with pytest.raises(DataError) as caught:
-        open_training_data(missing, recorded, chief=True, begun=False, share=bytes)
+        open_training_data(missing, recorded, rank0=True, resumed=False, broadcast=bytes)
     assert "moved" not in str(caught.value)
     with pytest.raises(DataError) as caught:
-        open_training_data(missing, recorded, chief=True, begun=True, share=bytes)
+        open_training_data(missing, recorded, rank0=True, resumed=True, broadcast=bytes)
     assert str(caught.value).endswith(
-        f"; if the data of {tmp_path / 'run'} were moved, give data.train= the new place: it is checked that they "
-        "are the same"
+        f"; if the data of {tmp_path / 'run'} have moved, set data.train= to the new place: they are compared with "
+        "the recorded data"
     )

@@ -177,7 +177,7 @@ def test_a_batch_does_not_depend_on_who_takes_which_part(
     sources = [*sources, [30]]
     for of in ((), tuple(range(1, len(sources) + 1))):
         order = mixture(sources, of, batch_size=part * world, window=3, resample=resample, wrap=wrap)
-        parts = [order.batch(step, rank=rank, world=world) for rank in range(world)]
+        parts = [order.batch(step, rank=rank, world_size=world) for rank in range(world)]
         whole = mixture(sources, of, batch_size=part * world, window=3, resample=resample, wrap=wrap).batch(
             step
         )
@@ -289,12 +289,12 @@ def test_a_mixture_of_resampled_sources_keeps_its_shares() -> None:
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        ((1.0,), "data.weights names 1 weights for 2 sources"),
-        ((1.0, 2.0, 3.0), "data.weights names 3 weights for 2 sources"),
-        ((1.0, 0.0), r"data.weights = \[1.0, 0.0\] does not fit: each above 0"),
-        ((1.0, -2.0), "does not fit"),
-        ((1.0, math.nan), "does not fit"),
-        ((1.0, math.inf), "does not fit"),
+        ((1.0,), "data.weights has 1 weights for 2 sources"),
+        ((1.0, 2.0, 3.0), "data.weights has 3 weights for 2 sources"),
+        ((1.0, 0.0), r"data.weights = \[1.0, 0.0\]: expected positive"),
+        ((1.0, -2.0), "expected positive"),
+        ((1.0, math.nan), "expected positive"),
+        ((1.0, math.inf), "expected positive"),
     ],
 )
 def test_weights_that_do_not_fit(of: tuple[float, ...], message: str) -> None:
@@ -303,14 +303,14 @@ def test_weights_that_do_not_fit(of: tuple[float, ...], message: str) -> None:
 
 
 def test_a_source_without_samples_is_an_error_where_it_has_a_share() -> None:
-    with pytest.raises(ConfigError, match=r"source 2 of data.train holds no sample"):
+    with pytest.raises(ConfigError, match=r"source 2 of data.train has no usable sample"):
         mixture([[5], [0, 0], [3]], (1, 1, 1), batch_size=2)
     assert sorted(mixture([[5], [0, 0], [3]], (), batch_size=8).batch(0).ids.tolist()) == list(range(8))
 
 
 @pytest.mark.parametrize("resample", [False, True])
 def test_no_samples_at_all_are_an_error(resample: bool) -> None:
-    with pytest.raises(ConfigError, match="the data hold 0 samples"):
+    with pytest.raises(ConfigError, match="the data have only 0 samples"):
         Order([0, 0], seed=0, batch_size=1, resample=resample)
 
 
@@ -323,17 +323,17 @@ def test_how_it_is_described() -> None:
         "3 batches of 10 an epoch, no sample left out, 10 epochs in all"
     )
     assert mixture(sources, (1, 3), batch_size=40).describe(10) == (
-        "mixed in batches of 40, and gone through: source 1 2.7 times, source 2 15 times"
+        "mixed in batches of 40; epochs: source 1 2.7, source 2 15"
     )
     named = mixture(sources, (1, 3), batch_size=40).describe(10, ["photos", "s3://bucket/drawings"])
-    assert named.endswith(", and gone through: photos 2.7 times, s3://bucket/drawings 15 times")
+    assert named.endswith("; epochs: photos 2.7, s3://bucket/drawings 15")
     assert Order([30, 7], seed=0, batch_size=10, resample=True).describe(10, ["a", "b"]) == (
-        "drawn with replacement in batches of 10, 2.7 times as many"
+        "drawn with replacement in batches of 10, 2.7 draws per sample"
     )
     drawn = Order([30, 7, 20], seed=0, batch_size=40, sources=(2, 1), weights=(1, 3), resample=True).describe(
         10, ["a", "b"]
     )
-    assert drawn == "mixed in batches of 40, with replacement, as many as in a 2.7 times, b 15 times"
+    assert drawn == "mixed in batches of 40 with replacement; draws per sample: a 2.7, b 15"
 
 
 def test_mixtures_and_draws_are_the_same_in_every_release() -> None:

@@ -84,7 +84,7 @@ def scripted(shards: Shards, given: list[Batch | Exception]) -> Scripted:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_on_a_cpu_batches_are_the_loaders_own(workers: int, shards: Shards) -> None:
-    loader = make_loader(shards, workers=workers)
+    loader = make_loader(shards, num_workers=workers)
     before = set(threading.enumerate())
     batches = DeviceBatches(loader, 2, STEPS, CPU)
     found = list(batches)
@@ -138,7 +138,7 @@ def vars_of(loader: Loader) -> dict[str, Any]:
 
 
 def test_closing_ends_the_workers(shards: Shards) -> None:
-    batches = DeviceBatches(make_loader(shards, workers=2), 0, 1000, CPU)
+    batches = DeviceBatches(make_loader(shards, num_workers=2), 0, 1000, CPU)
     next(batches)
     assert len(multiprocessing.active_children()) == 2
     batches.close()
@@ -210,7 +210,7 @@ def test_with_streams_the_last_batch_is_the_last(shards: Shards, log: list[str])
 def test_on_a_gpu_one_batch_is_ahead(pin: bool, workers: int, shards: Shards) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    loader = make_loader(shards, workers=workers, pin=pin)
+    loader = make_loader(shards, num_workers=workers, pin_memory=pin)
     device = torch.device("cuda", torch.cuda.current_device())
     batches = DeviceBatches(loader, 0, STEPS, device)
     expected = list(make_loader(shards).batches(0, STEPS))

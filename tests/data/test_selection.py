@@ -95,7 +95,7 @@ def test_what_is_no_filter(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["x >= large", "x < ''", "x > en", "x <= 3 px", "x > nan", "x > 1_000"])
 def test_more_or_less_of_what_is_no_number(text: str) -> None:
-    with pytest.raises(ConfigError, match="which is no number"):
+    with pytest.raises(ConfigError, match="which is not a number"):
         Filter.of(text)
 
 

@@ -72,7 +72,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_each_batch_has_the_sizes_of_its_step(workers: int, shards: Shards) -> None:
-    staged = make_loader(shards, stages=STAGES, workers=workers)
+    staged = make_loader(shards, stages=STAGES, num_workers=workers)
     full = list(make_loader(shards).batches(0, STEPS))
     for start in (0, 4):  # from the beginning, and gone on with just before a boundary
         for step, batch in enumerate(staged.batches(start, STEPS), start=start):

@@ -13,8 +13,8 @@ def batch(reading: float, making: float) -> Batch:
         lengths=(3,),
         ids=torch.zeros(1, dtype=torch.int64),
         identities=torch.zeros(1, 2, dtype=torch.int64),
-        reading=reading,
-        making=making,
+        read_seconds=reading,
+        make_seconds=making,
     )
 
 
@@ -22,7 +22,7 @@ def batch(reading: float, making: float) -> Batch:
     ("reading", "making", "said"),
     [
         (8.0, 10.0, "reading from s3://bucket/a.tar is 80% of making a batch"),
-        (1.0, 10.0, "decoding and cropping pictures is 90% of making a batch: raise data.workers = 0"),
+        (1.0, 10.0, "decoding and cropping images is 90% of making a batch: raise data.workers = 0"),
         (0.0, 0.0, "raise data.workers = 0"),
     ],
 )

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from clipkit.errors import DataError
-from data.loader import Workers, leave_signals_to_the_trainer
+from data.loader import Workers, ignore_signals
 from data.shards.writer import DatasetWriter, Record
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def squares(workers: int = 2, *, steps: int = 10_000, seconds: float = 0.002) ->
             batch_size=None,
             sampler=range(steps),
             num_workers=workers,
-            worker_init_fn=leave_signals_to_the_trainer,
+            worker_init_fn=ignore_signals,
         )
     )
 
@@ -78,9 +78,7 @@ def test_a_killed_worker_is_an_error_wherever_it_was() -> None:
         numbers.close()
         timer.join()
         assert time.monotonic() - began < 30
-        assert str(caught.value).startswith(
-            "a loader process was killed (signal 9), often for want of memory"
-        )
+        assert str(caught.value).startswith("a loader process was killed (signal 9), probably out of memory")
         assert multiprocessing.active_children() == []
 
 
@@ -159,7 +157,7 @@ def main():
     shards = Shards.of(find_shards(sys.argv[1]))
     order = Order(shards.counts, seed=0, batch_size=8)
     tokenizer = ClipTokenizer(context_length=20)
-    loader = Loader(shards=shards, order=order, image_size=16, tokenize=tokenizer, workers=2)
+    loader = Loader(shards=shards, order=order, image_size=16, tokenize=tokenizer, num_workers=2)
     batches = loader.batches(0, 1_000_000)
     next(batches)
     print(*(one.pid for one in multiprocessing.active_children()), flush=True)
@@ -213,7 +211,7 @@ def test_a_program_whose_worker_is_killed_says_so_in_one_line_and_ends(moment: f
     _, errors = program.communicate(timeout=60)
     assert program.returncode == 1
     assert errors == (
-        "error: a loader process was killed (signal 9), often for want of memory: lower data.workers or "
+        "error: a loader process was killed (signal 9), probably out of memory: lower data.workers or "
         "batch_size\n"
     )
     assert not any(map(is_running, workers))

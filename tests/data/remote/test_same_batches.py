@@ -86,8 +86,8 @@ def loader(
         image_size=16,
         tokenize=ClipTokenizer(context_length=16),
         rank=rank,
-        world=world,
-        workers=workers,
+        world_size=world,
+        num_workers=workers,
     )
 
 

@@ -121,7 +121,7 @@ def test_each_sample_has_its_features(
     workers: int, pairs: Path, stored: tuple[Path, Path], teacher: CLIP
 ) -> None:
     features = StoredFeatures(*stored)
-    loader = make_loader(pairs, features, workers=workers)
+    loader = make_loader(pairs, features, num_workers=workers)
     features.check(loader.shards)
     truth = expected(teacher, pairs)
     bad, seen = set(), set()
