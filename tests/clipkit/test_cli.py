@@ -198,7 +198,7 @@ def test_classify_prints_a_table_of_80_columns(
     assert LABELS[first][:20] in line
     assert line.endswith(f"{want[first]:.1%}")
     assert said.err.splitlines() == [
-        "failed: photos/x.png: not a picture in a known format",
+        "failed: photos/x.png: not an image in a known format",
         "1 of 4 images failed",
     ]
 
