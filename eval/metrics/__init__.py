@@ -1,17 +1,10 @@
-"""Metrics: from features to ranks and predictions, and from these to values with a 95% interval.
+"""Metrics: from features to ranks and predictions, and from these to values with 95% intervals.
 
-A metric is defined once, as its dataset's authors or the CLIP paper define it. Where CLIP_benchmark, WILDS,
-DataComp or scikit-learn compute something else under the same name, the docstring says what and why. A similarity
-that is NaN never helps a model, and a tie between a right and a wrong candidate counts as wrong (except among
-classes, where the lower index comes first, as in ``argmax``).
+Each metric is defined as by the dataset's authors or the CLIP paper; docstrings name where CLIP_benchmark, WILDS,
+DataComp or scikit-learn differ. A NaN similarity never helps a model, and a tie between a right and a wrong
+candidate counts as wrong, except among classes, where the lower index comes first, as in ``argmax``.
 
-ranks.py       ranks, scores and top classes from similarities, computed in float32 blocks
-classes.py     accuracies, F1, confusion, calibration error, accuracy by group
-ranking.py     average precision (11-point and plain), ROC AUC
-pairs.py       R@k, mean and median rank, Winoground, SugarCrepe and ARO, WinoGAViL
-intervals.py   Wilson's interval, the seeded bootstrap, and paired tests of two models
-
-``METRICS`` holds every metric by the name that cards and results use.
+``METRICS`` maps the names in cards and results to their entries.
 """
 
 import re
@@ -25,18 +18,15 @@ from torch import Tensor
 from eval.metrics.classes import (
     CalibrationBins,
     Confusion,
-    GroupAccuracy,
     PerClass,
     calibration_bins,
     confusion,
     expected_calibration_error,
     f1_macro,
     f1_macro_statistic,
-    group_accuracy,
     mean_of_top1_and_top5,
     mean_per_class_interval,
     mean_per_class_recall,
-    mean_per_class_statistic,
     per_class_accuracy,
     superclass_confusion,
     top_k_accuracy,
@@ -59,14 +49,11 @@ from eval.metrics.pairs import (
     DIRECTIONS,
     Choices,
     Direction,
-    Directions,
     Winoground,
     chance_of_recall,
     jaccard_index,
-    mean_jaccard,
     mean_rank,
     median_rank,
-    pairwise_accuracy,
     pairwise_correct,
     recall_at_k,
     winoground,
@@ -80,9 +67,19 @@ from eval.metrics.ranking import (
     roc_auc,
     roc_auc_statistic,
 )
-from eval.metrics.ranks import Answers, TopClasses, class_ranks, class_scores, match_ranks, top_classes
+from eval.metrics.ranks import (
+    Answers,
+    TopClasses,
+    class_ranks,
+    class_scores,
+    full_float32,
+    match_ranks,
+    stable_top_k,
+    top_classes,
+)
 
 __all__ = [
+    "DIRECTIONS",
     "METRICS",
     "Answers",
     "CalibrationBins",
@@ -90,9 +87,7 @@ __all__ = [
     "Comparison",
     "Confusion",
     "Direction",
-    "Directions",
     "Estimate",
-    "GroupAccuracy",
     "Kind",
     "Metric",
     "PerClass",
@@ -111,7 +106,7 @@ __all__ = [
     "expected_calibration_error",
     "f1_macro",
     "f1_macro_statistic",
-    "group_accuracy",
+    "full_float32",
     "jaccard_index",
     "map_11_point",
     "match_ranks",
@@ -119,21 +114,19 @@ __all__ = [
     "mean_average_precision",
     "mean_average_precision_statistic",
     "mean_estimate",
-    "mean_jaccard",
     "mean_of_top1_and_top5",
     "mean_per_class_interval",
     "mean_per_class_recall",
-    "mean_per_class_statistic",
     "mean_rank",
     "median_rank",
     "metric_of",
-    "pairwise_accuracy",
     "pairwise_correct",
     "per_class_accuracy",
     "proportion",
     "recall_at_k",
     "roc_auc",
     "roc_auc_statistic",
+    "stable_top_k",
     "superclass_confusion",
     "top_classes",
     "top_k_accuracy",
@@ -143,32 +136,34 @@ __all__ = [
 ]
 
 Kind = Literal["one-label", "multi-label", "retrieval", "compositional"]
-Inputs = TypeVar("Inputs", contravariant=True)  # Answers, Directions or Choices
+Inputs = TypeVar("Inputs", contravariant=True)
+Directions = Mapping[str, Direction]  # by DIRECTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric(Generic[Inputs]):
-    """What clipkit knows about a metric.
+    """The registry entry of a metric.
 
     Attributes:
-        kind: what it applies to: images with one label or with several, captions, or choices between captions.
-        function: its value with a 95% interval; None where the inputs are not of its protocol.
-        chance: the value of random guessing; None where that is not one number.
-        title: its name on pages and in tables; by default the key with spaces.
-        interval: how the interval is computed; None if the metric has none.
-        counts: what ``n`` of the estimate counts.
+        kind: images with one or several labels, retrieval of captions, or choices between captions.
+        function: computes it from ``Answers``, ``Directions`` or ``Choices``; None if undefined for them.
+        chance: its value for random guessing; None if that is not a single number.
+        title: name on pages and in tables; by default the key with spaces.
+        interval: how the interval is computed; None if there is none.
+        counts: the items that ``n`` of the estimate counts.
         larger_is_better: False for ranks and errors.
-        highest: upper end of its range, which begins at 0; None for a rank, which begins at 1.
-        least: fewest classes or candidates for which it says anything.
-        most: most classes for which it is defined.
-        by_default: whether classification reports it where the card names no metric.
-        needs_probabilities: whether the answers must be logits, which votes and ridge scores are not.
-        needs_superclasses: whether the card must group its classes.
-        value: its value without an interval, from what ``value_from`` names and the labels. A metric that has it
-            can choose C of a linear probe.
-        value_from: the answers that ``value`` takes: (N,) ranks, (N,) predictions or (N, C) scores.
-        item_statistic: the statistic of (N,) values and labels in the details, if it is not their mean.
-        items: (N,) values with that mean, made from the right items of ``items_from`` and the labels.
+        highest: upper bound; the lower one is 0. None for ranks, which start at 1.
+        least: minimum number of classes or candidates for it to be meaningful.
+        most: maximum number of classes for which it is defined.
+        by_default: whether classification reports it if the card names no metric.
+        needs_probabilities: whether it needs logits; votes and ridge scores are not.
+        needs_superclasses: whether the card must define superclasses.
+        value: computes the value alone from ``value_from`` and the labels. Required for choosing C of a linear
+            probe.
+        value_from: (N,) ranks, (N,) predictions or (N, C) scores.
+        item_statistic: for paired tests, the statistic of the (N,) values and labels in the details, if not the
+            mean.
+        items: for paired tests, (N,) values with this mean, from the right items of ``items_from`` and the labels.
         items_from: the metrics of the details that ``items`` takes.
     """
 
@@ -205,14 +200,14 @@ def _top_k(k: int) -> Metric[Answers]:
     )
 
 
-def _per_class(answers: Answers) -> Estimate:
+def _mean_per_class(answers: Answers) -> Estimate:
     correct = answers.ranks < 1
     low, high = mean_per_class_interval(correct, answers.labels)
     return Estimate(value=mean_per_class_recall(correct, answers.labels), low=low, high=high, n=len(correct))
 
 
 def _class_weights(labels: Tensor) -> Tensor:
-    """(N,) float64 weights with which the mean over images is the mean over classes."""
+    """Return (N,) float64 weights with which the mean over images is the mean over classes."""
     counts = labels.bincount()  # (C,)
     return (len(labels) / (int((counts > 0).sum()) * counts.double()))[labels]
 
@@ -240,44 +235,50 @@ def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool 
     )
 
 
-def _recall(direction: str, k: int) -> Metric[Directions]:
-    return Metric(
-        kind="retrieval",
-        function=lambda found: found.way(direction).recall(k),
-        chance=lambda found: found.way(direction).chance(k),
-        title=f"{direction.replace('_', ' ')} R@{k}",
-        interval="wilson",
-        counts="images" if direction == "image_to_text" else "captions",
-        least=1 if k == 1 else k + 1,
-    )
+def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
+    counts = "images" if direction == "image_to_text" else "captions"
 
+    def recall(k: int) -> Metric[Directions]:
+        return Metric(
+            kind="retrieval",
+            function=lambda found: found[direction].recall(k),
+            chance=lambda found: found[direction].chance(k),
+            title=f"{direction.replace('_', ' ')} R@{k}",
+            interval="wilson",
+            counts=counts,
+            least=1 if k == 1 else k + 1,
+        )
 
-def _rank(direction: str, function: Callable[[Tensor, Tensor], Estimate]) -> Metric[Directions]:
-    return Metric(
-        kind="retrieval",
-        function=lambda found: function(found.way(direction).ranks, found.way(direction).weight),
-        counts="images" if direction == "image_to_text" else "captions",
-        larger_is_better=False,
-        highest=None,
-    )
+    def rank(function: Callable[[Tensor, Tensor], Estimate]) -> Metric[Directions]:
+        return Metric(
+            kind="retrieval",
+            function=lambda found: function(found[direction].ranks, found[direction].weight),
+            counts=counts,
+            larger_is_better=False,
+            highest=None,
+        )
+
+    metrics = {f"R@{k}": recall(k) for k in (1, 5, 10)}
+    metrics |= {"mean_rank": rank(mean_rank), "median_rank": rank(median_rank)}
+    return {f"{direction}_{name}": metric for name, metric in metrics.items()}
 
 
 def _mean_recall(found: Directions) -> Estimate:
-    """``mean_R@1``, by which DataComp ranks models; both directions go together, so it has no interval."""
-    ways = [found.way(direction) for direction in DIRECTIONS]
-    first = [way.recall(1) for way in ways]
-    return replace(first[0], value=sum(one.value for one in first) / 2)
+    """Return ``mean_R@1``, by which DataComp ranks models; the directions are dependent, so it has no interval."""
+    first, other = (found[direction].recall(1) for direction in DIRECTIONS)
+    return replace(first, value=(first.value + other.value) / 2)
 
 
 def _accuracy(correct: Callable[[Choices], Tensor | None]) -> Metric[Choices]:
-    """A mean over the images, or over their groups."""
+    """Return a metric that is the mean over images (bool) or groups of images (float)."""
 
     def function(choices: Choices) -> Estimate | None:
         values = correct(choices)
         if values is None or not len(values):
             return None
-        whole = values.dtype == torch.bool
-        return proportion(int(values.sum()), len(values)) if whole else mean_estimate(values)
+        if values.dtype == torch.bool:
+            return proportion(int(values.sum()), len(values))
+        return mean_estimate(values)
 
     return Metric(kind="compositional", function=function, chance=lambda choices: choices.chance)
 
@@ -293,7 +294,7 @@ def _winoground(part: Callable[[Winoground], Estimate], chance: float) -> Metric
 
 
 def _jaccard(least: int, most: int) -> Metric[Choices]:
-    """WinoGAViL's index over cues with this many candidates."""
+    """Return WinoGAViL's index over cues with ``least`` to ``most`` candidates."""
 
     def function(choices: Choices) -> Estimate | None:
         chosen = choices.cues_of(least, most)
@@ -312,7 +313,7 @@ METRICS: Mapping[str, Metric[Never]] = {
     "acc5": _top_k(5),
     "mean_per_class_recall": Metric[Answers](
         kind="one-label",
-        function=_per_class,
+        function=_mean_per_class,
         chance=lambda answers: 1 / answers.classes,
         by_default=True,
         value=lambda ranks, labels: mean_per_class_recall(ranks < 1, labels),
@@ -365,19 +366,12 @@ METRICS: Mapping[str, Metric[Never]] = {
     "map_11_point": _precision(map_11_point),
     "mean_average_precision_softmax": _precision(mean_average_precision, softmax=True),
     "map_11_point_softmax": _precision(map_11_point, softmax=True),
-    **{
-        f"{direction}_{name}": metric
-        for direction in DIRECTIONS
-        for name, metric in {
-            **{f"R@{k}": _recall(direction, k) for k in (1, 5, 10)},
-            "mean_rank": _rank(direction, mean_rank),
-            "median_rank": _rank(direction, median_rank),
-        }.items()
-    },
+    **_retrieval("image_to_text"),
+    **_retrieval("text_to_image"),
     "mean_R@1": Metric[Directions](
         kind="retrieval",
         function=_mean_recall,
-        chance=lambda found: sum(found.way(direction).chance(1) for direction in DIRECTIONS) / 2,
+        chance=lambda found: sum(found[direction].chance(1) for direction in DIRECTIONS) / 2,
         interval=None,
     ),
     "accuracy": replace(_accuracy(lambda choices: choices.correct), interval="wilson"),
@@ -394,9 +388,9 @@ METRICS: Mapping[str, Metric[Never]] = {
 
 
 def metric_of(name: str) -> Metric[Never] | None:
-    """The entry of a metric; None if there is none.
+    """Return the entry of a metric, or None.
 
-    Besides ``METRICS`` there are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata, and
+    Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata, and
     ``jaccard_N`` for cues with N candidates.
     """
     if name in METRICS:

@@ -1,6 +1,6 @@
-"""Accuracies of single-label classification: over images, over classes, and by class.
+"""Single-label classification: accuracies over images, classes and groups, F1, calibration error, confusion.
 
-Letters in shape comments: N images, C classes, R resamples.
+Dimensions: N images, C classes, G groups, B bins, P pairs of classes, R resamples.
 """
 
 from collections.abc import Collection
@@ -23,33 +23,9 @@ from eval.metrics.intervals import (
     wilson_interval,
 )
 
-__all__ = [
-    "CalibrationBins",
-    "Confusion",
-    "GroupAccuracy",
-    "PerClass",
-    "calibration_bins",
-    "confusion",
-    "expected_calibration_error",
-    "f1_macro",
-    "f1_macro_statistic",
-    "group_accuracy",
-    "mean_of_top1_and_top5",
-    "mean_per_class_interval",
-    "mean_per_class_recall",
-    "mean_per_class_statistic",
-    "per_class_accuracy",
-    "superclass_confusion",
-    "top_k_accuracy",
-    "worst_group_accuracy",
-]
-
 
 def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
-    """The fraction of images whose right class is among the first k; ``acc1`` and ``acc5`` in CLIP_benchmark.
-
-    CLIP_benchmark takes equal similarities in whatever order ``topk`` gives them; here the class of lower index
-    comes first.
+    """Compute top-k accuracy; ``acc1`` and ``acc5`` in CLIP_benchmark, where ``topk`` orders ties arbitrarily.
 
     Args:
         ranks: (N,) int64 of ``class_ranks``, N ≥ 1.
@@ -59,9 +35,7 @@ def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
 
 
 def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
-    """The mean of top-1 and top-5 accuracy: Kinetics-700's metric in the CLIP paper.
-
-    (Radford et al. 2021, arXiv 2103.00020, table 9.)
+    """Compute the mean of top-1 and top-5 accuracy, the CLIP paper's metric for Kinetics-700 (table 9).
 
     Args:
         ranks: (N,) int64 of ``class_ranks``, N ≥ 1.
@@ -70,35 +44,33 @@ def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
 
 
 def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
-    """The mean over classes of the fraction of their images that are right; classes without an image do not count.
+    """Compute the mean over classes of recall; classes without images do not count.
 
     Also called mean per class accuracy, macro recall and balanced accuracy; ``mean_per_class_recall`` in
-    CLIP_benchmark, ``recall-macro_all`` in WILDS. ARO's mean accuracy by relation and by pair of attributes is this
-    one too, of ``pairwise_correct`` and what each case is about (of pairs with at least 25 cases).
+    CLIP_benchmark and ``recall-macro_all`` in WILDS.
 
     Args:
         correct: (N,) bool.
         labels: (N,) int64.
     """
-    right, total = _by_class(correct, labels)
+    right, total = _counts(correct, labels)
     return float((right / total).mean())
 
 
 def mean_per_class_interval(correct: Tensor, labels: Tensor) -> tuple[float, float]:
-    """The 95% interval of ``mean_per_class_recall``, seeded: the same predictions give the same interval.
+    """Compute the 95% interval of ``mean_per_class_recall``.
 
-    At each end the wider of two: percentiles over 1,000 resamples of the images, and Wilson's interval at the
-    number of images that counts, C² / Σ 1/nᵢ. The first alone is far too narrow where most classes are all right
-    or all wrong, as of a model that always gives one answer, the second where small classes are the unsure ones.
+    Each end is the wider of the bootstrap's and of Wilson's at the effective number of images, C² / Σ 1/nᵢ. The
+    bootstrap is far too narrow if most classes are all right or all wrong, and Wilson's if only small classes vary.
     """
-    right, total = _by_class(correct, labels)
-    value, counting = float((right / total).mean()), counting_of(total)
-    wilson = wilson_interval(value * counting, counting)
+    right, total = _counts(correct, labels)
+    value, trials = float((right / total).mean()), effective_trials(total)
+    wilson = wilson_interval(value * trials, trials)
 
     def mean(drawn: Ints) -> Floats:
-        hits, all_of = np.split(drawn, 2, axis=1)
-        all_of = hits + all_of  # (R, C)
-        result: Floats = (hits / np.maximum(all_of, 1)).sum(axis=1) / (all_of > 0).sum(axis=1)
+        hits, misses = np.split(drawn, 2, axis=1)
+        count = hits + misses  # (R, C)
+        result: Floats = (hits / np.maximum(count, 1)).sum(axis=1) / (count > 0).sum(axis=1)
         return result
 
     # drawing images with replacement is drawing from the (class, right or wrong) cells
@@ -106,35 +78,13 @@ def mean_per_class_interval(correct: Tensor, labels: Tensor) -> tuple[float, flo
     return min(low, wilson[0]), max(high, wilson[1])
 
 
-def counting_of(sizes: Floats | Ints) -> float:
-    """How many trials a mean over classes of these sizes is about as sure as: C² / Σ 1/nᵢ."""
+def effective_trials(sizes: Floats | Ints) -> float:
+    """Return the number of trials with about the variance of a mean over classes of these sizes: C² / Σ 1/nᵢ."""
     return len(sizes) ** 2 / float((1 / sizes).sum())
 
 
-def mean_per_class_statistic(correct: Tensor, labels: Tensor) -> Statistic:
-    """``mean_per_class_recall`` as a statistic of the drawn images, for a comparison of two models.
-
-    Args:
-        correct: (N,) bool.
-        labels: (N,) int64.
-    """
-    label = labels.cpu().numpy()
-    order = np.argsort(label, kind="stable")
-    starts = np.unique(label[order], return_index=True)[1]
-    right = correct.cpu().numpy()[order]
-
-    def mean(drawn: Ints) -> Floats:
-        ordered = drawn[:, order]
-        total = np.add.reduceat(ordered, starts, axis=1)  # (R, C)
-        hits = np.add.reduceat(ordered * right, starts, axis=1)
-        result: Floats = (hits / np.maximum(total, 1)).sum(axis=1) / (total > 0).sum(axis=1)
-        return result
-
-    return mean
-
-
-def _by_class(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
-    """Right and all images of every class that has any."""
+def _counts(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
+    """Count the right images and all images of every class that has any."""
     label = labels.cpu().numpy()
     total = np.bincount(label)
     right = np.bincount(label, weights=correct.cpu().numpy(), minlength=len(total))
@@ -144,12 +94,12 @@ def _by_class(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PerClass:
-    """How each class does.
+    """Accuracy by class.
 
     Attributes:
-        right: (C,) int64, images of the class that are right.
-        total: (C,) int64, images of the class.
-        accuracy: (C,) float64 in 0 … 1; not a number for a class without images.
+        right: (C,) int64, number of right images.
+        total: (C,) int64, number of images.
+        accuracy: (C,) float64 in 0 … 1; NaN for a class without images.
         low: (C,) float64, lower end of Wilson's 95% interval; 0 for a class without images.
         high: (C,) float64, upper end; 1 for a class without images.
     """
@@ -162,12 +112,12 @@ class PerClass:
 
 
 def per_class_accuracy(correct: Tensor, labels: Tensor, classes: int) -> PerClass:
-    """Accuracy and counts by class; recall by class elsewhere.
+    """Compute the accuracy (recall) of each class.
 
     Args:
         correct: (N,) bool.
         labels: (N,) int64 in 0 … classes-1.
-        classes: how many there are, those without images too.
+        classes: number of classes, including those without images.
     """
     label = labels.cpu().numpy()
     total = np.bincount(label, minlength=classes)
@@ -182,22 +132,21 @@ def per_class_accuracy(correct: Tensor, labels: Tensor, classes: int) -> PerClas
 
 
 def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
-    """The mean over classes of 2 TP / (2 TP + FP + FN): iWildCam's metric (WILDS, Koh et al. 2021, 2012.07421).
+    """Compute the mean over classes of 2 TP / (2 TP + FP + FN), iWildCam's metric (WILDS, arXiv 2012.07421).
 
-    Only classes that have an image count, as in WILDS and DataComp (``F1-macro_all``). scikit-learn's own
-    ``average="macro"`` also counts a class that was only predicted, with 0; a rare animal that no image of the
-    split shows would then cost a model a whole share of the mean.
+    Only classes with images count, as in WILDS and DataComp (``F1-macro_all``). scikit-learn's ``average="macro"``
+    also counts classes that were only predicted, as 0.
 
     Args:
-        predicted: (N,) int64; -1 where nothing was predicted.
-        labels: (N,) int64, at least 0, N ≥ 1.
+        predicted: (N,) int64; -1 for no prediction.
+        labels: (N,) int64, N ≥ 1.
     """
     sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
-    return estimate(f1_macro_statistic(predicted, labels), len(labels), counting=counting_of(sizes))
+    return estimate(f1_macro_statistic(predicted, labels), len(labels), trials=effective_trials(sizes))
 
 
 def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
-    """``f1_macro`` as a statistic of the drawn images."""
+    """Return ``f1_macro`` as a statistic of the drawn images."""
     label, guess = labels.cpu().numpy(), predicted.cpu().numpy()
     present = np.unique(label)
     by_label = np.argsort(label, kind="stable")
@@ -222,22 +171,16 @@ def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
     return f1
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Calibration: whether a model that is 80% sure is right 80% of the time.
-#
-# Letters in shape comments: N images, B bins, R resamples.
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CalibrationBins:
-    """The bars of a reliability diagram; bins without images do not appear.
+    """The bars of a reliability diagram, without empty bins.
 
     Attributes:
-        low: (B,) float64, where the bin begins; with equal mass, its least confidence.
-        high: (B,) float64, where it ends; with equal mass, its greatest confidence.
-        count: (B,) int64, images, at least 1.
+        low: (B,) float64, lower edge.
+        high: (B,) float64, upper edge.
+        count: (B,) int64, number of images, at least 1.
         confidence: (B,) float64, their mean confidence.
-        accuracy: (B,) float64, the fraction of them that is right.
+        accuracy: (B,) float64, the fraction that is right.
     """
 
     low: Floats
@@ -247,65 +190,39 @@ class CalibrationBins:
     accuracy: Floats
 
 
-def calibration_bins(
-    confidence: Tensor, correct: Tensor, *, bins: int = 15, equal_mass: bool = False
-) -> CalibrationBins:
-    """Images grouped by how sure the model is.
+def calibration_bins(confidence: Tensor, correct: Tensor, *, bins: int = 15) -> CalibrationBins:
+    """Group images by confidence into bins of equal width.
 
     Args:
-        confidence: (N,) in 0 … 1, the probability of the predicted class, as ``top_classes`` gives it. What is not
-            a number counts as sure and wrong.
+        confidence: (N,) in 0 … 1, the probability of the predicted class of ``top_classes``; NaN counts as
+            confident and wrong.
         correct: (N,) bool.
-        bins: how many; an edge belongs to the bin below it, as in Guo et al. (2017).
-        equal_mass: as many images in every bin, but for those of equal confidence, which stay together (Nguyen
-            and O'Connor 2015, arXiv 1508.05154); else bins of equal width.
+        bins: number of bins; an edge belongs to the bin below it, as in Guo et al. (2017).
     """
-    sure, right = _sure_and_right(confidence, correct)
-    index = _bin_of(sure, bins, equal_mass=equal_mass)
+    sure, right, index = _binned(confidence, correct, bins)
     used, place, count = np.unique(index, return_inverse=True, return_counts=True)
-    if equal_mass:
-        low, high = np.full(len(used), np.inf), np.full(len(used), -np.inf)
-        np.minimum.at(low, place, sure)
-        np.maximum.at(high, place, sure)
-    else:
-        low, high = used / bins, (used + 1) / bins
     return CalibrationBins(
-        low=low,
-        high=high,
+        low=used / bins,
+        high=(used + 1) / bins,
         count=count,
         confidence=np.bincount(place, sure) / count,
         accuracy=np.bincount(place, right) / count,
     )
 
 
-def expected_calibration_error(
-    confidence: Tensor, correct: Tensor, *, bins: int = 15, equal_mass: bool = False
-) -> Estimate:
-    """ECE: how far confidence and accuracy are apart, as a mean over bins weighted by their images.
+def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int = 15) -> Estimate:
+    """Compute ECE, the mean over images of the gap between confidence and accuracy of their bin; lower is better.
 
-    (Guo et al. 2017, "On Calibration of Modern Neural Networks", arXiv 1706.04599: 15 bins of equal width. With
-    bins of equal mass it is the adaptive one, which does not put a sure model's images all in one bin.) Also of a
-    perfect model it is above 0, the more so the fewer images a bin has, and resampling adds to that once more. So
-    the interval is the basic bootstrap's: it lies as far below the value as resamples lie above it.
+    (Guo et al. 2017, arXiv 1706.04599.) ECE is biased upward, the more the fewer images a bin has, and resampling
+    adds the same bias again. The interval is therefore the basic bootstrap's: it extends as far below the value as
+    the resamples lie above it.
 
     Args:
         confidence: (N,) in 0 … 1, N ≥ 1; see ``calibration_bins``.
         correct: (N,) bool.
-        bins: how many.
-        equal_mass: as many images in every bin, else bins of equal width.
-
-    Returns:
-        A value in 0 … 1, lower is better.
+        bins: number of bins.
     """
-    found = estimate(_statistic(confidence, correct, bins, equal_mass=equal_mass), len(confidence))
-    low, high = max(0.0, 2 * found.value - found.high), 2 * found.value - found.low
-    return replace(found, low=low, high=high)
-
-
-def _statistic(confidence: Tensor, correct: Tensor, bins: int, *, equal_mass: bool) -> Statistic:
-    """ECE of the drawn images, the bins staying as all images made them."""
-    sure, right = _sure_and_right(confidence, correct)
-    index = _bin_of(sure, bins, equal_mass=equal_mass)
+    sure, right, index = _binned(confidence, correct, bins)
     order = np.argsort(index, kind="stable")
     starts = np.unique(index[order], return_index=True)[1]
     excess = (sure - right)[order]
@@ -315,44 +232,31 @@ def _statistic(confidence: Tensor, correct: Tensor, bins: int, *, equal_mass: bo
         result: Floats = np.abs(by_bin).sum(axis=1) / drawn.sum(axis=1)
         return result
 
-    return error
+    found = estimate(error, len(confidence))
+    return replace(found, low=max(0.0, 2 * found.value - found.high), high=2 * found.value - found.low)
 
 
-def _sure_and_right(confidence: Tensor, correct: Tensor) -> tuple[Floats, Floats]:
+def _binned(confidence: Tensor, correct: Tensor, bins: int) -> tuple[Floats, Floats, Ints]:
+    """Return confidence, correctness, and the bin of each image in 0 … bins-1."""
     sure = confidence.double().cpu().numpy()
     broken = np.isnan(sure)
     right = np.where(broken, 0.0, correct.cpu().numpy())
-    return np.where(broken, 1.0, sure), right
-
-
-def _bin_of(sure: Floats, bins: int, *, equal_mass: bool) -> Ints:
-    """The bin of each image, 0 … bins-1."""
-    if equal_mass:
-        first = np.searchsorted(np.sort(sure), sure, side="left")  # the place of the first that is as sure
-        return first * bins // len(sure)
+    sure = np.where(broken, 1.0, sure)
     edges = np.linspace(0, 1, bins + 1)
-    return np.searchsorted(edges[1:-1], sure, side="left").astype(np.int64)
+    return sure, right, np.searchsorted(edges[1:-1], sure, side="left").astype(np.int64)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# What is taken for what: confusion by class and by superclass, kept as the pairs that occur.
-#
-# Thousands of classes would make a matrix of millions, nearly all zeros; there are at most as many pairs as
-# images.
-#
-# Letters in shape comments: N images, C classes, P pairs that occur.
-
-_LARGEST = 1 << 12  # classes that a whole matrix is made for: 128 MiB
+_LARGEST = 1 << 12  # classes of a full confusion matrix: 128 MiB
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Confusion:
-    """How often an image of one class was taken for another, the most frequent first.
+    """A sparse confusion matrix, the most frequent entry first.
 
     Attributes:
-        label: (P,) int64, the class of the images.
-        predicted: (P,) int64, what they were taken for; -1 where nothing was predicted.
-        count: (P,) int64, how many, at least 1; their sum is N.
+        label: (P,) int64, the true class.
+        predicted: (P,) int64; -1 for no prediction.
+        count: (P,) int64, at least 1; the sum is N.
     """
 
     label: Ints
@@ -360,136 +264,90 @@ class Confusion:
     count: Ints
 
     def accuracy(self) -> Estimate:
-        """Top-1 accuracy, or the accuracy by superclass."""
+        """Return top-1 accuracy, by class or superclass."""
         return proportion(int(self.count[self.label == self.predicted].sum()), int(self.count.sum()))
 
     def mistakes(self, most: int) -> list[tuple[int, int, int]]:
-        """The most frequent mistakes: (class, taken for, how often), at most so many."""
+        """Return up to ``most`` of the most frequent mistakes as (true class, predicted class, count)."""
         wrong = np.flatnonzero(self.label != self.predicted)[:most]
         columns = (self.label[wrong].tolist(), self.predicted[wrong].tolist(), self.count[wrong].tolist())
         return list(zip(*columns, strict=True))
 
     def matrix(self, classes: int) -> Ints:
-        """The whole (classes, classes) matrix, a row a true class, as scikit-learn has it.
+        """Return the (classes, classes) matrix, true class × prediction, for at most 4,096 classes.
 
-        An image without a prediction is not in it.
-
-        Args:
-            classes: at most 4,096; more would not be looked at, see ``mistakes``.
+        Images without a prediction are left out.
         """
-        assert classes <= _LARGEST, f"a matrix of {classes:,} classes is not for looking at"
-        whole = np.zeros((classes, classes), dtype=np.int64)
-        made = self.predicted >= 0
-        whole[self.label[made], self.predicted[made]] = self.count[made]
-        return whole
+        assert classes <= _LARGEST, f"a confusion matrix of {classes:,} classes"
+        matrix = np.zeros((classes, classes), dtype=np.int64)
+        known = self.predicted >= 0
+        matrix[self.label[known], self.predicted[known]] = self.count[known]
+        return matrix
 
 
 def confusion(predicted: Tensor, labels: Tensor) -> Confusion:
-    """Count what is taken for what.
+    """Count the pairs of true and predicted class.
 
     Args:
-        predicted: (N,) int64 class numbers; -1 where nothing was predicted.
-        labels: (N,) int64 class numbers, at least 0.
+        predicted: (N,) int64; -1 for no prediction.
+        labels: (N,) int64, at least 0.
     """
-    label, guess = labels.cpu().numpy(), predicted.cpu().numpy()
-    base = int(guess.max(initial=0)) + 2
-    code, count = np.unique(label * base + guess + 1, return_counts=True)
-    order = np.argsort(-count, kind="stable")
-    code = code[order]
-    return Confusion(label=code // base, predicted=code % base - 1, count=count[order])
+    label = labels.cpu().numpy()
+    return _confusion(label, predicted.cpu().numpy(), np.ones(len(label), dtype=np.int64))
 
 
 def superclass_confusion(of_classes: Confusion, superclass: Tensor) -> Confusion:
-    """The same images by superclass: with "dog" for every breed, a breed for another is no mistake.
-
-    Its ``accuracy`` is top-1 accuracy in the hierarchy (as of CIFAR-100's 20 superclasses); less the accuracy by
-    class, it is the fraction of images whose mistake stays within the family.
+    """Merge the classes of each superclass, so that confusing two breeds of dog is no mistake.
 
     Args:
-        of_classes: of the classes.
+        of_classes: confusion of classes.
         superclass: (C,) int64, at least 0, the superclass of each class.
     """
-    family = np.append(superclass.cpu().numpy(), -1)  # a prediction of -1 stays one
-    label, guess = family[of_classes.label], family[of_classes.predicted]
-    base = int(family.max(initial=0)) + 2
-    code, index = np.unique(label * base + guess + 1, return_inverse=True)
-    count = np.bincount(index, of_classes.count, minlength=len(code)).astype(np.int64)
+    group = np.append(superclass.cpu().numpy(), -1)  # a prediction of -1 stays -1
+    return _confusion(group[of_classes.label], group[of_classes.predicted], of_classes.count)
+
+
+def _confusion(label: Ints, predicted: Ints, weight: Ints) -> Confusion:
+    base = int(max(label.max(initial=0), predicted.max(initial=0))) + 2
+    code, index = np.unique(label * base + predicted + 1, return_inverse=True)
+    count = np.bincount(index, weight, minlength=len(code)).astype(np.int64)
     order = np.argsort(-count, kind="stable")
     code = code[order]
     return Confusion(label=code // base, predicted=code % base - 1, count=count[order])
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Accuracy by group of images and in the worst one: WILDS, and DataComp's fairness datasets.
-#
-# Letters in shape comments: N images, G groups that have images.
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GroupAccuracy:
-    """How each group does, in the order of their numbers.
-
-    Attributes:
-        group: (G,) int64, their numbers in the metadata.
-        right: (G,) int64, images that are right.
-        total: (G,) int64, images, at least 1.
-        accuracy: (G,) float64 in 0 … 1.
-    """
-
-    group: Ints
-    right: Ints
-    total: Ints
-    accuracy: Floats
-
-
-def group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[int] = ()) -> GroupAccuracy:
-    """Accuracy by group; groups without images do not appear.
-
-    Args:
-        correct: (N,) bool; ``ranks < 5`` for a top-5 accuracy.
-        groups: (N,) whole numbers, what group each image is of.
-        ignore: numbers of groups to leave out.
-    """
-    number = groups.cpu().numpy().astype(np.int64)
-    kept = ~np.isin(number, list(ignore))
-    group, index = np.unique(number[kept], return_inverse=True)
-    total = np.bincount(index, minlength=len(group))
-    right = np.bincount(index[correct.cpu().numpy()[kept]], minlength=len(group))
-    return GroupAccuracy(group=group, right=right, total=total, accuracy=right / total)
-
-
 def worst_group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[int] = ()) -> Estimate:
-    """The accuracy of the group that does worst; ``acc_worst_region`` of FMoW, ``acc_wg`` elsewhere in WILDS.
+    """Compute the accuracy of the worst group; WILDS calls it ``acc_worst_region`` (FMoW) or ``acc_wg``.
 
-    The datasets that are scored by it: FMoW by region (WILDS, Koh et al. 2021, arXiv 2012.07421), GeoDE by region,
-    Dollar Street by income group in top-5 (``acc_top5_wg``; Gadre et al. 2023, DataComp, arXiv 2304.14108).
+    (WILDS, Koh et al. 2021, arXiv 2012.07421; DataComp, Gadre et al. 2023, arXiv 2304.14108.) WILDS ignores FMoW's
+    region "Other"; DataComp includes it, so that a region of 4 images can determine the value.
 
-    WILDS leaves FMoW's region "Other" out, by its name. DataComp calls the same code without the names, so that
-    nothing is left out, and a region of 4 images can decide the number: one of them moves it by 0.25. Give
-    ``ignore`` for WILDS' number, nothing for DataComp's.
+    The interval is that of the true accuracy of the worst group, whichever it is: from the lowest lower end of the
+    groups' Wilson intervals to the lowest upper end, the latter corrected for the number of groups.
 
     Args:
-        correct: (N,) bool; ``ranks < 5`` for a top-5 accuracy.
-        groups: (N,) whole numbers, what group each image is of.
-        ignore: numbers of groups to leave out.
+        correct: (N,) bool; ``ranks < 5`` for top-5 accuracy.
+        groups: (N,) integers, the group of each image.
+        ignore: groups to leave out.
 
     Returns:
-        The worst group's accuracy; ``n`` is its number of images. The interval is of the worst group's true
-        accuracy, whichever that is: from the lowest lower end of the groups' Wilson intervals, to the lowest upper
-        end, each taken wide enough for all groups together.
+        The accuracy; ``n`` is the number of images of the worst group.
 
     Raises:
         DataError: no group is left.
     """
-    by_group = group_accuracy(correct, groups, ignore=ignore)
-    number = len(by_group.group)
-    if not number:
-        raise DataError("the accuracy of the worst group needs an image in one of the groups")
-    worst = int(by_group.accuracy.argmin())
-    pairs = list(zip(by_group.right.tolist(), by_group.total.tolist(), strict=True))
+    number = groups.cpu().numpy().astype(np.int64)
+    kept = ~np.isin(number, list(ignore))
+    used, index = np.unique(number[kept], return_inverse=True)
+    if not len(used):
+        raise DataError("worst-group accuracy needs at least one image in a group that is not ignored")
+    totals = np.bincount(index, minlength=len(used))
+    rights = np.bincount(index[correct.cpu().numpy()[kept]], minlength=len(used))
+    worst = int((rights / totals).argmin())
+    counts = list(zip(rights.tolist(), totals.tolist(), strict=True))
     return Estimate(
-        value=float(by_group.accuracy[worst]),
-        low=min(wilson_interval(right, n)[0] for right, n in pairs),
-        high=min(wilson_interval(right, n, miss=0.05 / number)[1] for right, n in pairs),
-        n=int(by_group.total[worst]),
+        value=counts[worst][0] / counts[worst][1],
+        low=min(wilson_interval(right, n)[0] for right, n in counts),
+        high=min(wilson_interval(right, n, miss=0.05 / len(used))[1] for right, n in counts),
+        n=counts[worst][1],
     )

@@ -1,13 +1,10 @@
-"""From features to ranks, scores and predictions: all that multiplies images with classes or captions.
+"""Ranks, scores and predictions from similarities.
 
-Similarities are taken in float32 whatever autocast or TF32 setting is in force, and in blocks of rows, so that
-memory stays bounded for any number of images. A similarity that is not a number never helps the model.
+Similarities are computed in float32 regardless of autocast and TF32, in blocks of rows, so memory is bounded for
+any number of images. NaN similarities never help a model. Features may be a memory-mapped array in half precision;
+its pages are released after use if ``map_rows`` made it.
 
-Features may be a memory-mapped array in half precision (``torch.from_numpy`` of a ``numpy.memmap``): a block at a
-time becomes float32, on the device where the products are taken. Of those that ``map_rows`` gave, what was read is
-let go.
-
-Letters in shape comments: N images, C classes, D embedding dimension, Q queries, M candidates, P pairs.
+Dimensions: N images, C classes, D embedding dimension, Q queries, M candidates, P pairs.
 """
 
 from collections.abc import Iterator
@@ -25,22 +22,12 @@ from eval.features.store import release
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset
 
-__all__ = [
-    "Answers",
-    "TopClasses",
-    "class_ranks",
-    "class_scores",
-    "full_float32",
-    "match_ranks",
-    "top_classes",
-]
-
-_BLOCK = 1 << 22  # similarities held at a time: 16 MiB in float32, and a few arrays of that size beside it
+_BLOCK = 1 << 22  # similarities held at a time: 16 MiB in float32, plus a few arrays of that size
 
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Matrix products in IEEE float32: neither autocast nor TF32 nor bfloat16 passes."""
+    """Compute matrix products in IEEE float32, without autocast, TF32 and bfloat16 passes."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -56,7 +43,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
 def _similarity_blocks(
     image_features: Tensor, classifier: Tensor, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of images with their (rows, C) float32 similarities; to be used within ``full_float32``."""
+    """Yield blocks of images and their (rows, C) float32 similarities; use within ``full_float32``."""
     rows = max(1, _BLOCK // classifier.shape[1])
     classifier = classifier.to(device, torch.float32)
     for start in range(0, len(image_features), rows):
@@ -68,16 +55,15 @@ def _similarity_blocks(
 def class_ranks(
     image_features: Tensor, classifier: Tensor, labels: Tensor, *, device: torch.device | None = None
 ) -> Tensor:
-    """How many classes come before the right one, by image; rank 0 is a correct prediction.
+    """Count the classes ranked before the right one; rank 0 is a correct prediction.
 
-    Among classes of equal similarity the one of lower index comes first, as in ``argmax``. (A class name that a
-    dataset lists twice on purpose, as ImageNet does, therefore counts as it does elsewhere.)
+    Among classes of equal similarity the one of lower index comes first, as in ``argmax``.
 
     Args:
         image_features: (N, D).
-        classifier: (D, C), a column a class.
+        classifier: (D, C).
         labels: (N,) int64 in 0 … C-1.
-        device: where to take the products; where the features are if not given.
+        device: of the computation; by default that of the features.
 
     Returns:
         (N,) int64 in 0 … C, on the CPU.
@@ -96,12 +82,11 @@ def class_ranks(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TopClasses:
-    """What a model says of each image, best first.
+    """Predictions of each image, best first, on the CPU.
 
     Attributes:
-        classes: (N, k) int64 in 0 … C-1; -1 for a class whose similarity is not a number, which stands first.
-        probabilities: (N, k) float32 in 0 … 1 over all C classes, as the model's temperature gives them; not
-            numbers in rows that hold a -1.
+        classes: (N, k) int64 in 0 … C-1; -1, before all others, for a class of NaN similarity.
+        probabilities: (N, k) float32, softmax over all C classes; NaN in rows with a -1.
     """
 
     classes: Tensor
@@ -116,17 +101,14 @@ def top_classes(
     logit_scale: float = 100.0,
     device: torch.device | None = None,
 ) -> TopClasses:
-    """The k likeliest classes of each image, in the order of ``class_ranks``, with their probabilities.
+    """Return the k most similar classes of each image, ordered as in ``class_ranks``, with their probabilities.
 
     Args:
         image_features: (N, D), unit norm.
         classifier: (D, C), unit columns.
-        k: at least 1; all classes where there are fewer.
-        logit_scale: exp(t) of the model, that its similarities are multiplied with before the softmax.
-        device: where to take the products; where the features are if not given.
-
-    Returns:
-        On the CPU.
+        k: at least 1; reduced to C.
+        logit_scale: exp(t) of the model.
+        device: of the computation; by default that of the features.
     """
     device = device or image_features.device
     n, k = len(image_features), min(k, classifier.shape[1])
@@ -134,16 +116,16 @@ def top_classes(
     probabilities = torch.empty(n, k)
     with full_float32(device):
         for block, similarity in _similarity_blocks(image_features, classifier, device):
-            best, index = _first(similarity, k)
+            best, index = stable_top_k(similarity, k)
             total = torch.logsumexp(similarity * logit_scale, dim=1, keepdim=True)  # (rows, 1)
             probabilities[block] = (best * logit_scale - total).exp().cpu()
             classes[block] = torch.where(best.isnan(), -1, index).cpu()
     return TopClasses(classes=classes, probabilities=probabilities)
 
 
-def _first(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k greatest of each row and their places, the lower place first among equals, what is no number first."""
-    best, index = similarity.topk(min(k + 1, similarity.shape[1]), dim=1)  # takes equals in any order
+def stable_top_k(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest values of each row and their columns: ties by column, NaN first; all if k is larger."""
+    best, index = similarity.topk(min(k + 1, similarity.shape[1]), dim=1)  # orders ties arbitrarily
     tied = (best[:, 1:] == best[:, :-1]).any(dim=1)
     best, index = best[:, :k], index[:, :k]
     if bool(tied.any()):
@@ -159,18 +141,16 @@ def class_scores(
     softmax_scale: float | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Every image's score for every class, for the metrics that rank images (mean AP, ROC AUC).
+    """Return the score of every image for every class, for metrics that rank images (mAP, ROC AUC).
 
-    These datasets are small (VOC 2007: 4,952 × 20); the result is held whole, the rest in blocks.
+    The result is held in memory, which is fine for these datasets (VOC 2007: 4,952 × 20).
 
     Args:
         image_features: (N, D), unit norm.
         classifier: (D, C), unit columns.
-        softmax_scale: None for plain similarities, which order images as logits do. A number (exp(t) of the
-            model) for logarithms of the softmax over classes of the similarities times that: an image then ranks
-            high for a class only where no other class fits it better. They order images as probabilities do,
-            and do not run out of digits where those round to 0 or 1.
-        device: where to take the products; where the features are if not given.
+        softmax_scale: None for similarities, which rank images like logits; exp(t) of the model for
+            log-probabilities, by which an image ranks high for a class only if no other class fits it better.
+        device: of the computation; by default that of the features.
 
     Returns:
         (N, C) float32 on the CPU.
@@ -193,17 +173,17 @@ def match_ranks(
     *,
     device: torch.device | None = None,
 ) -> Tensor:
-    """How many wrong candidates are at least as similar to a query as its best right one.
+    """Count the wrong candidates that are at least as similar to a query as its best right one.
 
-    A tie between a right and a wrong candidate is counted as wrong. A query is found within the first k exactly
-    if its rank is below k.
+    A tie between a right and a wrong candidate counts as wrong. A query is found among the first k if its rank is
+    below k.
 
     Args:
         queries: (Q, D).
         candidates: (M, D).
-        pairs: (P, 2) int64, (query, right candidate), each once and sorted by query; no query is without.
-        candidate_counts: (M,) int64, how often each candidate stands in the list; once if not given.
-        device: where to take the products; where the queries are if not given.
+        pairs: (P, 2) int64 of (query, right candidate), unique, sorted by query, at least one for every query.
+        candidate_counts: (M,) int64, the number of copies of each candidate; 1 by default.
+        device: of the computation; by default that of the queries.
 
     Returns:
         (Q,) int64, on the CPU.
@@ -222,7 +202,7 @@ def match_ranks(
             row, column = (pairs[first:last] - torch.tensor([start, 0])).to(device).unbind(1)
             own = similarity[row, column]  # of this block's pairs
             best = own.new_full((stop - start,), -torch.inf).scatter_reduce(0, row, own, "amax")
-            # counts the right ones that reach the best too, which are then taken off again
+            # includes the right candidates that reach the best; they are subtracted below
             ahead = ~(similarity < best[:, None])
             before = ahead.sum(dim=1) if counts is None else torch.where(ahead, counts, 0).sum(dim=1)
             off = (~(own < best[row])).long() if counts is None else (~(own < best[row])) * counts[column]
@@ -234,14 +214,14 @@ def match_ranks(
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """The answers of a linear classifier on a labelled dataset, each kind computed on first use.
+    """The predictions of a linear classifier on a labelled dataset, each kind computed on first use.
 
     Attributes:
         dataset: with labels and C class names.
         features: (N, D) float32.
         classifier: (D, C) float32.
         logit_scale: factor that turns similarities into logits.
-        device: where products are computed.
+        device: of the computation.
     """
 
     dataset: "EvalDataset"
@@ -263,28 +243,24 @@ class Answers:
 
     @cached_property
     def ranks(self) -> Tensor:
-        """(N,) int64, the number of classes before the right one."""
+        """(N,) int64 of ``class_ranks``."""
         return class_ranks(self.features, self.classifier, self.labels, device=self.device)
 
     @cached_property
     def top(self) -> TopClasses:
-        """The likeliest class and its probability."""
+        """The most probable class and its probability."""
         return top_classes(self.features, self.classifier, logit_scale=self.logit_scale, device=self.device)
 
     def scores(self, *, softmax: bool) -> Tensor:
-        """(N, C) float32, by which images are ranked for each class."""
+        """Return (N, C) float32 scores that rank the images of each class."""
         scale = self.logit_scale if softmax else None
         return class_scores(self.features, self.classifier, softmax_scale=scale, device=self.device)
 
     def group(self, column: str) -> Tensor:
-        """A column of the metadata, (N,) int64.
-
-        Raises:
-            DataError: there is no such column.
-        """
+        """Return a column of the metadata, (N,) int64; DataError if there is none."""
         if column not in self.dataset.metadata:
             known = ", ".join(self.dataset.metadata) or "none"
             raise DataError(
-                f"dataset {self.dataset.name}: a metric needs the column {column!r} of metadata; there is {known}"
+                f"dataset {self.dataset.name}: a metric needs the metadata column {column!r}; known: {known}"
             )
         return self.dataset.metadata[column]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from eval.datasets.dataset import captions_of
-from eval.metrics import METRICS, Direction, Directions, match_ranks
-from eval.metrics.pairs import DIRECTIONS
+from eval.metrics import DIRECTIONS, METRICS, Direction, match_ranks
 from eval.results.details import retrieval_details
 from eval.results.scores import Score
 from eval.tasks import Options
@@ -74,29 +73,27 @@ def retrieval(subject: Subject) -> Retrieved:
     total = int(text_counts.sum())
     right = torch.zeros_like(once).index_add(0, pairs[:, 0], text_counts[pairs[:, 1]])
     first = by_text[torch.searchsorted(by_text[:, 0].contiguous(), torch.arange(len(copies)))][:, 1]
-    directions = Directions(
-        image_to_text=Direction(match_ranks(images, texts, pairs, text_counts), once, right, total),
-        text_to_image=Direction(
+    directions = {
+        "image_to_text": Direction(match_ranks(images, texts, pairs, text_counts), once, right, total),
+        "text_to_image": Direction(
             match_ranks(texts, images, by_text),
             text_counts,
             torch.bincount(by_text[:, 0]),
             len(dataset),
             cluster=first if total > len(dataset) else None,
         ),
-    )
+    }
     names = [
         name
         for name, metric in METRICS.items()
         if metric.kind == "retrieval"
-        and all(metric.least <= directions.way(way).candidates for way in DIRECTIONS if name.startswith(way))
+        and all(metric.least <= directions[way].candidates for way in DIRECTIONS if name.startswith(way))
     ]
     scores = [
         metric_score(dataset, name, directions, task="retrieval", prompt_set=dataset.caption_prompt_set)
         for name in names
     ]
-    each = {
-        way: directions.way(way).ranks.repeat_interleave(directions.way(way).weight) for way in DIRECTIONS
-    }
+    each = {way: directions[way].ranks.repeat_interleave(directions[way].weight) for way in DIRECTIONS}
     return Retrieved(
         scores=[score for score in scores if score is not None],
         right={f"{way}_R@{k}": ranks < k for way, ranks in each.items() for k in _TOP},

@@ -104,19 +104,11 @@ def test_f1_of_scikit_learn_counts_classes_without_pictures() -> None:
 
 @given(seed=SEEDS, n=st.integers(1, 60))
 @settings(max_examples=30, deadline=None)
-def test_statistics_of_every_item_once_are_the_metrics_and_of_drawn_ones_those_of_copies(
-    seed: int, n: int
-) -> None:
+def test_the_f1_statistic_of_drawn_images_is_the_f1_of_their_copies(seed: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     labels, predicted = torch.randint(5, (2, n), generator=generator)
     drawn = np.bincount(torch.randint(n, (n,), generator=generator).numpy(), minlength=n)[None]
     copies = torch.from_numpy(np.repeat(np.arange(n), drawn[0]))
-    correct = labels == predicted
-    recall = metrics.mean_per_class_statistic(correct, labels)
-    assert recall(np.ones((1, n), np.int64))[0] == pytest.approx(
-        metrics.mean_per_class_recall(correct, labels)
-    )
-    assert recall(drawn)[0] == pytest.approx(metrics.mean_per_class_recall(correct[copies], labels[copies]))
     f1 = metrics.f1_macro_statistic(predicted, labels)
     assert f1(drawn)[0] == pytest.approx(metrics.f1_macro(predicted[copies], labels[copies]).value)
 
@@ -135,11 +127,9 @@ def test_worst_group_is_that_of_a_loop(seed: int, n: int, ignored: set[int]) -> 
         with pytest.raises(DataError, match="worst group"):
             metrics.worst_group_accuracy(correct, groups, ignore=ignored)
         return
-    by_group = metrics.group_accuracy(correct, groups, ignore=ignored)
-    assert by_group.group.tolist() == list(shares)
-    assert list(zip(by_group.right.tolist(), by_group.total.tolist(), strict=True)) == list(shares.values())
     worst = metrics.worst_group_accuracy(correct, groups, ignore=ignored)
     assert worst.value == min(right / total for right, total in shares.values())
+    assert (worst.value, worst.n) in [(right / total, total) for right, total in shares.values()]
     assert worst.low <= worst.value <= worst.high
 
 
@@ -215,12 +205,9 @@ def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures
     ),
     seed=SEEDS,
     bins=st.integers(1, 12),
-    equal_mass=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_calibration_error_is_that_of_a_loop(
-    confidence: list[float], seed: int, bins: int, equal_mass: bool
-) -> None:
+def test_calibration_error_is_that_of_a_loop(confidence: list[float], seed: int, bins: int) -> None:
     n = len(confidence)
     correct = torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.5
     sure = [1.0 if math.isnan(one) else one for one in confidence]
@@ -228,14 +215,14 @@ def test_calibration_error_is_that_of_a_loop(
     members: dict[int, list[int]] = {}
     edges = [one / bins for one in range(1, bins)]
     for i, own in enumerate(sure):
-        place = sorted(sure).index(own) * bins // n if equal_mass else sum(own > edge for edge in edges)
+        place = sum(own > edge for edge in edges)
         members.setdefault(place, []).append(i)
     expected = sum(abs(sum(sure[i] - right[i] for i in own)) for own in members.values()) / n
     values = torch.tensor(confidence, dtype=torch.float64)
-    found = metrics.expected_calibration_error(values, correct, bins=bins, equal_mass=equal_mass)
+    found = metrics.expected_calibration_error(values, correct, bins=bins)
     assert found.value == pytest.approx(expected, abs=1e-12)
     assert found.low <= found.value <= found.high
-    drawn = metrics.calibration_bins(values, correct, bins=bins, equal_mass=equal_mass)
+    drawn = metrics.calibration_bins(values, correct, bins=bins)
     assert drawn.count.tolist() == [len(members[place]) for place in sorted(members)]
     weighted = (drawn.count * np.abs(drawn.confidence - drawn.accuracy)).sum() / n
     assert weighted == pytest.approx(expected, abs=1e-12)
@@ -248,10 +235,9 @@ def test_calibration_bins_are_scikit_learns() -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(500, generator=generator, dtype=torch.float64)
     correct = torch.rand(500, generator=generator) < confidence
-    for equal_mass, strategy in ((False, "uniform"), (True, "quantile")):
-        found = metrics.calibration_bins(confidence, correct, bins=10, equal_mass=equal_mass)
-        accuracy, mean = calibration_curve(correct, confidence, n_bins=10, strategy=strategy)
-        assert found.accuracy == pytest.approx(accuracy) and found.confidence == pytest.approx(mean)
+    found = metrics.calibration_bins(confidence, correct, bins=10)
+    accuracy, mean = calibration_curve(correct, confidence, n_bins=10)
+    assert found.accuracy == pytest.approx(accuracy) and found.confidence == pytest.approx(mean)
 
 
 def test_intervals_have_width_where_the_model_is_always_right() -> None:

@@ -91,11 +91,10 @@ def test_winoground_is_that_of_the_paper(seed: int, ties: bool, broken: bool) ->
 
 def test_what_cannot_be_told_apart_is_wrong() -> None:
     assert metrics.winoground(torch.zeros(3, 2, 2)).group.value == 0
-    assert metrics.pairwise_accuracy(torch.ones(4), torch.ones(4)).value == 0
+    assert not metrics.pairwise_correct(torch.ones(4), torch.ones(4, 1)).any()
     right = torch.tensor([1.0, 1.0, torch.nan, 1.0])
     wrong = torch.tensor([[0.0, 0.5], [0.0, 1.0], [0.0, 0.0], [torch.nan, 0.0]])
     assert metrics.pairwise_correct(right, wrong).tolist() == [True, False, False, False]
-    assert metrics.pairwise_accuracy(right, wrong).value == 0.25
 
 
 @given(
@@ -119,7 +118,8 @@ def test_jaccard_is_scikit_learns(seed: int, cases: list[tuple[int, int]], ties:
         expected.append(jaccard_score(own, [one in order for one in range(len(own))]))
     mixed = torch.randperm(len(case), generator=generator)
     assert metrics.jaccard_index(similarity, right, case) == pytest.approx(expected)
-    found = metrics.mean_jaccard(similarity[mixed], right[mixed], case[mixed])
+    assert metrics.jaccard_index(similarity[mixed], right[mixed], case[mixed]) == pytest.approx(expected)
+    found = metrics.mean_estimate(torch.tensor(expected, dtype=torch.float64))
     assert found.value == pytest.approx(np.mean(expected)) and found.n == len(cases)
     assert 0 <= found.low <= found.value <= found.high <= 1
 
@@ -167,14 +167,7 @@ def test_differences_beyond_chance_are_told_from_others(monkeypatch: pytest.Monk
     for gain, beyond in ((0.0, False), (0.08, True)):
         first = hard < 0.6
         second = (hard < 0.57 + gain) | (torch.rand(600, generator=generator) < 0.05)
-        first_by_class, second_by_class = (
-            metrics.mean_per_class_statistic(one, labels) for one in (first, second)
-        )
-        found = (
-            metrics.compare_correct(first, second),
-            metrics.compare_means(first, second),
-            metrics.compare_statistics(first_by_class, second_by_class, 600),
-        )
+        found = metrics.compare_correct(first, second), metrics.compare_means(first, second)
         for one in found:
             assert (one.p < 0.05) == beyond == (one.low > 0)
             assert one.low <= one.difference <= one.high
@@ -270,14 +263,14 @@ def test_captions_are_chosen_as_in_clip_benchmark_but_for_ties() -> None:
     assert found.image.value == pytest.approx(other["image_acc"])
     assert found.group.value == pytest.approx(other["acc"])
     one_picture = theirs(pictures[:, :1], captions)
-    pairs = metrics.pairwise_accuracy(similarity[:, 0, 0], similarity[:, 0, 1])
-    assert pairs.value == pytest.approx(one_picture["text_acc"])
+    pairs = metrics.pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:])
+    assert pairs.double().mean().item() == pytest.approx(one_picture["text_acc"])
     assert one_picture["image_acc"] == 1  # one image against itself
 
     captions[:, 1] = captions[:, 0]  # a model that sees no difference
     similarity = pictures @ captions.transpose(1, 2)
     assert theirs(pictures[:, :1], captions)["text_acc"] == 1
-    assert metrics.pairwise_accuracy(similarity[:, 0, 0], similarity[:, 0, 1]).value == 0
+    assert not metrics.pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:]).any()
 
 
 def test_equal_neighbours_are_found_by_their_order_in_clip_benchmark() -> None:
