@@ -1,17 +1,10 @@
 """Tasks: what a model can be scored on with a dataset.
 
-``TASKS`` holds every task by name. A task's module is imported when the task runs, so this one stays light.
-
-classify.py       zero-shot classification, and the classification metrics of any classifier
-retrieval.py      captions by images and images by captions
-probe.py          linear probe, few-shot classification, k nearest neighbours
-logistic.py       logistic regression
-compositional.py  the right caption among wrong ones
-fine_tune.py      fine-tuning by train.py
-subject.py        one model on one dataset
+``TASKS`` maps names to entries. The module of a task is imported when it runs.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -25,59 +18,75 @@ if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset
     from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["ESTIMATORS", "KS", "RATES", "SHOTS", "TASKS", "Options", "Task", "options_of", "task_of"]
+__all__ = ["TASKS", "Options", "Task", "options_of", "task_of"]
 
-SHOTS = (1, 2, 4, 8, 16)
-ESTIMATORS = ("ridge", "logistic")
-KS = (10, 20)
-RATES = (1e-5, 3e-5, 1e-4)
+_ESTIMATORS = ("ridge", "logistic")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Task options that a user may choose.
+    """Options of the tasks, validated on construction.
 
     Attributes:
-        seed: for drawing example images, and validation images from the training split.
-        layers: blocks of the image tower whose class token is probed too, counted from 1; True for all.
-        shots: images per class for few-shot learning.
-        seeds: for its draws.
-        estimators: that it trains.
-        tuned: whether C of its logistic regression is chosen on all validation images, as in the CLIP paper.
-        neighbours: numbers of neighbours that vote.
-        epochs: of fine-tuning.
-        rates: learning rates that fine-tuning chooses from.
-        fine_tune_batch: its batch size.
-        runs: folder of its training runs; None for the cache folder.
+        seed: of drawing example images, and validation images from the training split.
+        layers: linear-probe: blocks of the image tower to probe too, from 1; True for all.
+        shots: few-shot: images per class. Numbers that the smallest class does not have are skipped.
+        seeds: few-shot: one draw for each.
+        estimators: few-shot: "ridge" and "logistic".
+        tuned: few-shot: whether C of the logistic regression is chosen on all validation images, as in the CLIP
+            paper.
+        neighbours: knn: numbers of voting neighbours.
+        epochs: fine-tune: times that each image is seen.
+        rates: fine-tune: learning rates to choose from.
+        fine_tune_batch: fine-tune: batch size.
+        runs: fine-tune: folder of training runs; by default in the cache folder.
         details: whether to collect what a page shows besides the scores.
+
+    Raises:
+        ConfigError: a value is invalid.
     """
 
     seed: int = 0
     layers: bool | tuple[int, ...] = False
-    shots: tuple[int, ...] = SHOTS
+    shots: tuple[int, ...] = (1, 2, 4, 8, 16)
     seeds: tuple[int, ...] = (0, 1, 2)
-    estimators: tuple[str, ...] = ESTIMATORS
+    estimators: tuple[str, ...] = _ESTIMATORS
     tuned: bool = False
-    neighbours: tuple[int, ...] = KS
-    epochs: float = 10
-    rates: tuple[float, ...] = RATES
+    neighbours: tuple[int, ...] = (10, 20)
+    epochs: float = 10.0
+    rates: tuple[float, ...] = (1e-5, 3e-5, 1e-4)
     fine_tune_batch: int = 128
     runs: Path | None = None
     details: bool = True
 
+    def __post_init__(self) -> None:
+        for name, valid, expected in (
+            ("shots", min(self.shots, default=0) >= 1, "one or more whole numbers from 1"),
+            ("seeds", 0 < len(self.seeds) == len(set(self.seeds)), "one or more different numbers"),
+            ("neighbours", min(self.neighbours, default=0) >= 1, "one or more whole numbers from 1"),
+            ("epochs", 0 < self.epochs < math.inf, "a number above 0"),
+            ("rates", bool(self.rates) and all(0 < one < math.inf for one in self.rates), "numbers above 0"),
+            ("fine_tune_batch", self.fine_tune_batch >= 1, "a number above 0"),
+        ):
+            if not valid:
+                raise ConfigError(f"invalid value {name} = {getattr(self, name)}: expected {expected}")
+        for one in self.estimators:
+            if one not in _ESTIMATORS:
+                raise ConfigError(f"unknown estimator {one!r}: {nearest(one, _ESTIMATORS)}")
+
     def text_of(self, task: str) -> str:
-        """The options that the scores of a task depend on, for its result lines."""
+        """Return the options that the scores of a task depend on, for its result lines."""
         return " ".join(f"{name}={getattr(self, name)}" for name in TASKS[task].depends_on)
 
 
 def options_of(parsed: argparse.Namespace) -> Options:
-    """The task options of a parsed command line; lists are sorted, so their order makes no difference."""
+    """Return the task options of a parsed command line, with lists in a fixed order."""
     given = {one.name: getattr(parsed, one.name) for one in fields(Options) if hasattr(parsed, one.name)}
     if "layers" in given:
         layers = given["layers"]
         given["layers"] = False if layers is None else tuple(sorted(layers)) or True
     if "estimators" in given:
-        given["estimators"] = tuple(one for one in ESTIMATORS if one in given["estimators"])
+        given["estimators"] = tuple(one for one in _ESTIMATORS if one in given["estimators"])
     for name in {"shots", "seeds", "neighbours"} & {*given}:
         given[name] = tuple(sorted(given[name]))
     if "rates" in given:
@@ -87,7 +96,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What clipkit knows about a task.
+    """The registry entry of a task.
 
     Attributes:
         summary: one line for ``--help``.
@@ -97,8 +106,8 @@ class Task:
         metric: the primary metric of a dataset without a card.
         by_prompts: whether ``--prompts`` has an effect.
         learns: whether it needs the training split.
-        gives_probabilities: whether its answers can be logits, as calibration needs; votes are not.
-        add_options: declares its command-line options; their names are fields of ``Options``.
+        gives_probabilities: whether its predictions can be logits, as calibration needs; votes are not.
+        add_options: declares its command-line options, named after fields of ``Options``.
         depends_on: the options that its scores depend on.
     """
 
@@ -122,7 +131,7 @@ class Task:
         """Score a model on a dataset.
 
         Raises:
-            DataError: the dataset is broken or does not have what the task needs.
+            DataError: the dataset is damaged or lacks what the task needs.
             ConfigError: the options do not fit the model.
         """
         module, _, name = self.function.partition(":")
@@ -130,11 +139,7 @@ class Task:
         return function(subject, options)
 
     def check(self, dataset: "EvalDataset") -> None:
-        """Make sure that a dataset has what the task needs.
-
-        Raises:
-            DataError: it has not.
-        """
+        """Raise DataError if a dataset lacks what the task needs."""
         from eval.datasets import dataset as kinds
 
         {"labels": kinds.labels_of, "captions": kinds.captions_of, "choices": kinds.choices_of}[self.fits](
@@ -142,12 +147,16 @@ class Task:
         )
 
     def texts_of(self, dataset: "EvalDataset") -> Iterable[Sequence[str]]:
-        """The texts of a dataset that the task encodes, by class or by image."""
+        """Return the texts of a dataset that the task encodes, by class or by image."""
         texts: Iterable[Sequence[str]] = getattr(dataset, self.texts)() if self.texts else ()
         return texts
 
 
 _positive = whole(1, MOST_BATCH)
+
+
+def _listed(values: Iterable[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
 
 
 def _linear_probe_options(parser: argparse.ArgumentParser) -> None:
@@ -165,20 +174,20 @@ def _few_shot_options(parser: argparse.ArgumentParser) -> None:
         "--shots",
         nargs="+",
         type=_positive,
-        default=SHOTS,
+        default=Options.shots,
         metavar="N",
-        help=f"few-shot: images per class (default: {' '.join(map(str, SHOTS))})",
+        help=f"few-shot: images per class (default: {_listed(Options.shots)})",
     )
     parser.add_argument(
         "--seeds",
         nargs="+",
         type=whole(0, MOST_SEED),
-        default=(0, 1, 2),
+        default=Options.seeds,
         metavar="S",
-        help="few-shot: seeds of the draws (default: 0 1 2)",
+        help=f"few-shot: seeds of the draws (default: {_listed(Options.seeds)})",
     )
     parser.add_argument(
-        "--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS, help="few-shot: default: both"
+        "--estimators", nargs="+", choices=_ESTIMATORS, default=_ESTIMATORS, help="few-shot: default: both"
     )
     parser.add_argument(
         "--tuned",
@@ -189,28 +198,36 @@ def _few_shot_options(parser: argparse.ArgumentParser) -> None:
 
 def _knn_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--neighbours", nargs="+", type=_positive, default=KS, metavar="K", help="knn: default: 10 20"
+        "--neighbours",
+        nargs="+",
+        type=_positive,
+        default=Options.neighbours,
+        metavar="K",
+        help=f"knn: default: {_listed(Options.neighbours)}",
     )
 
 
 def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
     positive = number(0, 1e6, above=True)
-    parser.add_argument("--epochs", type=positive, default=10.0, metavar="E", help="fine-tune: default: 10")
+    epochs = Options.epochs
+    parser.add_argument(
+        "--epochs", type=positive, default=epochs, metavar="E", help=f"fine-tune: default: {epochs:g}"
+    )
     parser.add_argument(
         "--rates",
         nargs="+",
         type=positive,
-        default=RATES,
+        default=Options.rates,
         metavar="LR",
         help="fine-tune: learning rates, of which the best on the validation split is used "
-        f"(default: {' '.join(f'{rate:g}' for rate in RATES)})",
+        f"(default: {_listed(Options.rates)})",
     )
     parser.add_argument(
         "--fine-tune-batch",
         type=_positive,
-        default=128,
+        default=Options.fine_tune_batch,
         metavar="N",
-        help="fine-tune: batch size (default: 128)",
+        help=f"fine-tune: batch size (default: {Options.fine_tune_batch})",
     )
     parser.add_argument(
         "--runs",
@@ -223,7 +240,7 @@ def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
 TASKS: Mapping[str, Task] = {
     "zero-shot": Task(
         summary="classify images by the prompts of their class names",
-        function="eval.tasks.classify:run_zero_shot",
+        function="eval.tasks.classify:zero_shot",
         fits="labels",
         texts="prompts",
         metric="acc1",
@@ -231,7 +248,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "linear-probe": Task(
         summary="logistic regression on the image tower's features, as in the CLIP paper",
-        function="eval.tasks.probe:run_linear_probe",
+        function="eval.tasks.probe:linear_probe",
         fits="labels",
         metric="acc1",
         learns=True,
@@ -240,7 +257,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "few-shot": Task(
         summary="learn classes from 1, 2, 4, 8 and 16 images each",
-        function="eval.tasks.probe:run_few_shot",
+        function="eval.tasks.probe:few_shot",
         fits="labels",
         metric="acc1",
         learns=True,
@@ -249,7 +266,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "knn": Task(
         summary="classify images by their nearest neighbours in the training split",
-        function="eval.tasks.probe:run_knn",
+        function="eval.tasks.probe:knn",
         fits="labels",
         metric="acc1",
         learns=True,
@@ -258,8 +275,8 @@ TASKS: Mapping[str, Task] = {
         depends_on=("neighbours",),
     ),
     "retrieval": Task(
-        summary="find captions by images and images by captions",
-        function="eval.tasks.retrieval:run_retrieval",
+        summary="find captions by image and images by caption",
+        function="eval.tasks.retrieval:retrieval",
         fits="captions",
         texts="caption_prompts",
         metric="mean_R@1",
@@ -267,14 +284,14 @@ TASKS: Mapping[str, Task] = {
     ),
     "compositional": Task(
         summary="choose the right caption among wrong ones (Winoground, SugarCrepe, ARO, WinoGAViL)",
-        function="eval.tasks.compositional:run_compositional",
+        function="eval.tasks.compositional:compositional",
         fits="choices",
         texts="all_captions",
         metric="accuracy",
     ),
     "fine-tune": Task(
-        summary="train the whole image tower and a classification head on the training split, by train.py",
-        function="eval.tasks.fine_tune:run_fine_tune",
+        summary="train the whole image tower and a classification head on the training split, with train.py",
+        function="eval.tasks.fine_tune:fine_tune",
         fits="labels",
         texts="prompts",
         metric="acc1",
@@ -287,11 +304,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def task_of(name: str) -> Task:
-    """The task of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the entry of a task; ConfigError if there is none."""
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}: {nearest(name, TASKS)}")
     return TASKS[name]

@@ -1,6 +1,6 @@
-"""Classification metrics of any linear classifier, and zero-shot classification.
+"""The task ``zero-shot`` (Radford et al. 2021, section 3.1), and classification metrics of any linear classifier.
 
-Zero-shot classification compares images with the prompts of the class names (Radford et al. 2021, section 3.1).
+Dimensions: N images, C classes.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from eval.metrics import METRICS, Answers, metric_of
 from eval.results.details import zero_shot_details
 from eval.results.scores import Score
 from eval.tasks import Options
-from eval.tasks.subject import Outcome, Subject, metric_score
+from eval.tasks.subject import Outcome, Subject, metric_scores
 
 __all__ = [
     "classification_scores",
@@ -23,13 +23,12 @@ __all__ = [
     "report_captions",
     "report_choices",
     "report_classes",
-    "run_zero_shot",
     "zero_shot",
 ]
 
 
 def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
-    """The classification metrics among those of a card; the default ones where there are none.
+    """Return the classification metrics among those of a card, or the default ones if there are none.
 
     Raises:
         Lacks: the dataset has no labels or class names.
@@ -50,55 +49,40 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
         own = metric_of(name)
         assert own is not None
         if own.kind != kind:
-            labels = "several labels" if multi_label else "one label"
-            raise DataError(
-                f"dataset {dataset.name} has {labels} per image, the metric {name} is for the other kind"
-            )
+            labels, other = ("several labels", "one") if multi_label else ("one label", "several")
+            raise DataError(f"dataset {dataset.name} has {labels} per image, the metric {name} needs {other}")
         if own.most is not None and not own.least <= classes <= own.most:
-            raise DataError(f"dataset {dataset.name} has {classes} classes, {name} is for {own.most}")
+            raise DataError(
+                f"dataset {dataset.name} has {classes} classes, the metric {name} needs {own.most}"
+            )
         if own.needs_superclasses and not dataset.superclasses:
-            raise DataError(f"dataset {dataset.name} has no superclasses, which {name} needs")
+            raise DataError(f"dataset {dataset.name} has no superclasses, which the metric {name} needs")
     return tuple(chosen)
 
 
 def classification_scores(
     answers: Answers, *, task: str, metrics: Sequence[str] = (), setting: str = ""
 ) -> list[Score]:
-    """Score a classifier's answers.
+    """Score a classifier.
 
     Args:
-        answers: of one classifier on one dataset.
+        answers: of the classifier on a dataset.
         task: for the scores, such as "zero-shot".
-        metrics: those of a card; only classification metrics are used; none for the default ones.
+        metrics: those of a card, of which classification metrics are used; empty for the default ones.
         setting: for the scores, such as "4-shot".
 
     Raises:
-        DataError: a metric does not apply to the dataset, or is not defined for these labels.
+        DataError: a metric does not apply to the dataset, or is undefined for its labels.
     """
-    dataset, scores = answers.dataset, []
-    for name in fitting_metrics(dataset, metrics):
-        score = metric_score(
-            dataset,
-            name,
-            answers,
-            task=task,
-            prompt_set=dataset.prompt_set if task == "zero-shot" else "",
-            setting=setting,
-        )
-        assert score is not None, "classification metrics are always defined"
-        scores.append(score)
-    return scores
+    dataset = answers.dataset
+    prompt_set = dataset.prompt_set if task == "zero-shot" else ""
+    names = fitting_metrics(dataset, metrics)
+    return metric_scores(dataset, names, answers, task=task, prompt_set=prompt_set, setting=setting)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Texts that a model's tokenizer turns into the same tokens, so that no model can tell them apart.
-#
-# They differ in what the tokenizer drops (letter case, spacing, Unicode form) or behind the context length.
-# Published class lists contain such names ("missile" is two classes of ImageNet), so scores are computed as
-# elsewhere: between such texts rounding or the order of classes decides. One line per dataset says how many
-# images that concerns.
-#
-# Letters in shape comments: N images, C classes.
+# Texts that the model's tokenizer turns into the same tokens. They differ in what the tokenizer drops (letter case,
+# spacing, Unicode form) or beyond the context length. Published class lists contain equal names ("missile" is two
+# classes of ImageNet), so scores are computed as elsewhere, and a warning counts the images concerned.
 
 _SHOWN = 60  # characters of a text in a message
 
@@ -140,7 +124,7 @@ def report_captions(subject: Subject) -> None:
 
 
 def report_choices(subject: Subject) -> None:
-    """Warn of images whose right caption has the same tokens as a different, wrong one."""
+    """Warn of images whose right caption has the same tokens as a wrong one that differs from it."""
     choices = subject.dataset.choices
     if choices is None:
         return
@@ -160,40 +144,28 @@ def _shown(texts: Sequence[str]) -> str:
     return some([repr(text[:_SHOWN]) for text in texts])
 
 
-def zero_shot(subject: Subject, *, calibration: bool = False) -> list[Score]:
-    """The subject's metrics; where it names none, the default ones.
+def zero_shot(subject: Subject, options: Options) -> Outcome:
+    """Run the task ``zero-shot``.
 
-    Args:
-        subject: the model and the dataset.
-        calibration: whether to add the expected calibration error, if images have one label, and the accuracy by
-            superclass, if the dataset has superclasses.
+    With details, there are also the expected calibration error, if images have one label, and the accuracy by
+    superclass, if the dataset has superclasses.
 
     Raises:
         DataError: the dataset has no labels or class names, or a metric does not apply to it.
     """
-    dataset = subject.dataset
-    answers = Answers(
-        dataset, subject.images().projected, subject.class_weights(), subject.logit_scale, subject.device
-    )
-    metrics = fitting_metrics(dataset, subject.metrics)
-    if calibration and answers.labels.dim() == 1:
-        metrics += ("ece",)
-    if calibration and dataset.superclasses:
-        metrics += ("superclass_acc1",)
-    return classification_scores(answers, task="zero-shot", metrics=tuple(dict.fromkeys(metrics)))
-
-
-def run_zero_shot(subject: Subject, options: Options) -> Outcome:
-    """The task ``zero-shot``."""
     report_classes(subject)
+    dataset = subject.dataset
+    features, weights = subject.images().projected, subject.class_weights()
+    answers = Answers(dataset, features, weights, subject.logit_scale, subject.device)
+    metrics = fitting_metrics(dataset, subject.metrics)
+    if options.details and answers.labels.dim() == 1:
+        metrics += ("ece",)
+    if options.details and dataset.superclasses:
+        metrics += ("superclass_acc1",)
+    scores = classification_scores(answers, task="zero-shot", metrics=tuple(dict.fromkeys(metrics)))
     if not options.details:
-        return Outcome(scores=zero_shot(subject))
+        return Outcome(scores=scores)
     details = zero_shot_details(
-        subject.dataset,
-        subject.images().projected,
-        subject.class_weights(),
-        subject.logit_scale,
-        seed=options.seed,
-        device=subject.device,
+        dataset, features, weights, subject.logit_scale, seed=options.seed, device=subject.device
     )
-    return Outcome(scores=zero_shot(subject, calibration=True), details=[details])
+    return Outcome(scores=scores, details=[details])

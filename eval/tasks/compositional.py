@@ -1,16 +1,15 @@
-"""Whether a model tells captions apart that differ in the order or choice of words, and what belongs to a cue.
+"""The task ``compositional``: choose between captions that differ in word order or choice, or images of a cue.
 
-Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two images an item
-SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``; where the metadata says the relation or the pair
-                    of attributes that an image tests, ``mean_per_group_accuracy`` of all of them, and
-                    ``macro_accuracy`` as ARO's authors take it: without relations that they call symmetric, and
-                    of pairs with at least 25 images
-WinoGAViL           ``jaccard``, by the number of candidates ``jaccard_5`` …, and ``jaccard_10-12``, which DataComp
-                    counts: datasets with an ``association``
+Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two images per item
+SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``. If the metadata names the relation or pair of
+                    attributes that an image tests, also ``mean_per_group_accuracy``, and ``macro_accuracy`` as
+                    ARO's authors compute it: without symmetric relations, and pairs with at least 25 images
+WinoGAViL           ``jaccard``, and by number of candidates ``jaccard_5`` … and ``jaccard_10-12``, which DataComp
+                    reports: datasets with an ``association``
 
-A tie is counted as wrong everywhere. Equal captions are encoded once.
+A tie counts as wrong.
 
-Letters in shape comments: N images, T distinct texts, D embedding dimension, I items.
+Dimensions: N images, T distinct texts, D embedding dimension, I items, K captions of an image.
 """
 
 from collections.abc import Sequence
@@ -20,51 +19,40 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.datasets.dataset import choices_of
-from eval.metrics import METRICS, Choices, Winoground, jaccard_index, pairwise_correct, winoground
-from eval.results.scores import Score
+from eval.metrics import METRICS, Choices, jaccard_index, pairwise_correct, winoground
 from eval.tasks import Options
 from eval.tasks.classify import report_choices
-from eval.tasks.subject import Outcome, Subject, metric_score
+from eval.tasks.subject import Outcome, Subject, metric_scores
 
-__all__ = ["compositional", "run_compositional"]
+__all__ = ["compositional"]
 
-_GROUPS = ("relation", "attribute")
 _ENOUGH = 25  # images, for a pair of attributes to count
 _BLOCK = 16_384  # images whose similarities are computed at a time
 
 
-def compositional(subject: Subject) -> list[Score]:
-    """The scores named above, of the dataset's kind.
-
-    Raises:
-        DataError: the dataset has no choices, or its items are not pairs of images.
-    """
+def compositional(subject: Subject, options: Options) -> Outcome:
+    """Run the task ``compositional``; DataError if there are no choices, or items are not pairs of images."""
+    report_choices(subject)
     dataset = choices_of(subject.dataset)
     if dataset.choices is None:
         found = _associations(subject)
     elif dataset.items is not None:
-        found = Choices(winoground=_winoground(subject, dataset.choices))
+        found = _winoground(subject, dataset.choices)
     else:
         found = _pairwise(subject, dataset.choices)
     names = [name for name, metric in METRICS.items() if metric.kind == "compositional"]
     names[names.index("jaccard") + 1 : -1] = [f"jaccard_{size}" for size in found.sizes.unique().tolist()]
-    scores = (metric_score(dataset, name, found, task="compositional") for name in names)
-    return [score for score in scores if score is not None]
-
-
-def run_compositional(subject: Subject, options: Options) -> Outcome:
-    """The task ``compositional``."""
-    report_choices(subject)
-    return Outcome(scores=compositional(subject))
+    return Outcome(scores=metric_scores(dataset, names, found, task="compositional"))
 
 
 def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
-    """Each image with its own captions, of which the first is right; by group as ARO's authors count them."""
+    """Compare each image with its own captions, the first of which is right."""
     metadata = subject.dataset.metadata
-    similarity = _similarities(subject, choices)  # (N, longest), -inf where an image has fewer
+    similarity = _similarities(subject, choices)  # (N, K), -inf if an image has fewer captions
     correct = pairwise_correct(similarity[:, 0], similarity[:, 1:])  # (N,)
     chance = float(torch.tensor([1 / len(own) for own in choices], dtype=torch.float64).mean())
-    name = next((name for name in _GROUPS if name in metadata and similarity.shape[1] == 2), None)
+    grouped = (one for one in ("relation", "attribute") if one in metadata and similarity.shape[1] == 2)
+    name = next(grouped, None)
     if name is None:
         return Choices(chance=chance, correct=correct)
     _, group = metadata[name].unique(return_inverse=True)
@@ -77,8 +65,8 @@ def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
     return Choices(chance=chance, correct=correct, groups=right, counted_groups=right[counted])
 
 
-def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> Winoground:
-    """Items of two images, each with its own caption first and then the other's."""
+def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
+    """Compare the two images of each item with both captions; an image's own caption comes first."""
     dataset = subject.dataset
     assert dataset.items is not None
     order = dataset.items.argsort(stable=True)  # (N,)
@@ -90,11 +78,12 @@ def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> Winogroun
     ):
         raise DataError(f"dataset {dataset.name}: its items are not two images with each other's captions")
     similarity = _similarities(subject, choices)[order].reshape(len(items), 2, 2)  # (I, image, own or other)
-    return winoground(torch.stack([similarity[:, 0], similarity[:, 1].flip(1)], dim=1))  # (I, image, caption)
+    pairs = torch.stack([similarity[:, 0], similarity[:, 1].flip(1)], dim=1)  # (I, image, caption)
+    return Choices(winoground=winoground(pairs))
 
 
 def _associations(subject: Subject) -> Choices:
-    """Candidates of all cues; a model picks as many as belong to each cue."""
+    """Let the model pick the images of each cue."""
     dataset = subject.dataset
     assert dataset.items is not None and dataset.captions is not None
     similarity = _similarities(subject, dataset.captions)[:, 0]  # (N,)
@@ -108,26 +97,26 @@ def _associations(subject: Subject) -> Choices:
 
 
 def _jaccard_of_chance(sizes: Tensor, picks: Tensor) -> Tensor:
-    """(I,) the mean Jaccard index of random picks of k among n, of which k are right: hypergeometric."""
+    """Return the mean Jaccard index of k random picks among n, k of which are right (hypergeometric), (I,)."""
+
+    def log_choose(n: int, k: Tensor) -> Tensor:
+        k = k.double()
+        log_factorial = torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64))
+        return log_factorial - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+
     found = {}
     for n, k in {(int(n), int(k)) for n, k in zip(sizes, picks, strict=True)}:
         hits = torch.arange(max(0, 2 * k - n), k + 1, dtype=torch.float64)
-        log = _log_choose(k, hits) + _log_choose(n - k, k - hits) - _log_choose(n, torch.tensor(float(k)))
+        log = log_choose(k, hits) + log_choose(n - k, k - hits) - log_choose(n, torch.tensor(float(k)))
         found[n, k] = float((log.exp() * hits / (2 * k - hits)).sum())
     return torch.tensor([found[int(n), int(k)] for n, k in zip(sizes, picks, strict=True)])
 
 
-def _log_choose(n: int, k: Tensor) -> Tensor:
-    k = k.double()
-    return (
-        torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64))
-        - torch.lgamma(k + 1)
-        - torch.lgamma(n - k + 1)
-    )
-
-
 def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
-    """(N, K) float32 cosines of each image with its own texts, -inf where it has fewer than the longest list."""
+    """Return (N, K) float32 cosines of each image with its own texts, -inf if it has fewer than K.
+
+    Equal texts are encoded once.
+    """
     number: dict[str, int] = {}
     for own in texts:
         for text in own:
@@ -142,7 +131,7 @@ def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
     for start in range(0, len(column), _BLOCK):
         part = column[start : start + _BLOCK].to(subject.device)  # (B, K)
         own_images = images[start : start + _BLOCK].to(subject.device).float()  # (B, D)
-        for k in range(longest):  # a gathered (B, K, D) would take K times the memory
+        for k in range(longest):  # gathering (B, K, D) would take K times the memory
             cosine = (own_images * features[part[:, k].clamp(min=0)]).sum(dim=1)  # (B,)
             found[start : start + _BLOCK, k] = cosine.masked_fill(part[:, k] < 0, -torch.inf).cpu()
     return found

@@ -1,16 +1,12 @@
-"""Fine-tuning: the image tower and a head of classes trained together on the training split, by ``train.py``.
+"""The task ``fine-tune``: train the image tower and a classification head on the training split with ``train.py``.
 
-The head begins as the zero-shot classifier of the dataset's prompts, so that the training begins with its answers
-(WiSE-FT, Wortsman et al. 2022, arXiv 2109.01903), and images are told apart by their cosine with its rows. Of
-several learning rates the one is taken that is best on validation images; then the model is trained once more, on
-training and validation images together, and tested once. Validation images are those of the split ``val``, or a
-fifth of each class of ``train``, as for the linear probe. With one rate there is nothing to choose.
+The head starts as the zero-shot classifier (WiSE-FT, Wortsman et al. 2022, arXiv 2109.01903), and logits are
+cosines with its rows. Of several learning rates the best on validation images is chosen; the model is then trained
+again, on training and validation images, and tested once. Trainings follow configs/finetune.toml with all layers
+trained from the start and no weight averages.
 
-Trainings are ``train.py``'s own, by configs/finetune.toml with all layers trained from the start and no averages.
-They, the rates that were tried and a copy of the images lie in a folder that their inputs name: what was stopped
-goes on, and nothing is trained twice.
-
-Letters in shape comments: N images, O embedding dimension, C classes.
+The trainings, the scores by rate and a copy of the images are kept in a folder named after a digest of their
+inputs: interrupted trainings resume, and nothing is trained twice.
 """
 
 import hashlib
@@ -29,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
@@ -48,50 +44,40 @@ from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of
 from eval.features.encoder import Encoder, dtype_name
 from eval.metrics import Answers
 from eval.results.details import prediction_details
-from eval.results.scores import Score, latest_results
-from eval.tasks import RATES, Options
+from eval.results.scores import latest_results
+from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
-from eval.tasks.logistic import carve
-from eval.tasks.probe import check_carved, check_classes, learned, tuning_metric
+from eval.tasks.probe import NothingToTuneOn, learn_and_tune, training_split, tuning_metric
 from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["ClassTraining", "Diverged", "FineTuned", "Picture", "fine_tune", "only_one", "run_fine_tune"]
+__all__ = ["ClassTraining", "Diverged", "LabelledImage", "fine_tune", "only_one"]
 
-
-# --------------------------------------------------------------------------------------------------------------
-# Trains classifiers by ``train.py``: labelled images as shards, a head that it begins with, and its runs.
-#
-# Everything lies in one folder and is made once, whichever process comes first. A run that was stopped goes on.
-
+_log = logging.getLogger("eval")
 _PROGRAM = Path(__file__).parents[2] / "train.py"
 _CONFIG = _PROGRAM.parent / "configs" / "finetune.toml"
 _FORMATS = {b"\x89P": "png", b"RI": "webp", b"GI": "gif", b"BM": "bmp", b"II": "tif", b"MM": "tif"}
-_PICTURES, _HEAD, _NAMES = "pictures", "head", "classnames.txt"
-_HELD = "another training"  # says train.py of a run that an orphan of a killed process still trains
-_WAIT = 1.0  # seconds between two looks at what another process does
-_MINUTES = 10  # between two checkpoints
-_THREADS, _PIECE = 4, 256  # that read images, and how many of these at a time
+_PICTURES, _HEAD = "pictures", "head"
+_HELD = "another training"  # in train.py's error about a run that an orphaned process still trains
+_WAIT = 1.0  # seconds between two looks at another process
 _KEPT = "what was trained is kept, and the same command goes on from there"
 
-_NOT_FINITE = "not_finite*.jsonl"  # that a training leaves whose loss or gradient is no number
-
-Picture: TypeAlias = tuple[EvalDataset, int, int]  # a dataset, the number in it, the class
+LabelledImage = tuple[EvalDataset, int, int]  # a dataset, the number of the image, its class
 
 
 class Diverged(DataError):
-    """The loss or the gradient of a training became a number that is not finite."""
+    """The loss or the gradient of a training became NaN or infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTraining:
-    """A folder of trainings of one model on one set of labelled images.
+    """A folder of trainings of one model on one set of images.
 
     Attributes:
-        folder: where they lie.
+        folder: of the trainings.
         epochs: times that each image is seen.
-        batch_size: images of a step over all devices; fewer where there are fewer.
+        batch_size: over all devices; reduced to the number of images.
         seed: of the order and the crops.
-        device: where to train; on CUDA, all GPUs of this machine.
+        device: of the trainings; on CUDA, all GPUs of this machine are used.
     """
 
     folder: Path
@@ -104,16 +90,16 @@ class ClassTraining:
         self,
         head: CLIP,
         names: Sequence[str],
-        learn: Sequence[Picture],
-        tune: Sequence[Picture],
+        learn: Sequence[LabelledImage],
+        tune: Sequence[LabelledImage],
     ) -> None:
-        """Write the head and the images, unless they are there.
+        """Write the head and the images unless they exist.
 
         Args:
-            head: what trainings begin with, see ``with_class_head``.
+            head: the initial model, see ``with_class_head``.
             names: of its classes.
-            learn: the images to learn from.
-            tune: those to choose a learning rate on.
+            learn: images to learn from.
+            tune: images to choose a learning rate on.
 
         Raises:
             DataError: an image cannot be read or decoded.
@@ -123,11 +109,11 @@ class ClassTraining:
             save_model(head, self.folder / _HEAD)
         if (self.folder / _PICTURES).exists():
             return
-        for left in self.folder.glob(f".{_PICTURES}.partial-*"):  # by one that was killed
+        for left in self.folder.glob(f".{_PICTURES}.partial-*"):  # by a killed process
             shutil.rmtree(left, ignore_errors=True)
         with DatasetWriter(self.folder / _PICTURES) as writer:
-            for split, pictures in (("train", learn), (TEST, tune)):
-                for place, (image, label) in enumerate(_read(pictures)):
+            for split, images in (("train", learn), (TEST, tune)):
+                for place, (image, label) in enumerate(_read(images)):
                     record = Record(
                         key=f"{place:08d}",
                         image=image,
@@ -139,7 +125,7 @@ class ClassTraining:
             writer.finish({"name": "val"}, class_names=names, templates=["{c}"])
 
     def tuned(self, head: CLIP, rate: float, say: str) -> Mapping[str, float]:
-        """Train on the images to learn from; the metrics of those to tune on at the end."""
+        """Train on the images to learn from; return the metrics of the images to tune on."""
         run = self.folder / f"rate_{rate!r}"
         steps = self._train(
             head, run, rate, ("train",), say, "eval.data=" + json.dumps([str(self.folder / _PICTURES)])
@@ -148,14 +134,14 @@ class ClassTraining:
         return {line["metric"]: float(line["value"]) for line in lines}
 
     def final(self, head: CLIP, rate: float, say: str) -> Path:
-        """Train on all images; the run."""
+        """Train on all images; return the run folder."""
         run = self.folder / f"final_{rate!r}"
         splits = [one for one in ("train", TEST) if (self.folder / _PICTURES / one).is_dir()]
         self._train(head, run, rate, splits, say, "eval.data=[]")
         return run
 
     def _train(self, head: CLIP, run: Path, rate: float, splits: Sequence[str], say: str, *more: str) -> int:
-        """Train to the end, whatever was made before; how many steps that are."""
+        """Train, or resume, to the end; return the number of steps."""
         pictures, log = self.folder / _PICTURES, run.with_name(f"{run.name}.log")
         counts: dict[str, int] = json.loads((pictures / "card.json").read_text(encoding="utf-8"))["samples"]
         samples = sum(counts[one] for one in splits)
@@ -163,11 +149,11 @@ class ClassTraining:
         steps = max(1, round(self.epochs * samples / batch_size))
         given: Mapping[str, object] = {
             **_model_settings(head), "model.weights": str(self.folder / _HEAD),
-            "model.text": f"classes:{pictures / _NAMES}", "loss.name": "classes", "loss.same": "negatives",
+            "model.text": f"classes:{pictures}/classnames.txt", "loss.name": "classes", "loss.same": "negatives",
             "data.train": [str(pictures / one) for one in splits], "data.last": "wrap", "data.max_bad": 0.0,
             "data.workers": min(4, os.cpu_count() or 1), "out": str(run), "seed": self.seed, "steps": steps,
             "batch_size": batch_size, "optim.lr": rate, "optim.warmup": steps // 10, "optim.average": 0.0,
-            "lock.unfreeze_every": 0, "checkpoint.every_steps": 0, "checkpoint.every_minutes": _MINUTES,
+            "lock.unfreeze_every": 0, "checkpoint.every_steps": 0, "checkpoint.every_minutes": 10,
             "checkpoint.keep": 1, "eval.every_steps": 0, "log.tensorboard": False,
         }  # fmt: skip
         settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
@@ -175,21 +161,21 @@ class ClassTraining:
         told = False
         while error := self._run([*settings, *more], log, batch_size):
             if _HELD not in error:
-                kind = Diverged if any(run.glob(_NOT_FINITE)) else DataError
-                raise kind(f"{say}: {error.removeprefix('error: ')} (all of it: {log})")
+                kind = Diverged if any(run.glob("not_finite*.jsonl")) else DataError
+                raise kind(f"{say}: {error.removeprefix('error: ')} (full log: {log})")
             if not told:
                 print(f"{error.removeprefix('error: ')}; waiting for it", file=sys.stderr, flush=True)
                 told = True
             time.sleep(_WAIT)
         made = latest_checkpoint(run)
-        if made is None or step_of(made.name) < steps:  # train.py was asked to stop, and not by us
+        if made is None or step_of(made.name) < steps:  # another process stopped train.py
             at = f" at step {step_of(made.name)} of {steps}" if made is not None else ""
             raise DataError(f"{say}: it was stopped{at}; {_KEPT}")
         return steps
 
     def _run(self, settings: Sequence[str], log: Path, batch_size: int) -> str:
-        """Its last line where it fails; nothing where it ends well or was asked to stop."""
-        # normalization by batches needs two images on each
+        """Run train.py; return its error, or "" if it ended normally or was stopped."""
+        # batch normalization needs two images on each
         gpus = min(torch.cuda.device_count(), batch_size // 2) if self.device.type == "cuda" else 0
         launch = (
             ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
@@ -201,20 +187,20 @@ class ClassTraining:
             try:
                 status = process.wait()
             except KeyboardInterrupt as stop:
-                process.terminate()  # it saves, and goes on from there the next time
+                process.terminate()  # it saves a checkpoint
                 process.wait()
                 raise KeyboardInterrupt(_KEPT) from stop
-        if status == 0 or status > 128:  # 128 + the signal that has asked it to stop
+        if status == 0 or status > 128:  # 128 + the signal that stopped it
             return ""
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         return next((line for line in lines if line.startswith("error: ")), f"it ended with status {status}")
 
 
-def _read(pictures: Sequence[Picture]) -> Iterator[tuple[bytes, int]]:
-    """The bytes and the class of each, in order; a training would find one that does not decode much later."""
+def _read(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
+    """Yield the bytes and the class of each image after checking that it decodes."""
 
-    def read(picture: Picture) -> tuple[bytes, int]:
-        dataset, number, label = picture
+    def read(one: LabelledImage) -> tuple[bytes, int]:
+        dataset, number, label = one
         try:
             image = dataset.images.read(number)
             decode_image(image)
@@ -222,18 +208,18 @@ def _read(pictures: Sequence[Picture]) -> Iterator[tuple[bytes, int]]:
             raise DataError(f"{dataset.where(number)}: {error}; mend or remove it") from error
         return image, label
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for start in range(0, len(pictures), _PIECE):
-            yield from pool.map(read, pictures[start : start + _PIECE])
+    with ThreadPoolExecutor(4) as pool:
+        for start in range(0, len(images), 256):
+            yield from pool.map(read, images[start : start + 256])
 
 
 def _model_settings(head: CLIP) -> dict[str, object]:
-    """The settings with which train.py builds the same image tower; its text tower is not looked at.
+    """Return the settings with which train.py builds the same image tower.
 
-    A model has lost its name where it has a bias (of the sigmoid loss) or images of another size.
+    A model with the bias of the sigmoid loss or another image size has no name of its own.
 
     Raises:
-        ConfigError: it has none, as train.py knows no such image tower by a name.
+        ConfigError: train.py knows no such image tower by name.
     """
     name, *others = head.name.split(" + ")
     image = next((one for one in others if one.startswith("timm:")), "")
@@ -243,7 +229,7 @@ def _model_settings(head: CLIP) -> dict[str, object]:
         shape = None
         with suppress(ConfigError):
             shape = architecture(known, image=image, image_size=size)
-        if shape is not None:  # how fresh weights would be drawn does not count: exports do not tell of it
+        if shape is not None:  # initialization does not matter, and exports do not store it
             shape = replace(shape, logit_bias=wanted.logit_bias, small_data=wanted.small_data)
         if shape is not None and replace(shape, text=wanted.text) == wanted:
             return {"model.name": known, "model.image": image, "model.image_size": size}
@@ -255,16 +241,14 @@ def _model_settings(head: CLIP) -> dict[str, object]:
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Wait until no other process trains in a folder, which is made if it is not there.
+    """Wait until no other process trains in a folder; create it if it does not exist.
 
     Raises:
         ConfigError: its name cannot be a training's.
-        DataError: it cannot be made or written, or what lies there is damaged.
+        DataError: it cannot be created or written, or what is in it is damaged.
     """
     if "{" in str(folder) or "}" in str(folder):
-        raise ConfigError(
-            f"{folder} has braces, which would stand for several names: give another folder by --runs"
-        )
+        raise ConfigError(f"{folder} has braces, which would be expanded: give another folder by --runs")
     made = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -290,7 +274,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _stopped_like_ctrl_c() -> Iterator[None]:
-    """Have SIGTERM, and SIGHUP unless nohup ignores it, raise KeyboardInterrupt: no training is left alone."""
+    """Raise KeyboardInterrupt on SIGTERM, and SIGHUP unless nohup ignores it, so that no training is orphaned."""
     numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
@@ -303,71 +287,38 @@ def _stopped_like_ctrl_c() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-_RATES = "rates.json"
-_log = logging.getLogger("eval")
-_DIGITS = 16
-
-_Pictures = list[Picture]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FineTuned:
-    """What came of it.
-
-    Attributes:
-        scores: of the test images.
-        answers: the model's.
-        setting: as in the scores.
-        run: the training whose model it is; ``clipkit.load`` takes it.
-        rate: its learning rate.
-        tuned_on: the images that it was chosen on; "" where there was one.
-    """
-
-    scores: tuple[Score, ...]
-    answers: Answers
-    setting: str
-    run: Path
-    rate: float
-    tuned_on: str
-
-
-def fine_tune(
-    subject: Subject,
-    *,
-    epochs: float = 10,
-    rates: Sequence[float] = RATES,
-    batch_size: int = 128,
-    seed: int = 0,
-    runs: Path | None = None,
-) -> FineTuned:
-    """The subject's metrics of the model fine-tuned to the dataset.
-
-    Args:
-        subject: with a split ``train`` of one label per image, and ``val`` or not.
-        epochs: times that each image is seen.
-        rates: learning rates to choose from.
-        batch_size: images of a step.
-        seed: of the images to tune on where the dataset has none for it, and of the order of the others.
-        runs: where the trainings lie; "fine-tune" in the cache folder if not given.
+def fine_tune(subject: Subject, options: Options) -> Outcome:
+    """Run the task ``fine-tune``.
 
     Raises:
-        DataError: nothing to learn from, or a training has failed.
-        ConfigError: the model cannot be trained by name, or several processes are at this.
+        DataError: nothing to learn from, or a training failed.
+        ConfigError: train.py cannot build the model by name, or there are several ranks.
     """
     if subject.encoder.ranks.world > 1:
         raise ConfigError("fine-tune starts processes of its own on all GPUs: run it without torchrun")
-    rates = tuple(map(float, rates))
-    _check_options(epochs, rates, batch_size)
-    dataset = subject.dataset
+    dataset, rates = subject.dataset, tuple(map(float, options.rates))
     metrics = fitting_metrics(dataset, subject.metrics)
-    learn, tune, tuned_on = _splits(subject, seed, choose=len(rates) > 1)
+    train = training_split(subject, "train", "fine-tuning", unseen="which are known by their prompts alone")
+    if labels_of(train).ndim != 1:
+        raise DataError(f"dataset {dataset.name} has several labels per image, fine-tuning takes one")
+    if len(rates) > 1 or (dataset.split != "val" and subject.split("val") is not None):
+        try:
+            chosen, held, tuned_on = learn_and_tune(subject, train, options.seed)
+        except NothingToTuneOn as error:
+            raise DataError(f"{error}; one rate, by --rates, needs none") from error
+        learn, tune = _images(*chosen), _images(*held)
+    else:
+        learn, tune, tuned_on = _images(train, None), [], ""
     names = distinct_names(dataset.class_names)
     head = with_class_head(subject.encoder.model, names, subject.class_weights().T)
-    folder = _runs_folder(runs) / _name(subject, head, learn, tune, (epochs, batch_size, seed))
+    epochs, batch_size = options.epochs, options.fine_tune_batch
+    try:
+        runs = cache_folder() / "fine-tune" if options.runs is None else options.runs.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"--runs {options.runs}: {error}") from error
+    folder = runs / _name(subject, head, learn, tune, (epochs, batch_size, options.seed))
     training = ClassTraining(
-        folder=folder, epochs=epochs, batch_size=batch_size, seed=seed, device=subject.device
+        folder=folder, epochs=epochs, batch_size=batch_size, seed=options.seed, device=subject.device
     )
     metric = tuning_metric(metrics if subject.metrics else (), labels_of(dataset))
     with only_one(folder):
@@ -375,62 +326,48 @@ def fine_tune(
         rate = rates[0] if len(rates) == 1 else _best(training, head, rates, metric, dataset.name)
         run = training.final(head, rate, f"fine-tuning on {dataset.name} at rate {rate:g}, for the test")
         model = clipkit.load(run, device=str(subject.device))
-    answers = _answers(subject, model, names)
+    encoder = Encoder(model, store=subject.encoder.store, batch_size=subject.encoder.batch_size)
+    with torch.no_grad():
+        answers = Answers(
+            dataset,
+            encoder.images(dataset).projected,
+            torch.as_tensor(clipkit.encode_text(names, model)).T.contiguous(),
+            float(model.logit_scale.exp()),
+            subject.device,
+        )
     setting = f"{epochs:g} epochs"
     scores = classification_scores(answers, task="fine-tune", metrics=metrics, setting=setting)
-    return FineTuned(
-        scores=tuple(scores), answers=answers, setting=setting, run=run, rate=rate,
-        tuned_on=tuned_on,
-    )  # fmt: skip
+    _log.warning("dataset %s: the fine-tuned model is %s", dataset.name, run)
+    if not options.details:
+        return Outcome(scores=scores)
+    details = prediction_details(
+        dataset,
+        answers.top.classes[:, 0],
+        task="fine-tune",
+        setting=setting,
+        confidence=answers.top.probabilities[:, 0],
+    )
+    tuned_on = tuned_on if len(rates) > 1 else ""
+    return Outcome(scores=scores, details=[replace(details, tuned_on=tuned_on, chosen_rate=rate)])
 
 
-def _splits(subject: Subject, seed: int, *, choose: bool) -> tuple[_Pictures, _Pictures, str]:
-    """Images to learn from, images to tune on, and what the latter are called."""
-    dataset = subject.dataset
-    train = learned(subject, "train", "fine-tuning", unseen="which prompts alone tell of")
-    labels = labels_of(train)
-    if labels.ndim != 1:
-        raise DataError(f"dataset {dataset.name} has several labels per image, fine-tuning takes one")
-    # images that are scored are not tuned on
-    val = subject.split("val") if dataset.split != "val" else None
-    if val is not None:
-        check_classes(dataset, val)
-        return _pictures(train), _pictures(val), "val" if choose else ""
-    if not choose:
-        return _pictures(train), [], ""
-    kept, tuned = carve(labels, revision=train.revision, seed=seed)
-    try:
-        check_carved(train, labels, tuned)
-    except DataError as error:
-        raise DataError(f"{error}; one rate, by --rates, needs none") from error
-    return _pictures(train, kept.tolist()), _pictures(train, tuned.tolist()), "a fifth of train"
-
-
-def _pictures(dataset: EvalDataset, chosen: Sequence[int] | None = None) -> _Pictures:
+def _images(dataset: EvalDataset, chosen: Tensor | None) -> list[LabelledImage]:
     labels = labels_of(dataset).tolist()
-    return [
-        (dataset, number, labels[number]) for number in (range(len(labels)) if chosen is None else chosen)
-    ]
+    numbers = range(len(labels)) if chosen is None else chosen.tolist()
+    return [(dataset, number, labels[number]) for number in numbers]
 
 
-def _check_options(epochs: float, rates: Sequence[float], batch_size: int) -> None:
-    if not rates or not all(0 < rate < math.inf for rate in rates):
-        raise ConfigError(f"rates = {list(rates)} does not fit: one learning rate above 0, or several")
-    if not 0 < epochs < math.inf or batch_size < 1:
-        raise ConfigError(f"epochs = {epochs} and batch_size = {batch_size} do not fit: both must be above 0")
+def _name(
+    subject: Subject,
+    head: CLIP,
+    learn: Sequence[LabelledImage],
+    tune: Sequence[LabelledImage],
+    options: tuple[float, ...],
+) -> str:
+    """Name the folder after the dataset and a digest of all that trainings depend on except the rate.
 
-
-def _runs_folder(given: Path | None) -> Path:
-    try:
-        return cache_folder() / "fine-tune" if given is None else given.expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"--runs {given}: {error}") from error
-
-
-def _name(subject: Subject, head: CLIP, learn: _Pictures, tune: _Pictures, options: tuple[float, ...]) -> str:
-    """Of the folder: the dataset's, and a digest of all that trainings depend on but the rate.
-
-    The head's rows are named by what they are made of: their last bits depend on which texts were encoded together.
+    The head is identified by its inputs, because the last bits of its rows depend on which texts were encoded
+    together.
     """
     model, dataset = subject.encoder.model, subject.dataset
     of_head = [model_hash(model), dtype_name(model), dataset.prompts(), head.architecture.to_dict()]
@@ -439,22 +376,39 @@ def _name(subject: Subject, head: CLIP, learn: _Pictures, tune: _Pictures, optio
         of = [[one.split, one.stamp, number, label] for one, number, label in pictures]
         digest.update(json.dumps(of).encode())
     plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in dataset.name)[:40]
-    return f"{plain}-{digest.hexdigest()[:_DIGITS]}"
+    return f"{plain}-{digest.hexdigest()[:16]}"
 
 
 def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: str, name: str) -> float:
-    """The rate that gives most on the images to tune on; of equals the first.
+    """Return the rate with the best metric on the images to tune on; of equal ones, the first.
+
+    The metrics of each rate are kept in a file, its training is not.
 
     Raises:
-        DataError: all diverge, or a training has failed.
+        DataError: all rates diverge, or a training failed.
     """
-    tried = _tried(training, head, rates, f"fine-tuning on {name}")
+    file = training.folder / "rates.json"
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # a damaged file is rewritten
+        known = {}
+    kept = known.items() if isinstance(known, dict) else ()
+    tried: dict[str, Mapping[str, float]] = {key: values for key, values in kept if isinstance(values, dict)}
+    for number, rate in enumerate(rates, start=1):
+        if f"{rate!r}" not in tried:
+            try:
+                say = f"fine-tuning on {name} at rate {rate:g}, {number} of {len(rates)}"
+                tried[f"{rate!r}"] = training.tuned(head, rate, say)
+            except Diverged:
+                tried[f"{rate!r}"] = {}
+            write_atomic(file, json.dumps(tried))
+        shutil.rmtree(training.folder / f"rate_{rate!r}", ignore_errors=True)
     values = {rate: tried[f"{rate!r}"] for rate in rates}
-    if wild := [f"{rate:g}" for rate, value in values.items() if not value]:
-        if len(wild) == len(rates):
-            every = ", ".join(wild)
-            raise DataError(f"fine-tuning on {name} diverges at all of the rates {every}: give lower --rates")
-        _log.warning("dataset %s: at the rates %s the training diverges", name, ", ".join(wild))
+    if diverged := [f"{rate:g}" for rate, value in values.items() if not value]:
+        shown = ", ".join(diverged)
+        if len(diverged) == len(rates):
+            raise DataError(f"fine-tuning on {name} diverges at all of the rates {shown}: give lower --rates")
+        _log.warning("dataset %s: at the rates %s the training diverges", name, shown)
     rate = max(rates, key=lambda one: values[one].get(metric, values[one].get("acc1", -math.inf)))
     if rate in (min(rates), max(rates)):
         _log.warning(
@@ -464,68 +418,3 @@ def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: s
             "lowest" if rate == min(rates) else "highest",
         )
     return rate
-
-
-def _tried(
-    training: ClassTraining, head: CLIP, rates: Sequence[float], what: str
-) -> Mapping[str, Mapping[str, float]]:
-    """What each rate gives on the images to tune on, nothing where it diverges; kept, the trainings are not."""
-    file = training.folder / _RATES
-    tried = _read_tried(file)
-    for number, rate in enumerate(rates, start=1):
-        if f"{rate!r}" not in tried:
-            say = f"{what} at rate {rate:g}, {number} of {len(rates)}"
-            try:
-                tried[f"{rate!r}"] = training.tuned(head, rate, say)
-            except Diverged:
-                tried[f"{rate!r}"] = {}
-            write_atomic(file, json.dumps(tried))
-        shutil.rmtree(training.folder / f"rate_{rate!r}", ignore_errors=True)
-    return tried
-
-
-def _read_tried(file: Path) -> dict[str, Mapping[str, float]]:
-    """What was kept; a file that is damaged holds nothing, and its trainings are made again."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    kept = found.items() if isinstance(found, dict) else ()
-    return {rate: values for rate, values in kept if isinstance(values, dict)}
-
-
-@torch.no_grad()
-def _answers(subject: Subject, model: CLIP, names: Sequence[str]) -> Answers:
-    encoder = Encoder(model, store=subject.encoder.store, batch_size=subject.encoder.batch_size)
-    return Answers(
-        subject.dataset,
-        encoder.images(subject.dataset).projected,
-        torch.as_tensor(clipkit.encode_text(names, model)).T.contiguous(),
-        float(model.logit_scale.exp()),
-        subject.device,
-    )
-
-
-def run_fine_tune(subject: Subject, options: Options) -> Outcome:
-    """The task ``fine-tune``."""
-    found = fine_tune(
-        subject,
-        epochs=options.epochs,
-        rates=options.rates,
-        batch_size=options.fine_tune_batch,
-        seed=options.seed,
-        runs=options.runs,
-    )
-    _log.warning("dataset %s: the fine-tuned model is %s", subject.dataset.name, found.run)
-    if not options.details:
-        return Outcome(scores=list(found.scores))
-    top = found.answers.top
-    details = prediction_details(
-        subject.dataset,
-        top.classes[:, 0],
-        task="fine-tune",
-        setting=found.setting,
-        confidence=top.probabilities[:, 0],
-    )
-    details = replace(details, tuned_on=found.tuned_on, chosen_rate=found.rate)
-    return Outcome(scores=list(found.scores), details=[details])

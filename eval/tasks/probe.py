@@ -1,29 +1,21 @@
-"""Linear probe: logistic regression on what the image tower gives before its projection.
+"""Tasks that learn classes from the features of training images: linear-probe, few-shot and knn.
 
-The protocol is that of the CLIP paper (Radford et al. 2021, arXiv 2103.00020, appendix A.3): L-BFGS with at most
-1,000 steps; the strength λ = 1/C of the penalty from 1e-6 to 1e6 in 96 logarithmic steps, found by trying 1e-6,
-1e-4, … 1e6 and halving the interval around the peak down to 8 steps a decade, by what it gives on validation
-images; then fitted once more to training and validation images together, and tested once. Features are neither
-projected nor normalized.
+Features are those before the projection, not normalized, for linear-probe and few-shot; projected, of unit norm,
+for knn. Images to learn from and to tune on are a function of the training split's revision and the seed, not of
+the model.
 
-What the paper leaves open, and what is done here:
-
-* Validation images are those of the dataset's split ``val``; where it has none, a fifth of each class of
-  ``train``, drawn with a seed. ``LinearProbe.tuned_on`` says which.
-* They are scored by the dataset's primary metric; where that needs groups or is a calibration, by top-1 accuracy.
-  Of equal values the strongest penalty is taken.
-* Images with several labels (VOC 2007): one regression a class with one C for all, by 11-point mAP. How the
-  authors did it is not known.
-
-Letters in shape comments: N images, W width of a feature, C classes.
+Dimensions: N training images, Q images to classify, W features before the projection, D embedding dimension,
+C classes.
 """
 
+import hashlib
 import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,65 +24,198 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.terminal import counted
 from clipkit.model.probes import layer_count
 from eval.datasets.dataset import EvalDataset, NoSplit, labels_of, some
-from eval.metrics import METRICS, Answers, class_ranks, class_scores, top_classes
-from eval.metrics.ranks import full_float32
+from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
 from eval.results.details import prediction_details
 from eval.results.records import Details
 from eval.results.scores import Score
-from eval.tasks import ESTIMATORS, KS, SHOTS, Options
+from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
-from eval.tasks.logistic import (
-    LogisticFit,
-    LogisticProblem,
-    Rows,
-    carve,
-    draw_shots,
-    ridge_classifier,
-    shuffled_classes,
-)
+from eval.tasks.logistic import LogisticFit, LogisticProblem, Part, Rows
 from eval.tasks.subject import Outcome, Subject
 
 __all__ = [
     "LinearProbe",
     "LinearSweep",
     "Neighbours",
-    "check_carved",
-    "check_classes",
+    "NothingToTuneOn",
+    "carve",
+    "draw_shots",
     "few_shot",
     "halving_search",
     "interval_over_seeds",
     "knn",
-    "learned",
+    "learn_and_tune",
     "linear_probe",
     "linear_probes",
     "nearest_neighbours",
     "penalty_of",
-    "run_few_shot",
-    "run_knn",
-    "run_linear_probe",
+    "ridge_classifier",
+    "shuffled_classes",
     "sweep",
+    "training_split",
     "tuning_metric",
     "votes",
-    "with_ones",
 ]
+
+_log = logging.getLogger("eval")
+
+# Which images a task learns from and tunes on.
+
+CARVED = 5  # one of so many training images is tuned on
+
+
+class NothingToTuneOn(DataError):
+    """There is no split ``val``, and no class of ``train`` can spare an image for one."""
+
+
+def training_split(
+    subject: Subject, split: str, learner: str, *, unseen: str = "which are never predicted"
+) -> EvalDataset:
+    """Return a split to learn from, with the classes of the one that is scored.
+
+    Args:
+        subject: with the dataset.
+        split: name of the split.
+        learner: for messages.
+        unseen: what becomes of classes without training images, for a warning.
+
+    Raises:
+        DataError: there is no such split, or it has other classes.
+    """
+    dataset, train = subject.dataset, subject.split(split)
+    if train is None:
+        raise NoSplit(f"dataset {dataset.name} has no {split} split, which {learner} learns from")
+    if train.split == dataset.split:
+        raise DataError(
+            f"dataset {dataset.name}: {learner} learns from {split}, so score it on another split"
+        )
+    labels = _labels_like(dataset, train)
+    subject.count_overlap(split)
+    if labels.ndim == 1:
+        counts = torch.bincount(labels, minlength=len(dataset.class_names)).tolist()
+        if empty := [repr(name) for name, n in zip(dataset.class_names, counts, strict=True) if not n]:
+            _log.warning(
+                "dataset %s: classes without an image to learn from, %s: %s",
+                dataset.name,
+                unseen,
+                some(empty),
+            )
+    return train
+
+
+def _labels_like(dataset: EvalDataset, other: EvalDataset) -> Tensor:
+    """Return the labels of another split after checking that they mean the same."""
+    labels = labels_of(other)
+    if other.class_names != dataset.class_names or labels.ndim != labels_of(dataset).ndim:
+        raise DataError(
+            f"dataset {dataset.name}: its {other.split} split has other classes than {dataset.split}"
+        )
+    return labels
+
+
+def _one_label(dataset: EvalDataset, labels: Tensor, learner: str) -> None:
+    if labels.ndim != 1:
+        raise DataError(f"dataset {dataset.name} has several labels per image, {learner} takes one")
+
+
+Chosen = tuple[EvalDataset, Tensor | None]  # a split, and the numbers of its images or None for all
+
+
+def learn_and_tune(subject: Subject, train: EvalDataset, seed: int) -> tuple[Chosen, Chosen, str]:
+    """Choose the images to learn from and to tune on: the split ``val``, else a fifth of each class of ``train``.
+
+    Returns:
+        Both, and "val" or "a fifth of train".
+
+    Raises:
+        DataError: the split ``val`` has other classes, or no class has an image to spare.
+    """
+    dataset, labels = subject.dataset, labels_of(train)
+    # images that are scored are not tuned on
+    val = subject.split("val") if dataset.split != "val" else None
+    if val is not None:
+        _labels_like(dataset, val)
+        return (train, None), (val, None), "val"
+    learn, tune = carve(labels, revision=train.revision, seed=seed)
+    if not len(tune):
+        raise NothingToTuneOn(
+            f"dataset {train.name} has no val split, and no class of {train.split} can spare an image for one"
+        )
+    if labels.ndim == 1:
+        alone = (torch.bincount(labels) == 1).nonzero()[:, 0].tolist()
+        if alone:
+            _log.warning(
+                "dataset %s: classes with one image, which is learned from and not tuned on: %s",
+                train.name,
+                some([repr(train.class_names[i]) for i in alone]),
+            )
+    return (train, learn), (train, tune), "a fifth of train"
+
+
+def carve(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Split a training set into four fifths to learn from and one fifth to tune on.
+
+    Each class gives a fifth of its images, at least one unless it has a single image. With several labels per
+    image, (N, C) bool, it is a fifth of all images.
+
+    Returns:
+        The numbers of the images, sorted, both int64; the second is empty if no class has two images.
+    """
+    if not len(labels):
+        return torch.arange(0), torch.arange(0)
+    if labels.ndim == 1:
+        of = shuffled_classes(labels, int(labels.max()) + 1, revision=revision, seed=seed)
+    else:
+        of = [_shuffled(torch.arange(len(labels)), f"{revision} {seed}")]
+    taken = [min(max(1, round(len(own) / CARVED)), max(0, len(own) - 1)) for own in of]
+    learn = torch.cat([own[n:] for own, n in zip(of, taken, strict=True)])
+    tune = torch.cat([own[:n] for own, n in zip(of, taken, strict=True)])
+    return learn.sort().values, tune.sort().values
+
+
+def shuffled_classes(labels: Tensor, classes: int, *, revision: str, seed: int) -> list[Tensor]:
+    """Shuffle the images of each class: C int64 tensors, empty for a class without images.
+
+    The order depends only on the images of the class, its number, the revision and the seed.
+    """
+    order = torch.argsort(labels, stable=True)
+    counts = torch.bincount(labels, minlength=classes).tolist()
+    return [_shuffled(own, f"{revision} {seed} {label}") for label, own in enumerate(order.split(counts))]
+
+
+def draw_shots(shuffled: list[Tensor], k: int) -> Tensor:
+    """Return the first k images of each shuffled class, sorted; a smaller k gives a subset."""
+    return torch.cat([own[:k] for own in shuffled]).sort().values
+
+
+def _shuffled(numbers: Tensor, key: str) -> Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
+    random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    return numbers[torch.from_numpy(random.permutation(len(numbers)))]
+
+
+# Linear probe, by the protocol of the CLIP paper (Radford et al. 2021, arXiv 2103.00020, appendix A.3): L-BFGS of
+# at most 1,000 steps; λ = 1/C from 1e-6 to 1e6 in 96 logarithmic steps, chosen on validation images by trying
+# every 16th step and halving the interval around the maximum; one final fit to training and validation images. The
+# paper does not say how equal values are resolved (here by the strongest penalty), nor how it treats images with
+# several labels (here one regression per class with a common C, chosen by 11-point mAP).
 
 STEPS = 96  # of λ from 1e-6 to 1e6
 _FIRST = 16  # steps between the points that are tried first: two decades
 _COMPARED = 1e-3  # tolerance of the fits that are compared
-_BLOCK = 1 << 14  # rows at a time, of those that C is tuned on
-_log = logging.getLogger("eval")
+_BLOCK = 1 << 14  # rows at a time, when C is chosen
 
 
 def penalty_of(step: int) -> float:
-    """λ of a step of 0 … 96: 1e-6 … 1e6."""
+    """Return λ of a step of 0 … 96: 1e-6 … 1e6."""
     return float(10 ** (step / 8 - 6))
 
 
 def halving_search(value_at: Callable[[int], float]) -> int:
-    """The step of 0 … 96 with the greatest value, as the paper looks for it; of equals the last one.
+    """Find the step of 0 … 96 with the largest value as the paper does; of equal values, the last step.
 
     Args:
-        value_at: is called once a step, first with 96, 80, … 0.
+        value_at: called once per step, first with 96, 80, … 0.
     """
     found: dict[int, float] = {}
     width, steps = _FIRST, list(range(STEPS, -1, -_FIRST))
@@ -110,9 +235,9 @@ class LinearSweep:
     """A tuned classifier.
 
     Attributes:
-        fit: with the chosen C, to training images, and to validation images unless told otherwise.
-        tried: the value on the validation images, by C.
-        unconverged: for which of the fits that were compared 1,000 steps were not enough, by C.
+        fit: the final fit with the chosen C.
+        tried: the metric on the validation images, by C.
+        unconverged: the values of C tried for which 1,000 steps were not enough.
     """
 
     fit: LogisticFit
@@ -131,34 +256,30 @@ def sweep(
     device: torch.device | None = None,
     refit: bool = True,
 ) -> LinearSweep:
-    """Tune a logistic regression on validation images, and fit it to them and the training images together.
+    """Choose C of a logistic regression on validation images.
 
     Args:
         train: features to learn from, not normalized.
         train_labels: (N,) int64, or (N, C) bool.
         val: features to tune on.
-        val_labels: likewise.
+        val_labels: as the training labels.
         classes: C.
-        metric: by which to tune; what ``tuning_metric`` gives.
-        device: where to compute; the CPU if not given.
-        refit: whether the last fit is to the validation images too.
+        metric: of ``tuning_metric``.
+        device: of the computation; the CPU by default.
+        refit: whether the final fit includes the validation images.
 
     Raises:
-        DataError: fewer than two classes to learn from, or the metric is not defined for the validation labels.
+        DataError: fewer than two classes to learn from, or the metric is undefined for the validation labels.
     """
     device = device or torch.device("cpu")
     problem = LogisticProblem(train, train_labels, classes, device=device)
     fits: dict[int, LogisticFit] = {}
     tried: dict[float, float] = {}
-    unconverged = []
 
     def value_at(step: int) -> float:
         nearest = min(fits, key=lambda other: (abs(other - step), other), default=None)
         start = None if nearest is None else fits[nearest]
-        fit = problem.fit(1 / penalty_of(step), start=start, tolerance=_COMPARED)
-        if not fit.converged:
-            unconverged.append(fit.C)
-        fits[step] = fit
+        fit = fits[step] = problem.fit(1 / penalty_of(step), start=start, tolerance=_COMPARED)
         tried[fit.C] = _value(metric, val, val_labels, fit.classifier(), device)
         return tried[fit.C]
 
@@ -166,29 +287,17 @@ def sweep(
     if refit:
         problem = LogisticProblem(train + val, torch.cat([train_labels, val_labels]), classes, device=device)
     fit = problem.fit(1 / penalty_of(step), start=fits[step])
-    return LinearSweep(fit=fit, tried=tried, unconverged=tuple(unconverged))
-
-
-def with_ones(features: Tensor) -> Tensor:
-    """(N, W) features as (N, W + 1) float32 with a last column of ones, which a classifier's biases go with."""
-    return F.pad(features.float(), (0, 1), value=1.0)
-
-
-def tuning_metric(metrics: Sequence[str], labels: Tensor) -> str:
-    """The metric that chooses C: the first of a dataset's card, if it is defined for any split and fast."""
-    first = METRICS.get(metrics[0]) if metrics else None
-    if first is not None and first.value is not None:
-        return metrics[0]
-    return "acc1" if labels.ndim == 1 else "map_11_point"
+    unconverged = tuple(one.C for one in fits.values() if not one.converged)
+    return LinearSweep(fit=fit, tried=tried, unconverged=unconverged)
 
 
 def _value(name: str, rows: Rows, labels: Tensor, classifier: Tensor, device: torch.device) -> float:
-    """The value of a metric for a (W + 1, C) classifier, without the interval, which takes longer."""
+    """Compute a metric of a (W + 1, C) classifier without its interval."""
     metric = METRICS[name]
     assert metric.value is not None
     found = []
     for places, block in rows.blocks(_BLOCK):
-        features = with_ones(block)
+        features = _with_ones(block)
         if metric.value_from == "ranks":
             found.append(class_ranks(features, classifier, labels[places], device=device))
         elif metric.value_from == "predictions":
@@ -198,121 +307,90 @@ def _value(name: str, rows: Rows, labels: Tensor, classifier: Tensor, device: to
     return metric.value(torch.cat(found), labels)
 
 
+def _with_ones(features: Tensor) -> Tensor:
+    """Append a column of ones, the input of the biases: (N, W + 1) float32."""
+    return F.pad(features.float(), (0, 1), value=1.0)
+
+
+def tuning_metric(metrics: Sequence[str], labels: Tensor) -> str:
+    """Return the metric that chooses C: the first of the card if it has a ``value``, else the default."""
+    first = METRICS.get(metrics[0]) if metrics else None
+    if first is not None and first.value is not None:
+        return metrics[0]
+    return "acc1" if labels.ndim == 1 else "map_11_point"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearProbe:
-    """What came of one probe.
+    """The result of a linear probe.
 
     Attributes:
-        scores: of the images that it was tested on.
-        answers: what the classifier says of them.
+        scores: of the test images.
+        answers: predictions for the test images.
         setting: "", or "layer K".
         tuned_on: "val", or "a fifth of train".
-        tuned_by: the metric.
+        tuned_by: the metric that chose C.
         sweep: how C was chosen.
     """
 
-    scores: tuple[Score, ...]
+    scores: list[Score]
     answers: Answers
     setting: str
     tuned_on: str
     tuned_by: str
     sweep: LinearSweep
 
-    @property
-    def chosen_c(self) -> float:
-        """1/λ."""
-        return self.sweep.fit.C
-
-
-def linear_probe(subject: Subject, *, layers: bool | Sequence[int] = False, seed: int = 0) -> list[Score]:
-    """The subject's metrics of a linear probe.
-
-    Args:
-        subject: with a split ``train``, and ``val`` or not.
-        layers: besides, of which blocks of the image tower to probe the class token, from 1; True for all.
-        seed: draws the images to tune on, where the dataset has none for it.
-
-    Raises:
-        DataError: nothing to learn from, or labels that a metric cannot be had of.
-        ConfigError: the image tower has no such layer.
-    """
-    return [score for probe in linear_probes(subject, layers=layers, seed=seed) for score in probe.scores]
-
 
 def linear_probes(
     subject: Subject, *, layers: bool | Sequence[int] = False, seed: int = 0
 ) -> Iterator[LinearProbe]:
-    """One probe after another, the final representation's first; arguments and errors as for ``linear_probe``."""
-    if isinstance(layers, bool):
-        layers = range(1, layer_count(subject.encoder.model) + 1) if layers else ()
+    """Yield the probe of the final representation, then those of layers.
+
+    Args:
+        subject: with a split ``train``, and perhaps ``val``.
+        layers: blocks of the image tower, from 1, whose class token is probed; True for all.
+        seed: of drawing the images to tune on if there is no split ``val``.
+
+    Raises:
+        DataError: there is nothing to learn from, or a metric is undefined for the labels.
+        ConfigError: the image tower has no such layer.
+    """
     known = layer_count(subject.encoder.model)
+    if isinstance(layers, bool):
+        layers = range(1, known + 1) if layers else ()
     if wrong := [layer for layer in layers if not 1 <= layer <= known]:
-        raise ConfigError(f"layer {wrong[0]} does not fit: the image tower has {known} that can be probed")
+        raise ConfigError(f"no layer {wrong[0]}: the image tower has {known} that can be probed")
     for layer in (None, *dict.fromkeys(layers)):
         yield _probe(subject, layer, seed)
-
-
-def run_linear_probe(subject: Subject, options: Options) -> Outcome:
-    """The task ``linear-probe``."""
-    scores: list[Score] = []
-    details: list[Details] = []
-    for probe in linear_probes(subject, layers=options.layers, seed=options.seed):
-        scores += probe.scores
-        if options.details and probe.answers.labels.dim() == 1:
-            top = probe.answers.top
-            own = prediction_details(
-                subject.dataset,
-                top.classes[:, 0],
-                task="linear-probe",
-                setting=probe.setting,
-                confidence=top.probabilities[:, 0],
-                chosen_c=probe.chosen_c,
-            )
-            details.append(replace(own, tuned_on=probe.tuned_on))
-    return Outcome(scores=scores, details=details)
 
 
 def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     dataset = subject.dataset
     metrics = fitting_metrics(dataset, subject.metrics)
-    train = learned(subject, "train", "a linear probe")
-    labels, classes = labels_of(train), len(dataset.class_names)
-    features = subject.images("train", layer=layer).before_projection
-    # images that are scored are not tuned on
-    val = subject.split("val") if dataset.split != "val" else None
-    if val is not None:
-        check_classes(dataset, val)
+    train = training_split(subject, "train", "a linear probe")
+    learn, tune, tuned_on = learn_and_tune(subject, train, seed)
+    if tuned_on == "val":
         subject.count_overlap("val")
-        tuned_on = "val"
-        parts = (
-            Rows(features),
-            labels,
-            Rows(subject.images("val", layer=layer).before_projection),
-            labels_of(val),
-        )
-    else:
-        tuned_on = "a fifth of train"
-        learn, tune = carve(labels, revision=train.revision, seed=seed)
-        check_carved(train, labels, tune)
-        parts = (Rows((features, learn)), labels[learn], Rows((features, tune)), labels[tune])
-    metric = tuning_metric(metrics if subject.metrics else (), labels)
+
+    def part(chosen: Chosen) -> tuple[Rows, Tensor]:
+        split, numbers = chosen
+        features: Part = (subject.images(split.split, layer=layer).before_projection, numbers)
+        return Rows(features), labels_of(split) if numbers is None else labels_of(split)[numbers]
+
+    metric = tuning_metric(metrics if subject.metrics else (), labels_of(train))
     try:
-        found = sweep(*parts, classes, metric=metric, device=subject.device)
+        found = sweep(
+            *part(learn), *part(tune), len(dataset.class_names), metric=metric, device=subject.device
+        )
     except DataError as error:
         raise DataError(f"dataset {dataset.name}: {error}") from error
     if found.unconverged or not found.fit.converged:
         _log.warning("dataset %s: some fits of the linear probe took all of their 1,000 steps", dataset.name)
-    answers = Answers(
-        dataset,
-        with_ones(subject.images(layer=layer).before_projection),
-        found.fit.classifier(),
-        1.0,
-        subject.device,
-    )
+    tested = _with_ones(subject.images(layer=layer).before_projection)
+    answers = Answers(dataset, tested, found.fit.classifier(), 1.0, subject.device)
     setting = "" if layer is None else f"layer {layer}"
-    scores = classification_scores(answers, task="linear-probe", metrics=metrics, setting=setting)
     return LinearProbe(
-        scores=tuple(scores),
+        scores=classification_scores(answers, task="linear-probe", metrics=metrics, setting=setting),
         answers=answers,
         setting=setting,
         tuned_on=tuned_on,
@@ -321,277 +399,209 @@ def _probe(subject: Subject, layer: int | None, seed: int) -> LinearProbe:
     )
 
 
-def learned(
-    subject: Subject, split: str, who: str, *, unseen: str = "which are never predicted"
-) -> EvalDataset:
-    """A split to learn from, with the labels and classes of the one that is scored.
+def linear_probe(subject: Subject, options: Options) -> Outcome:
+    """Run the task ``linear-probe``; see ``linear_probes``."""
+    scores: list[Score] = []
+    details: list[Details] = []
+    for probe in linear_probes(subject, layers=options.layers, seed=options.seed):
+        scores += probe.scores
+        if options.details and probe.answers.labels.dim() == 1:
+            own = prediction_details(
+                subject.dataset,
+                probe.answers.top.classes[:, 0],
+                task="linear-probe",
+                setting=probe.setting,
+                confidence=probe.answers.top.probabilities[:, 0],
+                chosen_c=probe.sweep.fit.C,
+            )
+            details.append(replace(own, tuned_on=probe.tuned_on))
+    return Outcome(scores=scores, details=details)
 
-    Args:
-        subject: whose dataset it is of.
-        split: its name.
-        who: learns from it, for a message.
-        unseen: what becomes of classes without an image in it, likewise.
+
+# Few-shot classification. Settings:
+#
+# "4-shot"                        least squares with a strong penalty, not tuned
+# "4-shot logistic"               logistic regression with C = 1, scikit-learn's default
+# "4-shot logistic tuned on val"  with C chosen on the whole split ``val``, as in figure 6 of the CLIP paper
+
+
+def few_shot(subject: Subject, options: Options) -> Outcome:
+    """Run the task ``few-shot``: each metric's mean over the draws, and ``METRIC_std``, its standard deviation.
+
+    The 95% interval of a mean is Student's over the draws, for the same test images; None for one draw. The
+    standard deviation is that of a sample, 0 for one draw.
 
     Raises:
-        DataError: there is none, or its classes are others.
+        DataError: there is no split ``train`` (or ``val`` if tuned), it has several labels per image, or the
+            smallest class has fewer images than any of the shots.
     """
-    dataset, train = subject.dataset, subject.split(split)
-    if train is None:
-        raise NoSplit(f"dataset {dataset.name} has no {split} split, which {who} learns from")
-    if train.split == dataset.split:
-        raise DataError(f"dataset {dataset.name}: {who} learns from {split}, so score it on another split")
-    labels = check_classes(dataset, train)
-    subject.count_overlap(split)
-    if labels.ndim == 1:
-        counts = torch.bincount(labels, minlength=len(dataset.class_names)).tolist()
-        empty = [repr(name) for name, count in zip(dataset.class_names, counts, strict=True) if not count]
-        if empty:
-            _log.warning(
-                "dataset %s: classes without an image to learn from, %s: %s",
-                dataset.name,
-                unseen,
-                some(empty),
-            )
-    return train
-
-
-def check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
-    """The labels of another split, after making sure that they mean the same."""
-    labels = labels_of(other)
-    if other.class_names != dataset.class_names or labels.ndim != labels_of(dataset).ndim:
-        raise DataError(
-            f"dataset {dataset.name}: its {other.split} split has other classes than {dataset.split}"
-        )
-    return labels
-
-
-def check_carved(train: EvalDataset, labels: Tensor, tune: Tensor) -> None:
-    if not len(tune):
-        raise DataError(
-            f"dataset {train.name} has no val split, and no class of {train.split} can spare an image for one"
-        )
-    if labels.ndim == 1:
-        alone = (torch.bincount(labels) == 1).nonzero()[:, 0].tolist()
-        if alone:
-            _log.warning(
-                "dataset %s: classes with one image, which is learned from and not tuned on: %s",
-                train.name,
-                some([repr(train.class_names[i]) for i in alone]),
-            )
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Few-shot classification: what a linear classifier makes of 1, 2, 4, 8 and 16 images a class.
-#
-# Features are those before the projection, not normalized, as in both sources of the two ways to learn from
-# them:
-#
-# * ridge: least squares with a strong penalty in closed form (see ridge.py); nothing is tuned. Its setting is
-#   "4-shot".
-# * logistic: logistic regression as for the linear probe. C is fixed at 1, scikit-learn's own default, and its
-#   setting is "4-shot logistic". With ``tuned`` C is chosen on the whole split ``val``, as in figure 6 of the CLIP
-#   paper; that takes more labelled images than it learns from, so its setting is "4-shot logistic tuned on val".
-#
-# The images are drawn anew with each seed, by the training split's revision and the seed alone, so that every
-# model gets the same ones; those of a smaller k are among those of a greater one.
-#
-# Letters in shape comments: N images, W width of a feature, C classes, S seeds.
-
-_C = 1.0
-
-
-def few_shot(
-    subject: Subject,
-    *,
-    shots: Sequence[int] = SHOTS,
-    seeds: Sequence[int] = (0, 1, 2),
-    estimators: Sequence[str] = ESTIMATORS,
-    tuned: bool = False,
-) -> list[Score]:
-    """The subject's metrics, each as the mean over seeds, and ``METRIC_std``, the deviation over them.
-
-    The 95% interval of a mean is Student's, of the values of S draws: it says what other draws would give on the
-    same test images, and is left out for one seed. The deviation is that of a sample (S - 1), 0 for one seed; its
-    ``n`` is S.
-
-    Args:
-        subject: with a split ``train`` of one label per image.
-        shots: images a class. One that the smallest class cannot give is left out, which is logged.
-        seeds: draws.
-        estimators: of ``ESTIMATORS``.
-        tuned: choose C of "logistic" on the split ``val``.
-
-    Raises:
-        DataError: no such split, several labels per image, or fewer images a class than any of ``shots``.
-        ConfigError: no seeds, shots below 1, or an unknown estimator.
-    """
-    _check(shots, seeds, estimators)
     dataset = subject.dataset
-    train = learned(subject, "train", "few-shot classification")
+    train = training_split(subject, "train", "few-shot classification")
     labels, classes = labels_of(train), len(dataset.class_names)
-    if labels.ndim != 1:
-        raise DataError(
-            f"dataset {dataset.name} has several labels per image, few-shot classification takes one"
-        )
+    _one_label(dataset, labels, "few-shot classification")
     features = subject.images("train").before_projection
-    tested = with_ones(subject.images().before_projection)
-    possible = _possible(subject, labels, shots)
-    draws = [shuffled_classes(labels, classes, revision=train.revision, seed=seed) for seed in seeds]
-    scores = []
-    for estimator in estimators:
+    tested = _with_ones(subject.images().before_projection)
+    counts = torch.bincount(labels, minlength=classes)
+    if int((counts > 0).sum()) < 2:
+        raise DataError(
+            f"dataset {dataset.name}: few-shot classification needs images of two or more classes"
+        )
+    least = int(counts[counts > 0].min())
+    name = dataset.class_names[int((counts == least).nonzero()[0])]
+    possible = _possible(
+        subject, options.shots, least, "-shot", f"class {name!r} has {counted(least, 'image')}"
+    )
+    draws = [shuffled_classes(labels, classes, revision=train.revision, seed=seed) for seed in options.seeds]
+    scores: list[Score] = []
+    for estimator in options.estimators:
         metrics = fitting_metrics(dataset, subject.metrics)
         if estimator == "ridge":
             metrics = _without_probabilities(metrics)
         for k in possible:
             setting = f"{k}-shot" + ("" if estimator == "ridge" else f" {estimator}")
-            if estimator == "logistic" and tuned:
+            if estimator == "logistic" and options.tuned:
                 setting += " tuned on val"
             of_seeds = []
             for chosen in (draw_shots(own, k) for own in draws):
                 few, shown = features[chosen], labels[chosen]
-                classifier = _classifier(subject, estimator, few, shown, classes, tuned=tuned)
+                if estimator == "ridge":
+                    classifier = ridge_classifier(few, shown, classes)
+                elif options.tuned:
+                    classifier = _tuned_on_val(subject, few, shown)
+                else:
+                    problem = LogisticProblem(Rows(few), shown, classes, device=subject.device)
+                    classifier = problem.fit(1.0).classifier()
                 answers = Answers(dataset, tested, classifier, 1.0, subject.device)
-                found = classification_scores(answers, task="few-shot", metrics=metrics, setting=setting)
-                of_seeds.append(found)
-            scores += [line for same in zip(*of_seeds, strict=True) for line in _over_seeds(same)]
-    return scores
-
-
-def run_few_shot(subject: Subject, options: Options) -> Outcome:
-    """The task ``few-shot``."""
-    scores = few_shot(
-        subject,
-        shots=options.shots,
-        seeds=options.seeds,
-        estimators=options.estimators,
-        tuned=options.tuned,
-    )
+                of_seeds.append(
+                    classification_scores(answers, task="few-shot", metrics=metrics, setting=setting)
+                )
+            for same in zip(*of_seeds, strict=True):
+                values = [score.value for score in same]
+                low, high = interval_over_seeds(values) or (None, None)
+                deviation = replace(
+                    same[0],
+                    metric=f"{same[0].metric}_std",
+                    value=statistics.stdev(values) if len(values) > 1 else 0.0,
+                    n=len(values),
+                    low=None,
+                    high=None,
+                    chance=None,
+                )
+                scores += [replace(same[0], value=statistics.fmean(values), low=low, high=high), deviation]
     return Outcome(scores=scores)
 
 
-def _without_probabilities(metrics: Sequence[str]) -> tuple[str, ...]:
-    """The metrics that do not need logits, which the scores of ridge regression and votes are not."""
-    return tuple(one for one in metrics if one not in METRICS or not METRICS[one].needs_probabilities)
-
-
-def _check(shots: Sequence[int], seeds: Sequence[int], estimators: Sequence[str]) -> None:
-    if not seeds:
-        raise ConfigError("few-shot classification needs at least one seed")
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds = {list(seeds)} does not fit: a draw that is taken twice says nothing new")
-    if not shots or min(shots) < 1:
-        raise ConfigError(f"shots = {list(shots)} does not fit: one image a class or more")
-    for estimator in estimators:
-        if estimator not in ESTIMATORS:
-            raise ConfigError(f"unknown estimator {estimator!r}: known are {', '.join(ESTIMATORS)}")
-
-
-def _possible(subject: Subject, labels: Tensor, shots: Sequence[int]) -> list[int]:
-    """The shots that every class with images can give; a line tells of the others."""
-    dataset = subject.dataset
-    counts = torch.bincount(labels, minlength=len(dataset.class_names))
-    if int((counts > 0).sum()) < 2:
-        raise DataError(
-            f"dataset {dataset.name}: few-shot classification takes images of two classes or more"
-        )
-    least = int(counts[counts > 0].min())
-    name = dataset.class_names[int((counts == least).nonzero()[0])]
-    why = f"class {name!r} has {counted(least, 'image')} to learn from"
-    possible = sorted({k for k in shots if k <= least})
-    if not possible:
-        raise DataError(f"dataset {dataset.name}: {why}, ask for as few shots")
-    if left_out := sorted({k for k in shots if k > least}):
-        _log.warning("dataset %s: %s-shot left out, %s", dataset.name, ", ".join(map(str, left_out)), why)
-    return possible
-
-
-def _classifier(
-    subject: Subject, estimator: str, features: Tensor, labels: Tensor, classes: int, *, tuned: bool
-) -> Tensor:
-    """(W + 1, C) float32 from the (N, W) features of a few images."""
-    if estimator == "ridge":
-        return ridge_classifier(features, labels, classes)
-    if not tuned:
-        return LogisticProblem(Rows(features), labels, classes, device=subject.device).fit(_C).classifier()
-    val = learned(subject, "val", "the choice of C")
-    held = Rows(subject.images("val").before_projection)
+def _tuned_on_val(subject: Subject, features: Tensor, labels: Tensor) -> Tensor:
+    val = training_split(subject, "val", "the choice of C")
     named = fitting_metrics(subject.dataset, subject.metrics) if subject.metrics else ()
-    metric = tuning_metric(named, labels)
     found = sweep(
         Rows(features),
         labels,
-        held,
+        Rows(subject.images("val").before_projection),
         labels_of(val),
-        classes,
-        metric=metric,
+        len(subject.dataset.class_names),
+        metric=tuning_metric(named, labels),
         device=subject.device,
         refit=False,
     )
     return found.fit.classifier()
 
 
-def _over_seeds(same: Sequence[Score]) -> Iterator[Score]:
-    """One metric's scores of all seeds as their mean and their deviation."""
-    values = [score.value for score in same]
-    mean = statistics.fmean(values)
-    low, high = interval_over_seeds(values) or (None, None)
-    yield replace(same[0], value=mean, low=low, high=high)
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    yield replace(
-        same[0],
-        metric=f"{same[0].metric}_std",
-        value=deviation,
-        n=len(values),
-        low=None,
-        high=None,
-        chance=None,
-    )
+def _possible(subject: Subject, wanted: Sequence[int], most: int, unit: str, reason: str) -> list[int]:
+    """Return the numbers that are small enough, sorted; warn of the others."""
+    name = subject.dataset.name
+    possible = sorted({k for k in wanted if k <= most})
+    if not possible:
+        raise DataError(f"dataset {name}: {reason} to learn from, ask for at most {most:,}")
+    if left_out := sorted({k for k in wanted if k > most}):
+        _log.warning(
+            "dataset %s: %s%s left out, %s to learn from", name, ", ".join(map(str, left_out)), unit, reason
+        )
+    return possible
+
+
+def _without_probabilities(metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return the metrics that do not need logits."""
+    return tuple(one for one in metrics if one not in METRICS or not METRICS[one].needs_probabilities)
 
 
 def interval_over_seeds(values: Sequence[float]) -> tuple[float, float] | None:
-    """Student's 95% interval of the mean of values in 0 … 1, within these; None for a single value."""
-    if len(values) < 2:
+    """Return Student's 95% interval of the mean of values in 0 … 1, clipped to these; None for a single value."""
+    freedom = len(values) - 1
+    if not freedom:
         return None
+    if freedom <= len(_STUDENT):
+        t = _STUDENT[freedom - 1]
+    else:  # Cornish and Fisher's expansion in 1 / freedom
+        z = statistics.NormalDist().inv_cdf(0.975)
+        terms = (
+            z,
+            (z**3 + z) / 4,
+            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        )
+        t = math.fsum(term / float(freedom) ** power for power, term in enumerate(terms))
     mean = statistics.fmean(values)
-    half = _student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = t * statistics.stdev(values) / math.sqrt(len(values))
     return max(0.0, mean - half), min(1.0, mean + half)
 
 
+# the 97.5% quantiles of Student's distribution with 1 … 10 degrees of freedom
 _STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
-
-def _student(freedom: int) -> float:
-    """The 97.5% point of Student's distribution, to 4 digits."""
-    if freedom <= len(_STUDENT):
-        return _STUDENT[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    # Cornish and Fisher's expansion in 1 / freedom
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return math.fsum(term / float(freedom) ** power for power, term in enumerate(terms))
+_PENALTY = 2.0**10
+_BIAS = 100.0
+_LEAST = 1e-5  # added to standard deviations, some of which are 0 with one image per class
 
 
-# --------------------------------------------------------------------------------------------------------------
-# k nearest neighbours: what the images around an image are, without anything learned.
-#
-# By the protocol of DINO (Caron et al. 2021, arXiv 2104.14294): unit-norm features, here the projected ones;
-# the k training images of greatest cosine similarity s vote for their classes with weight exp(s / 0.07). The
-# plain vote counts each once. Votes that are equal go to the class of lower number, as in scikit-learn; of
-# equal similarities at the k-th place the training image that comes first is taken.
-#
-# Letters in shape comments: N training images, Q images to classify, D embedding dimension, C classes.
+def ridge_classifier(features: Tensor, labels: Tensor, classes: int, *, penalty: float = _PENALTY) -> Tensor:
+    """Fit least squares with an L2 penalty (Zhai et al. 2021, arXiv 2106.04560; big_vision's ``fewshot_lsr``).
+
+    Features are standardized over the training images, with another feature of 100 for the bias, which is then
+    hardly penalized; targets are 1 for the class and -1 for the others. The smaller of the two equivalent linear
+    systems is solved.
+
+    Args:
+        features: (N, W), N ≥ 1.
+        labels: (N,) int64.
+        classes: C.
+        penalty: above 0.
+
+    Returns:
+        (W + 1, C) float32 on the CPU, for the original features with a last column of ones.
+    """
+    features = features.cpu().double()
+    mean = features.mean(dim=0)
+    deviation = features.std(dim=0, correction=0) + _LEAST
+    scaled = F.pad((features - mean) / deviation, (0, 1), value=_BIAS)  # (N, W + 1)
+    targets = torch.full((len(labels), classes), -1.0, dtype=torch.float64)
+    targets[torch.arange(len(labels)), labels.cpu()] = 1.0
+
+    def solve(products: Tensor, right: Tensor) -> Tensor:
+        products.diagonal().add_(penalty)
+        return torch.cholesky_solve(right, torch.linalg.cholesky(products))
+
+    if len(scaled) < scaled.shape[1]:
+        weights = scaled.T @ solve(scaled @ scaled.T, targets)
+    else:
+        weights = solve(scaled.T @ scaled, scaled.T @ targets)  # (W + 1, C)
+    slopes = weights[:-1] / deviation[:, None]
+    bias = _BIAS * weights[-1] - mean @ slopes
+    return torch.cat([slopes, bias[None]]).float()
+
+
+# k nearest neighbours, by the protocol of DINO (Caron et al. 2021, arXiv 2104.14294) with projected features: the k
+# training images of largest cosine similarity s vote with weight exp(s / 0.07), or in the setting "plain" with
+# weight 1. Equal votes go to the class of lower index, as in scikit-learn; of equal similarities at the k-th place
+# the training image of lower index is taken.
 
 TEMPERATURE = 0.07
-_ROWS, _COLUMNS = 512, 1 << 14  # similarities at a time: 32 MiB, and a few arrays of that size beside it
+_ROWS, _COLUMNS = 512, 1 << 14  # similarities at a time: 32 MiB, plus a few arrays of that size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Neighbours:
-    """The nearest training images, nearest first.
+    """The nearest training images, nearest first, on the CPU.
 
     Attributes:
         similarity: (Q, k) float32.
@@ -605,18 +615,13 @@ class Neighbours:
 def nearest_neighbours(
     queries: Tensor, training: Tensor, k: int, *, device: torch.device | None = None
 ) -> Neighbours:
-    """The k training images of greatest inner product with each query.
-
-    Memory is bounded by blocks of both, which may be memory-mapped, and by the result.
+    """Find the k training images of largest inner product with each query, in blocks.
 
     Args:
-        queries: (Q, D), unit norm.
-        training: (N, D), unit norm.
+        queries: (Q, D), unit norm, perhaps memory-mapped.
+        training: (N, D), likewise.
         k: 1 … N.
-        device: where to take the products; where the queries are if not given.
-
-    Returns:
-        On the CPU.
+        device: of the computation; by default that of the queries.
     """
     device = device or queries.device
     similarity = torch.empty(len(queries), k)
@@ -628,102 +633,67 @@ def nearest_neighbours(
             best = torch.empty(len(rows), 0, device=device)
             place = torch.empty(len(rows), 0, dtype=torch.int64, device=device)
             for first in range(0, len(training), _COLUMNS):
-                some = rows @ training[first : first + _COLUMNS].to(device, torch.float32).T
-                value, column = _first(some, k)
+                columns = training[first : first + _COLUMNS].to(device, torch.float32)
+                value, column = stable_top_k(rows @ columns.T, k)
                 best, place = torch.cat([best, value], dim=1), torch.cat([place, column + first], dim=1)
-                # those of earlier columns stand first, so a stable sort keeps equals in the order of their places
+                # earlier columns come first, so a stable sort keeps ties in the order of their places
                 best, order = best.sort(dim=1, descending=True, stable=True)
                 best, place = best[:, :k], place.gather(1, order[:, :k])
             similarity[block], index[block] = best.cpu(), place.cpu()
     return Neighbours(similarity=similarity, index=index)
 
 
-def _first(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k greatest of each row with their places, among equals those of lower place, in that order."""
-    value, column = similarity.topk(min(k + 1, similarity.shape[1]), dim=1)  # takes equals in any order
-    tied = (value[:, 1:] == value[:, :-1]).any(dim=1)
-    value, column = value[:, :k], column[:, :k]
-    if bool(tied.any()):
-        all_values, all_columns = similarity[tied].sort(dim=1, descending=True, stable=True)
-        value[tied], column[tied] = all_values[:, :k], all_columns[:, :k]
-    return value, column
-
-
 def votes(
     neighbours: Neighbours, labels: Tensor, classes: int, k: int, *, temperature: float | None = TEMPERATURE
 ) -> Tensor:
-    """What share of the votes each class gets.
+    """Return the fraction of the votes that each class gets, (Q, C) float32.
 
     Args:
         neighbours: at least k of each image.
         labels: (N,) int64 of the training images.
         classes: C.
-        k: how many of them vote.
-        temperature: of the weights exp(s / temperature); None for the plain vote.
-
-    Returns:
-        (Q, C) float32, rows sum to 1.
+        k: number of votes.
+        temperature: of the weights exp(s / temperature); None for equal weights.
     """
     similarity = neighbours.similarity[:, :k].double()
     if temperature is None:
         weight = torch.ones_like(similarity)
-    else:  # of the nearest 1, so that none overflows
+    else:  # relative to the nearest, so that none overflows
         weight = ((similarity - similarity[:, :1]) / temperature).exp()
     voted = labels[neighbours.index[:, :k]]  # (Q, k)
-    shares = torch.zeros(len(similarity), classes, dtype=torch.float32)
-    for start in range(0, len(shares), _ROWS):
+    fractions = torch.zeros(len(similarity), classes, dtype=torch.float32)
+    for start in range(0, len(fractions), _ROWS):
         block = slice(start, start + _ROWS)
-        counted = torch.zeros(len(voted[block]), classes, dtype=torch.float64)
-        counted.scatter_add_(1, voted[block], weight[block])
-        shares[block] = (counted / weight[block].sum(dim=1, keepdim=True)).float()
-    return shares
+        sums = torch.zeros(len(voted[block]), classes, dtype=torch.float64)
+        sums.scatter_add_(1, voted[block], weight[block])
+        fractions[block] = (sums / weight[block].sum(dim=1, keepdim=True)).float()
+    return fractions
 
 
-def knn(subject: Subject, *, ks: Sequence[int] = KS, temperature: float = TEMPERATURE) -> list[Score]:
-    """The subject's metrics by neighbours: settings "k=20" for the weighted vote and "k=20 plain" for the other.
+def knn(subject: Subject, options: Options) -> Outcome:
+    """Run the task ``knn``: settings "k=20" for weighted votes and "k=20 plain" for equal ones.
 
-    The fractions of votes of all Q images, Q × C numbers, are held at a time; neighbours are found in blocks.
-
-    Args:
-        subject: with a split ``train`` of one label per image.
-        ks: how many neighbours vote. More than there are training images are left out, which is logged.
-        temperature: of the weighted vote.
+    The (Q, C) fractions of votes are held in memory.
 
     Raises:
-        DataError: no such split, several labels per image, or fewer training images than any of ``ks``.
-        ConfigError: no neighbours, or a temperature that is not above 0.
+        DataError: there is no split ``train``, it has several labels per image, or fewer images than any number of
+            neighbours.
     """
-    if not ks or min(ks) < 1:
-        raise ConfigError(f"k = {list(ks)} does not fit: one neighbour or more")
-    if not temperature > 0:
-        raise ConfigError(f"temperature = {temperature} does not fit: it is above 0")
     dataset = subject.dataset
     metrics = _without_probabilities(fitting_metrics(dataset, subject.metrics))
-    train = learned(subject, "train", "a vote of neighbours")
+    train = training_split(subject, "train", "a vote of neighbours")
     labels, classes = labels_of(train), len(dataset.class_names)
-    if labels.ndim != 1:
-        raise DataError(
-            f"dataset {dataset.name} has several labels per image, a vote of neighbours takes one"
-        )
-    possible = sorted({k for k in ks if k <= len(labels)})
-    if not possible:
-        raise DataError(f"dataset {dataset.name} has {len(labels)} images to vote, ask for as few neighbours")
-    if left_out := sorted({k for k in ks if k > len(labels)}):
-        named = ", ".join(map(str, left_out))
-        _log.warning("dataset %s: k=%s left out, it has %d images to vote", dataset.name, named, len(labels))
+    _one_label(dataset, labels, "a vote of neighbours")
+    n = len(labels)
+    possible = _possible(subject, options.neighbours, n, " neighbours", f"there are {counted(n, 'image')}")
     found = nearest_neighbours(
         subject.images().projected, subject.images("train").projected, possible[-1], device=subject.device
     )
-    itself = torch.eye(classes)
-    scores = []
+    identity = torch.eye(classes)
+    scores: list[Score] = []
     for k in possible:
-        for setting, weight in ((f"k={k}", temperature), (f"k={k} plain", None)):
-            share = votes(found, labels, classes, k, temperature=weight)
-            answers = Answers(dataset, share, itself, 1.0, subject.device)
+        for setting, temperature in ((f"k={k}", TEMPERATURE), (f"k={k} plain", None)):
+            fractions = votes(found, labels, classes, k, temperature=temperature)
+            answers = Answers(dataset, fractions, identity, 1.0, subject.device)
             scores += classification_scores(answers, task="knn", metrics=metrics, setting=setting)
-    return scores
-
-
-def run_knn(subject: Subject, options: Options) -> Outcome:
-    """The task ``knn``."""
-    return Outcome(scores=knn(subject, ks=options.neighbours))
+    return Outcome(scores=scores)

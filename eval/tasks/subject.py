@@ -1,10 +1,10 @@
-"""One model on one dataset: what every task is given, and asks for what it needs.
+"""One model on one dataset, the input of every task.
 
-Letters in shape comments: N images or texts, D embedding dimension, W width before the projection, C classes.
+Dimensions: N images or texts, D embedding dimension, W width before the projection, C classes.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import cast
@@ -12,67 +12,75 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from clipkit.errors import ConfigError
 from eval.datasets.dataset import EvalDataset, NoSplit, by_class_names
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.metrics import Metric, metric_of
 from eval.results.records import Details
 from eval.results.scores import Score
 
-__all__ = ["Outcome", "Subject", "metric_score"]
+__all__ = ["Outcome", "Subject", "metric_scores"]
 
 _log = logging.getLogger("eval")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """The scores of a task, and the details that a page shows beside them."""
+    """The scores of a task, and the details that a page shows besides them."""
 
     scores: list[Score]
     details: Sequence[Details] = ()
 
 
-def metric_score(
-    dataset: EvalDataset, name: str, inputs: object, *, task: str, prompt_set: str = "", setting: str = ""
-) -> Score | None:
-    """Score one metric; None where it is not defined for these inputs.
+def metric_scores(
+    dataset: EvalDataset,
+    names: Iterable[str],
+    inputs: object,
+    *,
+    task: str,
+    prompt_set: str = "",
+    setting: str = "",
+) -> list[Score]:
+    """Compute metrics, without those that are undefined for these inputs.
 
     Args:
         dataset: that was scored.
-        name: of the metric.
-        inputs: what metrics of its kind are computed from.
-        task: for the score, as are the others.
+        names: of the metrics.
+        inputs: what metrics of their kind are computed from.
+        task: for the scores, like the other arguments.
         prompt_set: "" if there is none.
         setting: "" if there is none.
     """
-    metric = cast(Metric[object] | None, metric_of(name))
-    assert metric is not None, name
-    found = metric.function(inputs)
-    if found is None:
-        return None
-    return Score(
-        dataset=dataset.name,
-        split=dataset.split,
-        task=task,
-        prompt_set=prompt_set,
-        setting=setting,
-        metric=name,
-        value=found.value,
-        n=found.n,
-        low=None if metric.interval is None else found.low,
-        high=None if metric.interval is None else found.high,
-        chance=metric.chance(inputs),
-    )
+    scores = []
+    for name in names:
+        metric = cast(Metric[object] | None, metric_of(name))
+        assert metric is not None, name
+        found = metric.function(inputs)
+        if found is not None:
+            score = Score(
+                dataset=dataset.name,
+                split=dataset.split,
+                task=task,
+                prompt_set=prompt_set,
+                setting=setting,
+                metric=name,
+                value=found.value,
+                n=found.n,
+                low=None if metric.interval is None else found.low,
+                high=None if metric.interval is None else found.high,
+                chance=metric.chance(inputs),
+            )
+            scores.append(score)
+    return scores
 
 
 class Subject:
-    """A model's features of a dataset, encoded on first need.
+    """A model's features of a dataset, encoded on first use.
 
     Args:
-        encoder: the model. One with a head of classes reads their names alone, and no prompts.
+        encoder: the model. With a classification head, it reads class names and no prompts.
         dataset: the split that is scored.
-        metrics: the dataset's primary metric, then further ones; none for the usual ones of each task.
-        open_split: opens another split of the dataset; raises ``NoSplit`` where there is none.
+        metrics: the dataset's primary metric, then others; empty for the defaults of each task.
+        open_split: opens another split of the dataset; raises ``NoSplit`` if there is none.
     """
 
     def __init__(
@@ -89,27 +97,23 @@ class Subject:
         self._open_split = open_split
         self._splits: dict[str, EvalDataset | None] = {dataset.split: dataset}
         self._images: dict[str, ImageFeatures] = {}
-        self.overlap: dict[str, int] = {}  # by split: how many scored images are also in it, byte for byte
+        self.overlap: dict[str, int] = {}  # by split: number of identical files
 
     def _as_read(self, dataset: EvalDataset) -> EvalDataset:
         return by_class_names(dataset) if self._by_names else dataset
 
     @property
     def device(self) -> torch.device:
-        """Where the model is and metrics may be computed."""
+        """The model's device, where metrics may be computed."""
         return self.encoder.device
 
     @cached_property
     def logit_scale(self) -> float:
-        """exp(t), what similarities are multiplied with to be logits."""
+        """exp(t), the factor from similarities to logits."""
         return float(self.encoder.model.logit_scale.detach().float().exp())
 
     def split(self, name: str) -> EvalDataset | None:
-        """A split of the dataset, such as "train" or "val"; None where it has none of that name.
-
-        Raises:
-            DataError: the split is there and broken.
-        """
+        """Return a split of the dataset, or None if there is none; DataError if it is damaged."""
         if name not in self._splits:
             try:
                 opened = self._open_split(name) if self._open_split is not None else None
@@ -119,17 +123,16 @@ class Subject:
         return self._splits[name]
 
     def images(self, split: str | None = None, *, layer: int | None = None) -> ImageFeatures:
-        """The features of all images of a split, by default of the one that is scored.
+        """Return the features of all images of a split, by default of the one that is scored.
 
         Args:
-            split: which; it must be there.
-            layer: 1 … L for what the class token holds behind that block of the image tower, as
-                ``before_projection``; ``projected`` is empty then.
+            split: name of the split.
+            layer: 1 … L to return the class token after that block of the image tower as ``before_projection``;
+                ``projected`` is then empty.
 
         Raises:
             NoSplit: there is no such split.
-            DataError: an image is broken, or the features are not finite.
-            ConfigError: the image tower has no such layer.
+            DataError: an image is damaged, or features are not finite.
         """
         dataset = self.split(split or self.dataset.split)
         if dataset is None:
@@ -139,19 +142,11 @@ class Subject:
                 self._images[dataset.split] = self.encoder.images(dataset)
             return self._images[dataset.split]
         layers = self.encoder.layers(dataset)
-        if layer not in layers:
-            raise ConfigError(
-                f"layer {layer} does not fit: the image tower has {len(layers)} that can be probed"
-            )
         columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
         return ImageFeatures(columns.__getitem__)
 
     def count_overlap(self, split: str) -> None:
-        """Count the scored images that are also in another split, byte for byte, and log a warning.
-
-        Raises:
-            DataError: as for ``images``.
-        """
+        """Count the scored images whose files are also in another split, and log a warning."""
         if split in self.overlap:
             return
         others, own = set(self.images(split).digests()), self.images().digests()
@@ -163,25 +158,21 @@ class Subject:
             )
 
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """(N, D) float32, unit norm.
-
-        Raises:
-            DataError: they are not finite.
-        """
+        """Return the features of texts, (N, D) float32, unit norm; DataError if they are not finite."""
         return self.encoder.texts(texts)
 
     def class_weights(self) -> Tensor:
-        """(D, C) float32, unit columns: the zero-shot classifier of the dataset's prompts.
+        """Return the zero-shot classifier of the dataset's prompts, (D, C) float32, unit columns.
 
         Raises:
-            DataError: the features of the prompts are not finite.
+            DataError: features of the prompts are not finite.
         """
         return self.encoder.classifier(
             self.dataset.prompts(), whose=f"the class names of dataset {self.dataset.name}"
         )
 
     def warn(self, message: str) -> None:
-        """Log a warning about the dataset on rank 0, once per process: a training scores a dataset many times."""
+        """Log a warning about the dataset on rank 0, once per process, as a training scores it many times."""
         if self.encoder.ranks.rank == 0:
             _warn_once(f"dataset {self.dataset.name}: {message}")
 

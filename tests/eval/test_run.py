@@ -344,7 +344,7 @@ def test_several_models_of_which_one_does_not_load_and_options_that_do_not_fit(
     assert main(["run", *models, "--data", str(probed), *tasks, "--out", str(out)]) == 1
     said = capsys.readouterr().err
     assert "not scored: no model at" in said
-    assert "not scored: layer 9 does not fit: the image tower has 1 that can be probed" in said
+    assert "not scored: no layer 9: the image tower has 1 that can be probed" in said
     assert {line["model"] for line in read_results(out)} == {str(run), str(other)}
     with pytest.raises(ConfigError, match="--prompts opeani: none of the datasets has it"):
         main(["run", *models, "--data", str(probed), "--prompts", "opeani", "--out", str(out)])

@@ -124,7 +124,7 @@ def test_worst_group_is_that_of_a_loop(seed: int, n: int, ignored: set[int]) -> 
         for group in sorted(set(groups.tolist()) - ignored)
     }
     if not shares:
-        with pytest.raises(DataError, match="worst group"):
+        with pytest.raises(DataError, match="worst-group"):
             metrics.worst_group_accuracy(correct, groups, ignore=ignored)
         return
     worst = metrics.worst_group_accuracy(correct, groups, ignore=ignored)

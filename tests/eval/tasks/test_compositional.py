@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
+from clipkit.model.tokenizer import ClipTokenizer
 from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, choices_of
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.readers import open_dataset
 from eval.results.scores import Score
+from eval.tasks import Options
 from eval.tasks.compositional import compositional
 from eval.tasks.subject import Subject
 from tests.eval.conftest import png
@@ -29,6 +32,7 @@ class Given:
     def __init__(self, dataset: EvalDataset, images: Tensor, texts: Tensor) -> None:
         self.dataset, self._images, self._texts = dataset, images, texts
         self.device = torch.device("cpu")
+        self.encoder = SimpleNamespace(model=SimpleNamespace(tokenizer=ClipTokenizer()))
         self.asked: list[str] = []
 
     def images(self) -> ImageFeatures:
@@ -67,7 +71,7 @@ def dataset_of(count: int, **parts: Any) -> EvalDataset:
 
 def scored(dataset: EvalDataset, images: Tensor, texts: Tensor) -> dict[str, Score]:
     subject = Given(dataset, images, texts)
-    scores = compositional(cast(Subject, subject))
+    scores = compositional(cast(Subject, subject), Options()).scores
     assert len(subject.asked) == len(set(subject.asked))  # nothing is encoded twice
     assert all((one.task, one.dataset, one.split) == ("compositional", "made", "test") for one in scores)
     return {one.metric: one for one in scores}
@@ -251,7 +255,7 @@ def test_a_model_on_winoground_and_winogavil(model: CLIP, tmp_path: Any) -> None
     found = [
         score
         for name in ("pairs", "cues")
-        for score in compositional(Subject(encoder, open_dataset(tmp_path / name)))
+        for score in compositional(Subject(encoder, open_dataset(tmp_path / name)), Options()).scores
     ]
     assert [score.metric for score in found] == [
         "text",

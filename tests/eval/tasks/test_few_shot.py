@@ -12,11 +12,11 @@ from torch import Tensor
 
 import eval as evaluation
 from clipkit import CLIP
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import DataError
 from eval import Encoder, Subject
 from eval.results.scores import Score
-from eval.tasks.logistic import draw_shots, ridge_classifier, shuffled_classes
-from eval.tasks.probe import few_shot, interval_over_seeds
+from eval.tasks import Options
+from eval.tasks.probe import draw_shots, few_shot, interval_over_seeds, ridge_classifier, shuffled_classes
 
 WriteDataset = Callable[..., Path]
 
@@ -102,7 +102,7 @@ def test_few_shot_of_a_dataset(
     model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS[:21], "train": LABELS})
-    found = few_shot(subject)
+    found = few_shot(subject, Options()).scores
     scores = by_key(found)
     assert [key[0] for key in scores if key[1] == "acc1"] == [
         f"{k}-shot{kind}" for kind in ("", " logistic") for k in (1, 2, 4)
@@ -127,35 +127,22 @@ def test_few_shot_of_a_dataset(
     assert (score.n, score.task, score.chance, score.prompt_set) == (21, "few-shot", 1 / 7, "")
     # three seeds see most of six images a class, and the same images are tested
     assert scores["4-shot logistic", "acc1"].value > scores["1-shot logistic", "acc1"].value
-    assert few_shot(subject) == found
+    assert few_shot(subject, Options()).scores == found
 
 
 def test_c_tuned_on_val_is_said(model: CLIP, write_dataset: WriteDataset) -> None:
     splits = {"test": LABELS, "train": LABELS, "val": LABELS}
-    scores = by_key(
-        few_shot(
-            subject_of(model, write_dataset, splits),
-            shots=[1],
-            seeds=[7],
-            estimators=["logistic"],
-            tuned=True,
-        )
-    )
+    options = Options(shots=(1,), seeds=(7,), estimators=("logistic",), tuned=True)
+    scores = by_key(few_shot(subject_of(model, write_dataset, splits), options).scores)
     score = scores["1-shot logistic tuned on val", "acc1"]
     assert score.low is None and scores["1-shot logistic tuned on val", "acc1_std"].value == 0.0
 
 
 def test_what_cannot_be_drawn(model: CLIP, write_dataset: WriteDataset) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS})
-    with pytest.raises(DataError, match="class 'red' has 6 images to learn from, ask for as few shots"):
-        few_shot(subject, shots=[8, 16])
+    with pytest.raises(DataError, match="class 'red' has 6 images to learn from, ask for at most 6"):
+        few_shot(subject, Options(shots=(8, 16)))
     with pytest.raises(DataError, match="no val split, which the choice of C learns from"):
-        few_shot(subject, shots=[1], tuned=True)
-    with pytest.raises(ConfigError, match="one seed"):
-        few_shot(subject, seeds=[])
-    with pytest.raises(ConfigError, match="one image a class or more"):
-        few_shot(subject, shots=[0])
-    with pytest.raises(ConfigError, match="unknown estimator 'forest': known are ridge, logistic"):
-        few_shot(subject, estimators=["forest"])
-    with pytest.raises(DataError, match="two classes"):
-        few_shot(subject_of(model, write_dataset, {"test": [1] * 4, "train": [1] * 4}))
+        few_shot(subject, Options(shots=(1,), tuned=True))
+    with pytest.raises(DataError, match="two or more classes"):
+        few_shot(subject_of(model, write_dataset, {"test": [1] * 4, "train": [1] * 4}), Options())

@@ -29,11 +29,12 @@ from eval.datasets.dataset import distinct_names
 from eval.datasets.targets import find_targets
 from eval.features.encoder import Ranks
 from eval.run import Scored, run_model
-from eval.tasks.fine_tune import FineTuned, fine_tune
+from eval.tasks import Options
+from eval.tasks.fine_tune import fine_tune
+from eval.tasks.subject import Outcome
 
 ROOT = Path(__file__).parents[3]
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
-HOW = {"epochs": 6, "batch_size": 16, "rates": (1e-9, 1e-3)}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,13 @@ def subject_of(model: CLIP, folder: Path, *, ranks: Ranks = Ranks()) -> Subject:
     )
 
 
-def values(found: FineTuned) -> dict[str, float]:
+def values(found: Outcome) -> dict[str, float]:
     return {score.metric: score.value for score in found.scores}
+
+
+def run_of(runs: Path) -> Path:
+    (run,) = runs.glob("*/final_*/")
+    return run
 
 
 @pytest.mark.slow
@@ -74,10 +80,12 @@ def test_classes_are_learned_by_a_head_that_anyone_can_load(
 ) -> None:
     subject = subject_of(unskilled, colours)
     before = {score.metric: score.value for score in evaluation.evaluate(subject, tasks=["zero-shot"])}
-    found = fine_tune(subject, epochs=6, batch_size=16, rates=(1e-3,), runs=tmp_path)
-    assert found.tuned_on == "" and not (found.run.parent / "pictures" / "test").exists()
+    options = Options(epochs=6, fine_tune_batch=16, rates=(1e-3,), runs=tmp_path)
+    found = fine_tune(subject, options)
+    run = run_of(tmp_path)
+    assert found.details[0].tuned_on == "" and not (run.parent / "pictures" / "test").exists()
     assert values(found)["acc1"] > max(0.9, before["acc1"] + 0.2)
-    tuned = clipkit.load(found.run)
+    tuned = clipkit.load(run)
     pictures = [np.full((16, 16, 3), colour, np.uint8) for colour in COLOURS.values()]
     assert clipkit.classify(pictures, list(COLOURS), tuned).argmax(1).tolist() == [0, 1, 2]
     scored = Scored()
@@ -86,7 +94,7 @@ def test_classes_are_learned_by_a_head_that_anyone_can_load(
     )
     again = {score.metric: score.value for score in scored.scores}
     assert not scored.trouble and {metric: again[metric] for metric in values(found)} == values(found)
-    first = json.loads((found.run / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["chance"] == pytest.approx(np.log(3)) and 0 <= first["acc1"] <= 1
 
 
@@ -95,18 +103,21 @@ def test_the_better_rate_is_taken_and_nothing_is_trained_twice(
     colours: Path, unskilled: CLIP, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     subject = subject_of(unskilled, colours)
-    found = fine_tune(subject, **HOW, runs=tmp_path)  # type: ignore[arg-type]
-    assert found.rate == 1e-3 and found.tuned_on == "a fifth of train" and found.setting == "6 epochs"
+    options = Options(epochs=6, fine_tune_batch=16, rates=(1e-9, 1e-3), runs=tmp_path)
+    found = fine_tune(subject, options)
+    (details,), run = found.details, run_of(tmp_path)
+    assert details.chosen_rate == 1e-3 and details.tuned_on == "a fifth of train"
+    assert details.setting == "6 epochs"
     said = capfd.readouterr().err
     assert [float(one) for one in re.findall(r"at rate ([\d.e-]+)", said)] == [1e-9, 1e-3, 1e-3]
 
-    tried = json.loads((found.run.parent / "rates.json").read_text())
+    tried = json.loads((run.parent / "rates.json").read_text())
     assert tried["1e-09"]["acc1"] < tried["0.001"]["acc1"]
-    assert not list(found.run.parent.glob("rate_*/"))
+    assert not list(run.parent.glob("rate_*/"))
 
-    metrics = (found.run / "metrics.jsonl").read_bytes()
-    assert values(fine_tune(subject, **HOW, runs=tmp_path)) == values(found)  # type: ignore[arg-type]
-    assert (found.run / "metrics.jsonl").read_bytes() == metrics
+    metrics = (run / "metrics.jsonl").read_bytes()
+    assert values(fine_tune(subject, options)) == values(found)
+    assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
 @pytest.mark.long
@@ -115,7 +126,7 @@ def test_a_rate_of_nothing_leaves_the_zero_shot_classifier(
 ) -> None:
     subject = subject_of(unskilled, colours)
     before = {score.metric: score.value for score in evaluation.evaluate(subject, tasks=["zero-shot"])}
-    found = fine_tune(subject, epochs=0.1, batch_size=16, rates=(1e-12,), runs=tmp_path)
+    found = fine_tune(subject, Options(epochs=0.1, fine_tune_batch=16, rates=(1e-12,), runs=tmp_path))
     assert {metric: values(found)[metric] for metric in before} == before
 
 
@@ -153,9 +164,9 @@ def test_what_cannot_be_trained_is_refused(
     colours: Path, unskilled: CLIP, model: CLIP, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="run it without torchrun"):
-        fine_tune(subject_of(unskilled, colours, ranks=Ranks(rank=0, world=2)), runs=tmp_path)
+        fine_tune(subject_of(unskilled, colours, ranks=Ranks(rank=0, world=2)), Options(runs=tmp_path))
     with pytest.raises(ConfigError, match="needs a model whose architecture has a name"):
-        fine_tune(subject_of(model, colours), runs=tmp_path)
+        fine_tune(subject_of(model, colours), Options(runs=tmp_path))
     subject = subject_of(unskilled, colours)
     train = subject.split("train")
     assert train is not None
@@ -163,7 +174,7 @@ def test_what_cannot_be_trained_is_refused(
     subject.dataset = replace(subject.dataset, labels=several[: len(subject.dataset)])
     subject._splits["train"] = replace(train, labels=several)
     with pytest.raises(DataError, match="several labels per image, fine-tuning takes one"):
-        fine_tune(subject, runs=tmp_path)
+        fine_tune(subject, Options(runs=tmp_path))
 
 
 @pytest.mark.long
@@ -174,7 +185,7 @@ def test_a_training_that_fails_is_told_in_its_own_words(
     with pytest.raises(
         DataError, match=r"on colours at rate 1e\+30, for the test: the loss of step \d+ is nan.*\.log\)"
     ):
-        fine_tune(subject, epochs=6, batch_size=16, rates=(1e30,), runs=tmp_path)
+        fine_tune(subject, Options(epochs=6, fine_tune_batch=16, rates=(1e30,), runs=tmp_path))
 
 
 @given(st.lists(st.text(st.sampled_from("ab (1)\t\n"), max_size=6), max_size=8))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import eval as evaluation
 from clipkit import CLIP
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import DataError
 from eval import Encoder, Subject
+from eval.tasks import Options
 from eval.tasks.probe import knn, nearest_neighbours, votes
 
 module = importlib.import_module("eval.tasks.probe")  # the package has the function by this name
@@ -93,18 +94,14 @@ def test_neighbours_of_a_dataset(
         metrics=("acc1", "ece"),
         open_split=lambda split: evaluation.open_dataset(folders[split], split=split),
     )
-    scores = knn(subject, ks=(1, 3, 20))
+    scores = knn(subject, Options(neighbours=(1, 3, 20))).scores
     assert [(score.setting, score.metric, score.n) for score in scores] == [
         (f"k={k}{kind}", "acc1", 9) for k in (1, 3) for kind in ("", " plain")
     ]
     assert scores[0].value == scores[1].value == 1.0  # an image's nearest is itself
     assert scores[2].low is not None and scores[2].task == "knn" and scores[2].chance == 1 / 7
-    assert "k=20 left out, it has 16 images to vote" in caplog.text
+    assert "20 neighbours left out, there are 16 images to learn from" in caplog.text
     assert "9 of 9 test images are also in train" in caplog.text
-    assert knn(subject, ks=(1, 3)) == scores
+    assert knn(subject, Options(neighbours=(1, 3))).scores == scores
     with pytest.raises(DataError, match="16 images"):
-        knn(subject, ks=(20,))
-    with pytest.raises(ConfigError, match="one neighbour or more"):
-        knn(subject, ks=(0,))
-    with pytest.raises(ConfigError, match="above 0"):
-        knn(subject, temperature=0.0)
+        knn(subject, Options(neighbours=(20,)))

@@ -18,9 +18,9 @@ from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from eval import Encoder, Subject
 from eval.metrics import map_11_point
-from eval.tasks import logistic
-from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows, carve
-from eval.tasks.probe import halving_search, linear_probe, linear_probes, penalty_of, sweep
+from eval.tasks import Options, logistic
+from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows
+from eval.tasks.probe import carve, halving_search, linear_probe, linear_probes, penalty_of, sweep
 
 WriteDataset = Callable[..., Path]
 
@@ -251,7 +251,7 @@ def test_the_probe_of_a_dataset(
         ("layer 1", "val", "acc1"),
     ]
     # images to learn from, to tune on and to test on are the same here: a weak penalty knows them by heart
-    assert probes[0].sweep.tried[probes[0].chosen_c] == 1.0 and probes[0].chosen_c > 1e-6
+    assert probes[0].sweep.tried[probes[0].sweep.fit.C] == 1.0 and probes[0].sweep.fit.C > 1e-6
     scores = probes[0].scores
     assert [(score.task, score.metric, score.value) for score in scores] == [
         ("linear-probe", "acc1", 1.0),
@@ -260,10 +260,10 @@ def test_the_probe_of_a_dataset(
     ]
     assert scores[0].low is not None and scores[0].low < 1.0
     assert (scores[0].n, scores[0].split, scores[0].prompt_set) == (20, "test", "")
-    assert linear_probe(subject) == list(scores)
+    assert linear_probe(subject, Options()).scores == scores
     assert "classes without an image to learn from" in caplog.text  # three of the seven names
     with pytest.raises(ConfigError, match="layer 9"):
-        linear_probe(subject, layers=[9])
+        linear_probe(subject, Options(layers=(9,)))
 
 
 def test_a_dataset_without_a_split_to_tune_on(
@@ -276,10 +276,10 @@ def test_a_dataset_without_a_split_to_tune_on(
     assert [score.metric for score in probe.scores] == list(metrics)
     # fitted once more to all, what was carved off included
     features, labels = subject.images("train").before_projection, torch.tensor([*LABELS, 6])
-    again = LogisticProblem(Rows(features), labels, 7).fit(probe.chosen_c, tolerance=1e-6)
+    again = LogisticProblem(Rows(features), labels, 7).fit(probe.sweep.fit.C, tolerance=1e-6)
     torch.testing.assert_close(probe.answers.classifier, again.classifier(), rtol=2e-3, atol=2e-3)
     assert "classes with one image, which is learned from and not tuned on: 'grey'" in caplog.text
-    assert linear_probe(subject) == list(probe.scores)
+    assert linear_probe(subject, Options()).scores == probe.scores
 
 
 def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) -> None:
@@ -307,7 +307,7 @@ def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) 
     [
         ({"test": LABELS}, "has no train split, which a linear probe learns from"),
         ({"test": LABELS, "train": [0, 1, 2]}, "has no val split, and no class of train can spare an image"),
-        ({"test": LABELS, "train": [2] * 8}, "it takes at least two"),
+        ({"test": LABELS, "train": [2] * 8}, "at least two are needed"),
         ({"train": LABELS}, "learns from train, so score it on another split"),
     ],
 )
@@ -320,5 +320,5 @@ def test_too_little_to_learn_from(
 ) -> None:
     caplog.set_level(logging.ERROR)
     with pytest.raises(DataError, match=message) as caught:
-        linear_probe(subject_of(model, write_dataset, splits))
+        linear_probe(subject_of(model, write_dataset, splits), Options())
     assert "\n" not in str(caught.value)
