@@ -85,6 +85,17 @@ With --test, train on one split and evaluate on the other with
   python train.py data.train=photos eval.data=photos
 """
 
+DOWNLOAD_TEXT = """\
+TABLE is a .csv, .tsv, .jsonl or .parquet file, or a folder of them, with a
+column of URLs. OUT gets WebDataset shards in img2dataset's layout, which
+data.train and other programs read. The same command continues a download that
+was interrupted. Hosts on private networks are refused, and images that their
+server marks as noai.
+
+  python -m data download table.parquet images --image-size 384
+  python -m data download table.csv images --part 3/16
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
@@ -266,6 +277,60 @@ def _pack_options(parser: argparse.ArgumentParser) -> None:
         "--background",
         metavar="COLOR",
         help="lay partly transparent images on this color, such as white (default: keep them)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def _download_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "table", metavar="TABLE", type=Path, help="a table with a column of URLs, or a folder"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder of the shards")
+    parser.add_argument("--url-column", metavar="C", help="column with the URLs (default: guessed)")
+    parser.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
+    parser.add_argument(
+        "--fields",
+        metavar="A,B",
+        help="other columns to keep as fields of the samples' json, '' for none (default: all but bytes)",
+    )
+    parser.add_argument(
+        "--resize",
+        choices=("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"),
+        default="keep_ratio",
+        help="img2dataset's modes: the shorter or the longer side becomes --image-size, a square crop, a white "
+        "border, or nothing (default: keep_ratio)",
+    )
+    _whole_option(parser, "--image-size", "PIXELS", 1, 100_000, 256, "of that side (default: 256)")
+    parser.add_argument("--enlarge", action="store_true", help="also enlarge smaller images")
+    parser.add_argument("--exif", action="store_true", help="store EXIF tags in the json")
+    _whole_option(
+        parser, "--samples-per-shard", "N", 1, 10_000_000, 10_000, "table rows per shard (default: 10000)"
+    )
+    parser.add_argument(
+        "--keep-duplicates", action="store_true", help="keep images whose URL or bytes are in an earlier row"
+    )
+    parser.add_argument(
+        "--part",
+        metavar="I/N",
+        default="1/1",
+        help="download every N-th shard, from the I-th on (default: 1/1)",
+    )
+    _whole_option(parser, "--connections", "N", 1, 10_000, 256, "requests at the same time (default: 256)")
+    _whole_option(parser, "--per-host", "N", 1, 10_000, 16, "of these to one host (default: 16)")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=number(0.1, 3600),
+        default=20.0,
+        help="per response (default: 20)",
+    )
+    _whole_option(parser, "--retries", "N", 0, 20, 2, "after errors that may pass (default: 2)")
+    _whole_option(parser, "--max-mb", "MB", 1, 1024, 64, "size of the largest file (default: 64)")
+    parser.add_argument(
+        "--allow-private", action="store_true", help="download from hosts with private addresses, too"
+    )
+    parser.add_argument(
+        "--ignore-robots", action="store_true", help="ignore the header X-Robots-Tag (noai, noindex)"
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
@@ -474,6 +539,13 @@ COMMANDS = {
         arguments=_pack_options,
         run=_pack,
         stopped="nothing was written",
+    ),
+    "download": Command(
+        summary="download the images of a table of URLs into shards",
+        description="Download the images of a table of URLs.\n\n" + DOWNLOAD_TEXT,
+        arguments=_download_options,
+        run="data.remote.download:command",
+        stopped="complete shards are kept; the same command continues",
     ),
     "index": Command(
         summary="index shards, so that training starts at once",

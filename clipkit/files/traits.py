@@ -1,15 +1,13 @@
-"""Transparency and EXIF orientation of image files: find them, apply them on request, and report them otherwise.
+"""Transparency and EXIF orientation of image files: found, applied where asked for, and reported where not.
 
-Like open_clip, clipkit by default drops an alpha channel, so that a transparent image shows the colors hidden under
-it, and ignores an EXIF orientation.
+As open_clip does, clipkit by default drops an alpha channel, so that a transparent image shows the colors hidden
+under it, and ignores an EXIF orientation. ``Decoding`` says otherwise; ``Traits`` says what a file holds.
 """
 
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from clipkit.errors import ConfigError
-from clipkit.files.terminal import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_TRAITS",
     "ORIENTATION_TAG",
-    "PILLOW_ERRORS",
     "Color",
     "Decoding",
     "TraitCounts",
@@ -34,24 +31,19 @@ __all__ = [
 
 Color = tuple[int, int, int]
 
-# what Pillow was seen or is documented to raise for broken files
-PILLOW_ERRORS = (
-    OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
-    AssertionError, struct.error,
-)  # fmt: skip
 ORIENTATION_TAG = 0x0112  # of EXIF
-_TRANSPOSE = {  # Pillow's transposition that makes an image of this orientation upright
+_TRANSPOSE = {  # the name of Pillow's method that makes an image of this orientation upright
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
 }  # fmt: skip
 
 
 class Traits(NamedTuple):
-    """Properties of an image file that open_clip's preprocessing ignores.
+    """What an image file holds that open_clip's preprocessing ignores.
 
     Attributes:
-        transparent: whether some pixel is not opaque.
-        rotated: whether the EXIF orientation is other than upright.
+        transparent: whether some pixel is less than opaque.
+        rotated: whether its EXIF orientation is another than upright.
     """
 
     transparent: bool = False
@@ -63,29 +55,29 @@ NO_TRAITS = Traits()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How images are decoded; the defaults are open_clip's.
+    """What is done about transparency and orientation when an image is decoded; the defaults are open_clip's.
 
     Attributes:
-        background: color behind images that are not opaque; None drops the alpha channel.
-        upright: whether the EXIF orientation is applied.
+        background: color that images with a pixel less than opaque are laid on; None drops the alpha channel.
+        upright: whether an EXIF orientation is applied.
     """
 
     background: Color | None = None
     upright: bool = False
 
     def __str__(self) -> str:
-        """Describe the settings; "" for the defaults."""
-        words = []
-        if self.background is not None:
-            words.append(f"transparent images are laid on {hex_of(self.background)}")
-        if self.upright:
-            words.append("the EXIF orientation of images is applied")
-        return " and ".join(words)
+        """In words; "" for the defaults."""
+        ground = (
+            "" if self.background is None else f"transparent images are laid on {hex_of(self.background)}"
+        )
+        return " and ".join(
+            filter(None, (ground, "the EXIF orientation of images is applied" if self.upright else ""))
+        )
 
 
 @dataclass(kw_only=True, slots=True)
 class TraitCounts:
-    """Number of images with each trait."""
+    """How many of some images have each trait."""
 
     images: int = 0
     transparent: int = 0
@@ -99,40 +91,39 @@ class TraitCounts:
             self.rotated += traits.rotated
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
-        """Return a warning for each trait that some images have and that was ignored, by the trait's name.
+        """Warnings for traits that some images have and that are not applied, by the trait's name.
 
         Args:
-            decoding: how the images were decoded.
-            background: how to set a background, such as "--background white"; "" if the user chose none.
-            upright: how to apply the orientation; "" if the user chose not to.
+            decoding: how they were decoded.
+            background: how to set a background, such as "--background white"; "" where it was chosen to have none.
+            upright: how to have the orientation applied; "" likewise.
         """
-
-        def of_all(count: int) -> str:
-            return f"{count:,} of {counted(self.images, 'image')} {'is' if count == 1 else 'are'}"
-
         lines = {}
         if self.transparent and decoding.background is None and background:
             lines["transparent"] = (
-                f"{of_all(self.transparent)} transparent and without a background: the colors hidden under "
+                f"{self._of_all(self.transparent)} transparent and without a background: the colors hidden under "
                 f"the transparent parts are used, as open_clip does; set {background}"
             )
         if self.rotated and not decoding.upright and upright:
             lines["rotated"] = (
-                f"{of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
+                f"{self._of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
                 f"{upright}"
             )
         return lines
 
+    def _of_all(self, count: int) -> str:
+        return f"{count:,} of {self.images:,} image{'s' * (self.images != 1)} {'is' if count == 1 else 'are'}"
+
 
 def color_of(color: str | Color, *, setting: str = "background") -> Color | None:
-    """Parse a color to red, green and blue, each 0–255; "none" gives None.
+    """Red, green and blue, each 0–255, of a color; None for "none".
 
     Args:
-        color: a name, "#rrggbb", or the three numbers.
-        setting: name of the setting in error messages.
+        color: by name, as "#rrggbb", or as these three.
+        setting: the name of the user's setting, for the message.
 
     Raises:
-        ConfigError: the color is unknown, or not opaque.
+        ConfigError: it is not a color, or not an opaque one.
     """
     from PIL import ImageColor
 
@@ -154,7 +145,7 @@ def color_of(color: str | Color, *, setting: str = "background") -> Color | None
 
 
 def is_rgb(values: object) -> TypeGuard[Color]:
-    """Check whether these are red, green and blue, each 0–255."""
+    """Whether these are red, green and blue, each 0–255."""
     return (
         isinstance(values, tuple)
         and len(values) == 3
@@ -163,12 +154,12 @@ def is_rgb(values: object) -> TypeGuard[Color]:
 
 
 def hex_of(color: Color | None) -> str:
-    """Format a color as "#rrggbb", or "none"."""
+    """A color as "#rrggbb", "none" for none."""
     return "none" if color is None else "#{:02x}{:02x}{:02x}".format(*color)
 
 
 def is_transparent(image: "Image") -> bool:
-    """Check whether a pixel of a loaded image is not opaque; an alpha channel may be opaque everywhere."""
+    """Whether a pixel of a loaded image is less than opaque; an alpha channel alone does not make it so."""
     if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
         return False
     try:
@@ -180,13 +171,13 @@ def is_transparent(image: "Image") -> bool:
 
 
 def _alpha(image: "Image") -> "Image":
-    """Return the opacity of an image, mode L."""
+    """An image's opacity, mode L."""
     import numpy as np
     from PIL import Image
 
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
         return image.getchannel(image.getbands()[-1])
-    if image.mode.startswith("I;16"):  # which Pillow does not convert to RGBA
+    if image.mode.startswith("I;16"):  # of which Pillow makes no RGBA
         return Image.fromarray(
             np.where(np.asarray(image) == image.info["transparency"], 0, 255).astype(np.uint8)
         )
@@ -194,10 +185,10 @@ def _alpha(image: "Image") -> "Image":
 
 
 def align_transparent_color(image: "Image") -> None:
-    """Scale the transparent color of an opened, not yet loaded PNG like its pixels.
+    """Convert the transparent color of a PNG that is opened but not loaded to the values of its pixels.
 
-    Pillow scales the pixels to 8 bits but leaves this color as stored. Of 16 bits per channel it keeps the upper 8,
-    so all pixels with the upper bits of this color count as transparent.
+    Pillow scales the pixels to 8 bits, but leaves this color as the file has it. Of 16 bits per channel it keeps
+    only the upper 8, so that all pixels with the upper bits of this color count as transparent.
     """
     color = image.info.get("transparency")
     tile = getattr(image, "tile", None)  # empty once the image is loaded
@@ -212,7 +203,7 @@ def align_transparent_color(image: "Image") -> None:
 
 
 def flattened(image: "Image", background: Color) -> "Image":
-    """Lay a transparent image on a color: mode RGB."""
+    """A transparent image laid on a color: mode RGB."""
     import numpy as np
     from PIL import Image
 
@@ -225,18 +216,18 @@ def flattened(image: "Image", background: Color) -> "Image":
 
 
 def orientation_of(image: "Image") -> int:
-    """Return the EXIF orientation, 1 to 8; 1 if upright or the tag is damaged."""
-    if image.format == "TIFF":  # Pillow applies it on loading
+    """The EXIF orientation of Pillow's image, 1 to 8; 1 is upright, and what a damaged tag counts as."""
+    if image.format == "TIFF":  # Pillow turns it when it is loaded
         return 1
     try:
         value = image.getexif().get(ORIENTATION_TAG)
-    except PILLOW_ERRORS:
+    except Exception:  # on damaged tags Pillow raises whatever its parsers meet
         return 1
     return value if type(value) is int and value in _TRANSPOSE else 1
 
 
 def upright_image(image: "Image", orientation: int) -> "Image":
-    """Apply an EXIF orientation to an image."""
+    """Pillow's image of an orientation, turned upright."""
     from PIL.Image import Transpose
 
     return image.transpose(Transpose[_TRANSPOSE[orientation]]) if orientation != 1 else image

@@ -32,7 +32,7 @@ _QUALITY = 95  # of JPEG and WebP
 _AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 _READ = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them runs a program
 # what Pillow's decoders raise for broken files; MemoryError for sizes that a header only claims
-_BROKEN = (
+BROKEN = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, MemoryError,
     NotImplementedError, AttributeError, struct.error, zlib.error,
 )  # fmt: skip
@@ -138,7 +138,7 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
         raise BadImage(f"image of more than {MAX_PIXELS:,} pixels") from None
     except UnidentifiedImageError:
         raise BadImage("not an image in a known format") from None
-    except _BROKEN:
+    except BROKEN:
         raise BadImage("broken or truncated image") from None
 
 

@@ -120,7 +120,7 @@ def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None
     mistakes: list[tuple[Any, str]] = [
         ("missing.png", "picture missing.png: No such file or directory"),
         ([pixels[0], "missing.png"], "picture missing.png"),
-        (b"nothing", "not an image"),
+        (b"nothing", "not a picture"),
         (pixels.astype(np.float32), "float32"),
         (iter([pixels[0]]), "a picture must be a path, bytes, PIL image, array or tensor"),
         (None, "not NoneType"),

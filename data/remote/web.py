@@ -1,0 +1,237 @@
+"""Download many small files from many web servers at once, within limits for each server."""
+
+import asyncio
+import ipaddress
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+__all__ = ["FetchError", "FetchOptions", "Fetcher"]
+
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MOST_REDIRECTS = 5
+_LONGEST_PAUSE = 120.0  # seconds, of a Retry-After that is waited for
+_RESOLVERS = 64  # names that are looked up at the same time
+_NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
+_WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """Limits of downloads.
+
+    Attributes:
+        connections: requests at the same time.
+        per_host: requests to one host at the same time.
+        timeout: seconds for one response, from the connection to its last byte.
+        retries: further attempts after errors that may pass (timeouts, lost connections, HTTP 429 and 5xx).
+        max_bytes: size of the largest response.
+        allow_private: allow hosts with addresses that are not public, such as 127.0.0.1 or 10.0.0.1.
+        ignore_robots: download images although the header ``X-Robots-Tag`` forbids their use.
+        user_agent: sent to servers; its first word selects directives of ``X-Robots-Tag``.
+    """
+
+    connections: int = 256
+    per_host: int = 16
+    timeout: float = 20.0
+    retries: int = 2
+    max_bytes: int = 64 * 2**20
+    allow_private: bool = False
+    ignore_robots: bool = False
+    user_agent: str = "clipkit (+https://pypi.org/project/clipkit)"
+
+
+class FetchError(Exception):
+    """The cause of a failed download, with the same words for all downloads that failed for it."""
+
+    def __init__(self, cause: str, *, passing: bool = False, pause: float = 0.0) -> None:
+        super().__init__(cause)
+        self.passing, self.pause = passing, pause
+
+
+class _PrivateAddressError(OSError):
+    """A host has an address that is not public."""
+
+
+@dataclass
+class _Host:
+    slots: asyncio.Semaphore
+    users: int = 0
+    not_before: float = 0.0  # time.monotonic() of the next request
+
+
+class Fetcher:
+    """Downloads files by URL; use it as an asynchronous context manager in one event loop."""
+
+    def __init__(self, options: FetchOptions) -> None:
+        self._options = options
+        self._slots = asyncio.Semaphore(options.connections)
+        self._hosts: dict[str, _Host] = {}
+
+    async def __aenter__(self) -> "Fetcher":
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_RESOLVERS, "resolve"))
+        options = self._options
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,  # limited here, so that requests that wait for a host keep no others from theirs
+                ttl_dns_cache=300,
+                socket_factory=None if options.allow_private else _public_socket,
+            ),
+            timeout=aiohttp.ClientTimeout(total=options.timeout),
+            headers={"User-Agent": options.user_agent, "Accept": "image/*,*/*;q=0.5"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=2**18,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def fetch(self, url: str, use: Callable[[bytes], Awaitable[None]]) -> None:
+        """Download a URL and pass its body to ``use``, which counts as part of the request.
+
+        So at most ``connections`` bodies are in memory.
+
+        Raises:
+            FetchError: it cannot be downloaded, or must not be.
+        """
+        try:
+            host = (aiohttp.client.URL(url).host or "").lower()
+        except ValueError:
+            host = ""
+        if not host or not url.startswith(("http://", "https://")):
+            raise FetchError("not a URL that begins with http:// or https://")
+        async with self._host(host) as state:
+            for attempt in range(self._options.retries + 1):
+                while (wait := state.not_before - time.monotonic()) > 0:
+                    await asyncio.sleep(wait)
+                try:
+                    async with self._slots:
+                        await use(await self._get(url))
+                    return
+                except FetchError as error:
+                    if not error.passing or attempt == self._options.retries:
+                        raise
+                    if error.pause:  # the whole host asks for it
+                        state.not_before = max(state.not_before, time.monotonic() + error.pause)
+                    else:
+                        await asyncio.sleep(2**attempt * random.uniform(0.5, 1.0))
+
+    @asynccontextmanager
+    async def _host(self, name: str) -> AsyncIterator[_Host]:
+        """Hold one of the places for requests to a host."""
+        state = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._options.per_host)))
+        state.users += 1
+        try:
+            async with state.slots:
+                yield state
+        finally:
+            state.users -= 1
+            if not state.users and state.not_before <= time.monotonic():
+                self._hosts.pop(name, None)
+
+    async def _get(self, url: str) -> bytes:
+        options = self._options
+        try:
+            async with self._session.get(url, max_redirects=_MOST_REDIRECTS) as response:
+                if response.status != 200:
+                    raise FetchError(
+                        f"HTTP {response.status}",
+                        passing=response.status in _RETRIED,
+                        pause=_pause(response.headers.get("Retry-After", "")),
+                    )
+                if not options.ignore_robots and _forbidden(
+                    response.headers.getall("X-Robots-Tag", []), options.user_agent
+                ):
+                    raise FetchError("use forbidden by X-Robots-Tag")
+                if (response.content_length or 0) > options.max_bytes:
+                    raise FetchError(f"more than {options.max_bytes // 2**20} MiB")
+                body = bytearray()
+                async for piece in response.content.iter_any():
+                    body += piece
+                    if len(body) > options.max_bytes:
+                        raise FetchError(f"more than {options.max_bytes // 2**20} MiB")
+                if not body:
+                    raise FetchError("empty response")
+                return bytes(body)
+        except FetchError:
+            raise
+        except TimeoutError:
+            raise FetchError("no complete response in time", passing=True) from None
+        except aiohttp.TooManyRedirects:
+            raise FetchError("too many redirects") from None
+        except aiohttp.ClientConnectorCertificateError:
+            raise FetchError("invalid certificate") from None
+        except aiohttp.ClientConnectorDNSError:
+            raise FetchError("unknown host", passing=True) from None
+        except aiohttp.ClientConnectorError as error:
+            if "is not public" in str(error.os_error):
+                raise FetchError("host with a private address (--allow-private downloads from it)") from None
+            raise FetchError("no connection", passing=True) from None
+        except (aiohttp.InvalidURL, aiohttp.RedirectClientError):
+            raise FetchError("invalid URL, or redirected to one") from None
+        except aiohttp.ClientPayloadError:
+            raise FetchError("truncated or malformed response", passing=True) from None
+        except (aiohttp.ClientError, OSError, ValueError, EOFError):
+            raise FetchError("connection lost or malformed response", passing=True) from None
+
+
+def _public_socket(info: Any) -> socket.socket:
+    """Open a socket for an address that a name was resolved to, if it is public."""
+    family, kind, protocol, _, address = info
+    if not _is_public(ipaddress.ip_address(address[0].partition("%")[0])):
+        raise _PrivateAddressError(f"{address[0]} is not public")
+    return socket.socket(family, kind, protocol)
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether an address, and one of IPv4 that it contains, is of the public internet."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if not all(_is_public(one) for one in inner if one is not None):
+            return False
+        if address.ipv4_mapped is not None:
+            return True
+    return address.is_global and not address.is_multicast
+
+
+def _pause(retry_after: str) -> float:
+    """Return the seconds that a ``Retry-After`` header asks for; 0 if it asks for none or for too many."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return 0.0
+    return seconds if 0 < seconds <= _LONGEST_PAUSE else 0.0
+
+
+def _forbidden(tags: list[str], user_agent: str) -> bool:
+    """Return whether ``X-Robots-Tag`` headers forbid training on an image.
+
+    A header is a list of directives, of which those behind ``NAME:`` address one crawler.
+    """
+    own = user_agent.split()[0].lower() if user_agent.split() else ""
+    for tag in tags:
+        addressed = True
+        for directive in tag.lower().split(","):
+            crawler, colon, rest = directive.partition(":")
+            if colon and crawler.strip() not in _WITH_VALUE:
+                addressed = crawler.strip() == own
+            if addressed and (rest if colon else crawler).strip() in _NO_TRAINING:
+                return True
+    return False

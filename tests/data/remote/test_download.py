@@ -1,0 +1,378 @@
+"""Downloading the images of a table from a real server that fails in every way."""
+
+import csv
+import hashlib
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clipkit.errors import ConfigError, DataError
+from data.__main__ import main
+from data.captions import Selection
+from data.remote import web
+from data.remote.download import DownloadOptions, DownloadReport, download
+from data.remote.web import FetchOptions
+from data.shards.images import Resize, Storing
+from data.shards.manifest import make_manifest
+from data.shards.sources import find_shards
+
+pytest.importorskip("aiohttp")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+QUICK = FetchOptions(allow_private=True, timeout=2.0, retries=1, max_bytes=2**20)
+
+
+def jpeg(number: int, side: int = 40) -> bytes:
+    noise = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@dataclass
+class Server:
+    """A web server; the first part of a path says how it answers."""
+
+    url: str
+    delay: float = 0.0  # the longest, drawn for each answer
+    requests: Counter[str] = field(default_factory=Counter)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self, status: int, body: bytes = b"", *, promised: int = 0, **headers: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(promised or len(body)))
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            with lock:
+                served.requests[self.path] += 1
+                count = served.requests[self.path]
+            if served.delay:
+                time.sleep(random.uniform(0, served.delay))
+            kind, _, name = self.path[1:].partition("/")
+            body = jpeg(int(name.partition(".")[0])) if name.partition(".")[0].isdigit() else b""
+            match kind:
+                case "img":
+                    self.answer(200, body)
+                case "moved":
+                    self.answer(302, Location=f"/img/{name}")
+                case "loop":
+                    self.answer(302, Location=self.path)
+                case "file":
+                    self.answer(302, Location="file:///etc/passwd")
+                case "limited" if count == 1:
+                    self.answer(429, Retry_After="1")
+                case "passing" if count == 1:
+                    self.answer(503)
+                case "limited" | "passing":
+                    self.answer(200, body)
+                case "busy":
+                    self.answer(503)
+                case "cut":
+                    self.answer(200, body[: len(body) // 2], promised=len(body))
+                    self.close_connection = True
+                case "broken":
+                    self.answer(200, body[: len(body) // 2])
+                case "html":
+                    self.answer(200, b"<html>not found</html>")
+                case "empty":
+                    self.answer(200)
+                case "big":
+                    self.send_response(200)
+                    self.end_headers()
+                    self.close_connection = True
+                    for _ in range(40):
+                        self.wfile.write(bytes(2**16))
+                case "slow":
+                    self.send_response(200)
+                    self.end_headers()
+                    self.close_connection = True
+                    for at in range(100):
+                        self.wfile.write(body[at : at + 1])
+                        time.sleep(0.1)
+                case "noai":
+                    self.answer(200, body, X_Robots_Tag="noai, noarchive")
+                case _:
+                    self.answer(404)
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+        block_on_close = False
+        request_queue_size = 128
+
+        def handle_error(self, *_: object) -> None:  # a client that has left
+            pass
+
+    with Quiet(("127.0.0.1", 0), Handler) as listening:
+        served = Server(f"http://127.0.0.1:{listening.server_address[1]}")
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield served
+        listening.shutdown()
+        thread.join()
+
+
+def table(path: Path, urls: list[str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["url", "caption", "lang"])
+        writer.writerows([url, f"caption {i}", "en"] for i, url in enumerate(urls))
+    return path
+
+
+def members(tar: Path) -> dict[str, dict[str, bytes]]:
+    samples: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(tar) as archive:
+        for member in archive:
+            key, _, extension = member.name.partition(".")
+            content = archive.extractfile(member)
+            assert content is not None
+            samples.setdefault(key, {})[extension] = content.read()
+    return samples
+
+
+def digests(out: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(out.iterdir())
+        if path.suffix in (".tar", ".parquet")
+    }
+
+
+def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
+    expected = {
+        "img/1.jpg": "", "moved/2.jpg": "", "limited/3.jpg": "", "passing/4.jpg": "",
+        "missing/5.jpg": "HTTP 404", "busy/6.jpg": "HTTP 503", "loop/7": "too many redirects",
+        "file/8": "invalid URL, or redirected to one", "cut/9.jpg": "truncated or malformed response",
+        "broken/10.jpg": "broken or truncated image", "html/11": "not an image in a known format",
+        "empty/12": "empty response", "big/13": "more than 1 MiB", "slow/14.jpg": "no complete response in time",
+        "noai/15.jpg": "use forbidden by X-Robots-Tag",
+    }  # fmt: skip
+    urls = {f"{server.url}/{path}": cause for path, cause in expected.items()}
+    urls |= {
+        "": "no URL",
+        "ftp://example.org/a.jpg": "not a URL that begins with http:// or https://",
+        "http://[::1": "not a URL that begins with http:// or https://",
+        f"{server.url}/img/1.jpg#again": "image of an earlier row",
+        "http://name.invalid/a.jpg": "unknown host",
+    }
+    rows = [*urls, f"{server.url}/img/1.jpg"]
+    out = tmp_path / "out"
+    found = download(table(tmp_path / "t.csv", rows), out, DownloadOptions(), fetch=QUICK)
+
+    causes = [*urls.values(), "URL of an earlier row"]
+    assert (found.rows, found.kept, found.shards) == (len(rows), 4, 1)
+    listing = parquet.read_table(out / "00000.parquet").to_pylist()
+    assert [row["error_message"] or "" for row in listing] == causes
+    assert found.failures == Counter(cause for cause in causes if cause)
+    listing = parquet.read_table(out / "00000.parquet").to_pylist()
+    assert [row["error_message"] or "" for row in listing] == causes
+    assert [row["url"] or "" for row in listing] == rows
+    samples = members(out / "00000.tar")
+    assert len(samples) == 4
+    for i, (key, sample) in enumerate(samples.items()):
+        meta = json.loads(sample["json"])
+        assert key == meta["key"] == f"{i:09d}"
+        assert sample["jpg"] == jpeg(i + 1)  # nothing to do: the bytes as they came
+        assert sample["txt"].decode() == meta["caption"] == f"caption {i}"
+        assert meta["sha256"] == hashlib.sha256(sample["jpg"]).hexdigest()
+        assert {name: meta[name] for name in ("status", "width", "height", "original_width", "lang")} == {
+            "status": "success", "width": 40, "height": 40, "original_width": 40, "lang": "en"
+        }  # fmt: skip
+    stats = json.loads((out / "00000_stats.json").read_bytes())
+    assert stats["count"] == len(rows) and stats["successes"] == 4
+    assert stats["failed_to_download"] + stats["failed_to_resize"] + stats["duplicates"] == len(rows) - 4
+    manifest = make_manifest([find_shards(str(out))], Selection())
+    assert manifest.counts.tolist() == [4]
+    assert server.requests["/missing/5.jpg"] == 1 and server.requests["/busy/6.jpg"] == 2
+
+
+@pytest.fixture
+def many(server: Server, tmp_path: Path) -> Path:
+    """300 rows, a tenth missing, some URLs and images twice."""
+    draw = random.Random(0)
+    paths = [
+        f"/img/{draw.randrange(250)}.jpg" if draw.random() < 0.9 else f"/missing/{i}" for i in range(280)
+    ]
+    paths += [f"/img/{number}.jpg?again" for number in range(20)]
+    return table(tmp_path / "many.csv", [server.url + path for path in paths])
+
+
+SMALL = DownloadOptions(samples_per_shard=40)
+
+
+def test_shards_do_not_depend_on_the_order_of_responses(server: Server, many: Path, tmp_path: Path) -> None:
+    server.delay = 0.05
+    reports: list[DownloadReport] = []
+    for name, connections in (("one", 64), ("two", 64), ("three", 2)):
+        reports.append(download(many, tmp_path / name, SMALL, fetch=replace(QUICK, connections=connections)))
+    assert digests(tmp_path / "one") == digests(tmp_path / "two") == digests(tmp_path / "three")
+    assert reports[0] == reports[1] == reports[2]
+    images = [sample["jpg"] for tar in (tmp_path / "one").glob("*.tar") for sample in members(tar).values()]
+    assert len(images) == len(set(images)) == reports[0].kept
+
+
+def test_kills_lose_and_repeat_nothing(server: Server, many: Path, tmp_path: Path) -> None:
+    download(many, tmp_path / "whole", SMALL, fetch=QUICK)
+    server.delay = 0.05
+    out = tmp_path / "killed"
+    program = (
+        "import sys; from pathlib import Path; from tests.data.remote.test_download import *\n"
+        "download(Path(sys.argv[1]), Path(sys.argv[2]), SMALL, fetch=QUICK)"
+    )
+    draw, finished = random.Random(), 0
+    while finished < 1:
+        process = subprocess.Popen([sys.executable, "-c", program, str(many), str(out)])
+        shards = len(list(out.glob("*_stats.json")))
+        while process.poll() is None and len(list(out.glob("*_stats.json"))) < shards + 2:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        finished += process.wait() == 0
+    assert digests(out) == digests(tmp_path / "whole")
+    assert not [path for path in out.iterdir() if "partial" in path.name]
+
+
+def test_parts_make_the_same_shards(server: Server, many: Path, tmp_path: Path) -> None:
+    options = replace(SMALL, deduplicate=False)
+    download(many, tmp_path / "whole", options, fetch=QUICK)
+    for part in (2, 1, 3):
+        found = download(many, tmp_path / "parts", options, fetch=QUICK, part=(part, 3))
+    assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
+    assert found.rows == 300
+
+
+def test_one_process_per_part_and_the_same_options(server: Server, many: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    server.delay = 0.2
+    errors: list[DataError] = []
+
+    def run() -> None:
+        try:
+            download(many, out, SMALL, fetch=QUICK)
+        except DataError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 1 and "is downloading this part" in str(errors[0])
+    assert len(list(out.glob("*.tar"))) == 8
+    for changed in (
+        replace(SMALL, samples_per_shard=50),
+        replace(SMALL, image=Storing(resize=Resize(mode="border", size=32))),
+    ):
+        with pytest.raises(ConfigError, match="use the same options"):
+            download(many, out, changed, fetch=QUICK)
+    with pytest.raises(DataError, match="is not empty"):
+        download(many, tmp_path, SMALL, fetch=QUICK)
+    with pytest.raises(DataError, match="no column"):
+        download(
+            table(tmp_path / "t.csv", []), tmp_path / "x", replace(SMALL, url_column="nope"), fetch=QUICK
+        )
+
+
+def test_private_hosts_are_refused(server: Server, tmp_path: Path) -> None:
+    port = server.url.rpartition(":")[2]
+    urls = [
+        f"http://{host}:{port}/img/{i}.jpg"
+        for i, host in enumerate(("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"))
+    ]
+    found = download(
+        table(tmp_path / "t.csv", urls), tmp_path / "out", SMALL, fetch=replace(QUICK, allow_private=False)
+    )
+    assert found.failures == {"host with a private address (--allow-private downloads from it)": len(urls)}
+    assert not server.requests
+
+
+def test_the_command_resizes_and_reports(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = [f"{server.url}/{kind}/{i}.jpg" for i, kind in enumerate(("img", "img", "missing"))]
+    path, out = table(tmp_path / "t.csv", urls), tmp_path / "out"
+    options = [
+        "--allow-private",
+        "--resize",
+        "border",
+        "--image-size",
+        "16",
+        "--fields",
+        "",
+        "--exif",
+        "--quiet",
+    ]
+    assert main(["download", str(path), str(out), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "2  of 3 rows kept (66.7%)" in printed and "1  HTTP 404" in printed
+    assert max(map(len, printed.splitlines()[1:])) < 80
+    for sample in members(out / "00000.tar").values():
+        meta = json.loads(sample["json"])
+        assert Image.open(io.BytesIO(sample["jpg"])).size == (meta["width"], meta["height"]) == (16, 16)
+        assert (meta["original_width"], meta["exif"], "lang" in meta) == (40, "{}", False)
+    with pytest.raises(ConfigError, match="expected I/N"):
+        main(["download", str(path), str(out), "--part", "3/2"])
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True), ("2606:4700::1111", True), ("10.0.0.1", False), ("169.254.169.254", False),
+        ("100.64.0.1", False), ("224.0.0.1", False), ("::ffff:10.0.0.1", False), ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False), ("fe80::1", False), ("fd00::1", False),
+    ],
+)  # fmt: skip
+def test_public_addresses(address: str, public: bool) -> None:
+    assert web._is_public(ip_address(address)) is public
+
+
+@pytest.mark.parametrize(
+    ("tags", "forbidden"),
+    [
+        ([], False), (["noarchive"], False), (["noai"], True), (["NOINDEX, nofollow"], True),
+        (["otherbot: noai"], False), (["clipkit: noai"], True), (["otherbot: noarchive, noai"], False),
+        (["unavailable_after: 25 Jun 2040 15:00:00 PST, noimageai"], True), (["max-snippet: 5"], False),
+    ],
+)  # fmt: skip
+def test_robots(tags: list[str], forbidden: bool) -> None:
+    assert web._forbidden(tags, "clipkit (+https://example.org)") is forbidden
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("", 0), ("7", 7), ("-1", 0), ("nan", 0), ("1e9", 0), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
+)
+def test_retry_after(header: str, seconds: float) -> None:
+    assert web._pause(header) == seconds
+    later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 60))
+    assert 50 < web._pause(later) <= 60
