@@ -95,7 +95,7 @@ def test_differences_are_those_of_the_metrics(results: Path) -> None:
     assert recall.test.difference == pytest.approx(recall.second - recall.first)
     assert recall.beyond_chance
     assert by_key["glyphs", "acc1"].p == 1.0
-    said = "zero-shot on digits, glyphs, icons: no test of ece, which the details do not hold item by item"
+    said = "zero-shot on digits, glyphs, icons: no test of ece, as the details do not hold it item by item"
     assert found.refused == (said,)
     text = printed(found)
     assert "2 of 6 differences are beyond chance" in " ".join(text.split())
@@ -109,7 +109,7 @@ def test_differences_are_those_of_the_metrics(results: Path) -> None:
         ({"n": 399}, "the numbers of items differ (400 and 399)"),
         ({"prompt_set": "openai"}, "the prompt sets differ (own and openai)"),
         ({"prompts": "p2"}, "the prompts of set own differ (p1 and p2)"),
-        ({"details": False}, "there are no details of what each item got"),
+        ({"details": False}, "there are no details of the items"),
     ],
 )
 def test_what_does_not_compare_is_refused(results: Path, more: dict[str, Any], said: str) -> None:
@@ -193,7 +193,7 @@ def test_models_are_found_by_name_weights_or_file(results: Path, tmp_path: Path)
         with pytest.raises(ConfigError, match=said):
             compare([], str(results), missing)
     with pytest.raises(
-        ConfigError, match=r"'small' is no results file .*compare MODEL_A MODEL_B --results FILE"
+        ConfigError, match=r"'small' is neither a results file .*compare MODEL_A MODEL_B --results FILE"
     ):
         compare([], "small", "large")
     with pytest.raises(ConfigError, match="no results of a model 'huge'"):

@@ -65,7 +65,7 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
         and "not compared: few-shot on digits: few-shot scores are means" in out
         and "0 of 0" not in out
     )
-    assert f"copied.details/ must lie beside copied.jsonl, and is not in {tmp_path}" in said.err
+    assert f"copied.details/ is missing next to copied.jsonl in {tmp_path}" in said.err
     assert "copied.jsonl: one line cut short or broken" in said.err
 
 

@@ -194,7 +194,7 @@ def test_verify_with_a_stand_in(
     assert expect(measured["acc1"] + 0.011, 0.01) == 1
     told = capsys.readouterr().out
     assert "FAILS" in told and "expected by a test" in told
-    with pytest.raises(ConfigError, match="nothing is known of 'somebody'"):
+    with pytest.raises(ConfigError, match="no scores are known of 'somebody'"):
         main(["verify", "--model", str(run), "--as", "somebody", "--data", str(probed)])
 
 

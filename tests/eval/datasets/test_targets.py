@@ -40,7 +40,7 @@ def test_what_is_not_here_is_a_short_line_each(tmp_path: Path) -> None:
     at = "published at hf://datasets/clip-benchmark/wds_food101, or as torchvision.datasets.Food101 keeps it"
     assert f"food101: not under {tmp_path}; {at}" in lines
     assert nothing_checked(known, KNOWN) == (
-        f"nothing could be checked: none of the {len(lines)} datasets that {KNOWN} is known on is here"
+        f"nothing could be checked: none of the {len(lines)} datasets with known scores of {KNOWN} is available"
     )
     with pytest.raises(DataError, match="fairface is known and cannot be scored here: Its names"):
         find_targets(["fairface"], root=tmp_path)
