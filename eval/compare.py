@@ -131,7 +131,7 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
         if kind in rows[1]:
             pair = rows[0][kind], rows[1][kind]
             outcomes += [(kind, one) for one in _differences(kind, pair, weights, details)]
-    for label, own, others in ((labels[0], *rows), (labels[1], *reversed(rows))):
+    for label, own, others in ((labels[0], rows[0], rows[1]), (labels[1], rows[1], rows[0])):
         outcomes += [(kind, f"only {label} has scores") for kind in own if kind not in others]
     for (dataset, split, task, _), outcome in outcomes:
         if isinstance(outcome, str):

@@ -48,8 +48,8 @@ from eval.report.tables import (
     setting_name,
     task_tables,
 )
-from eval.results.records import Details, json_lines, read_details
-from eval.results.scores import Record
+from eval.results.records import Details, read_details
+from eval.results.scores import Record, text_of
 
 __all__ = ["Block", "blocks_html", "build_comparison"]
 
@@ -61,7 +61,6 @@ _SHADES = 6  # of a confusion matrix
 _LISTED = 8  # mistakes and classes
 _LAYERS = 13  # layer numbers that fit on an axis as wide as a phone
 _MOST_GFLOPS = 1e12  # larger values are errors and would spoil the axis
-_MAX_OPTIONS = 300  # characters
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
 _OPTION = re.compile(r"(\w+)=(\([^()]*\)|[^\s()]+)(?: |$)")
@@ -104,15 +103,10 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
 
     leaders = []
     for average in whole.averages[:_SUITES] if several else ():
-        bars = [
-            Bar(name=name, value=value, note=note, muted=bool(note))
-            for names, values, note in (
-                ([model.label for model in found.models], average.values, ""),
-                (whole.published, average.published, "published"),
-            )
-            for name, value in zip(names, values, strict=True)
-            if value is not None
-        ]
+        values = zip(found.models, average.values, strict=True)
+        bars = [Bar(name=model.label, value=value) for model, value in values if value is not None]
+        others = average.published.items()
+        bars += [Bar(name=name, value=value, note="published", muted=True) for name, value in others]
         leaders.append(ranked_bars(_capital(average.title), bars, note=average.scope))
 
     details: dict[tuple[str, ...], Details] = {}
@@ -143,7 +137,7 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
         details=_detail_sections(found, [*details.values()], thumbnails),
         all_scores=_all_scores(found),
         facts_of=_model_facts(found.models),
-        options=_options(results),
+        options=_options(found.rows),
         revisions=_revisions(found),
         thumbnails=thumbnails,
     )
@@ -591,18 +585,13 @@ def _model_facts(models: Sequence[Model]) -> tuple[dict[str, Any], list[str]]:
     return shared, own
 
 
-def _options(results: Sequence[Path]) -> dict[str, str]:
-    """By task, the options in the last lines of each model and dataset, with datasets if they differ."""
-    last: dict[tuple[str, ...], str] = {}
-    for path in dict.fromkeys(results):
-        for line in json_lines(path, [], ""):
-            text = line.get("options")
-            if isinstance(text, str) and text:
-                key = tuple(str(line.get(name)) for name in ("task", "dataset", "model", "weights"))
-                last[key] = text[:_MAX_OPTIONS]
+def _options(rows: Sequence[Record]) -> dict[str, str]:
+    """By task, the last options of each model and dataset, with datasets if they differ."""
+    last = {(row.task, row.dataset, row.model): text_of(row.line, "options") for row in rows}
     tasks: dict[str, dict[str, dict[str, None]]] = {}
-    for (task, dataset, *_), text in last.items():
-        tasks.setdefault(task, {}).setdefault(text, {})[dataset] = None
+    for (task, dataset, _), text in last.items():
+        if text:
+            tasks.setdefault(task, {}).setdefault(text, {})[dataset] = None
     options = {}
     for task, by_text in tasks.items():
         shown = []

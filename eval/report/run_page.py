@@ -69,6 +69,9 @@ class RunFolder:
         name: of the folder.
         config_text: as written, or "".
         config: parsed, {} if that fails.
+        steps: in the config.
+        scored_on: the datasets of ``eval.data`` in the config.
+        first_score: the step of the first scores by the config; 0 if it does not say.
         metrics: by name, the finite (step, value) points of a curve in order of steps.
         results: in order of steps.
         snapshots: at most five per dataset, evenly spaced, with the first and the last.
@@ -80,6 +83,9 @@ class RunFolder:
     name: str
     config_text: str
     config: Mapping[str, Any]
+    steps: int | None
+    scored_on: Sequence[str]
+    first_score: int
     metrics: Mapping[str, Sequence[tuple[int, float]]]
     results: Sequence[Result]
     snapshots: Mapping[str, Sequence[Snapshot]]
@@ -97,31 +103,6 @@ class RunFolder:
         """The last step with any record."""
         steps = [points[-1][0] for points in self.metrics.values()]
         return max([*steps, *(result.step for result in self.results)], default=None)
-
-    @property
-    def scored_on(self) -> Sequence[str]:
-        """The datasets in ``eval.data``."""
-        return _evaluation(self.config)[0]
-
-    @property
-    def planned(self) -> int | None:
-        """The number of steps in the config."""
-        return whole(self.config.get("steps"))
-
-    @property
-    def first_score(self) -> int:
-        """The step of the first scores; 0 if the config does not say."""
-        return _evaluation(self.config)[1]
-
-
-def _evaluation(config: Mapping[str, Any]) -> tuple[list[str], int]:
-    """Return the datasets that a config evaluates on, and the first step at which it does."""
-    section = config.get("eval")
-    section = section if isinstance(section, Mapping) else {}
-    names = section.get("data")
-    steps = whole(section.get("every_steps")), whole(config.get("steps"))
-    first = min((step for step in steps if step and step > 0), default=0)
-    return [str(name) for name in names] if isinstance(names, list) else [], first
 
 
 def read_run_folder(run: Path) -> RunFolder:
@@ -173,22 +154,24 @@ def _read(run: Path) -> RunFolder:
 
     # scores are missed only if the config asks for them, and by the last step
     step = max((points[-1][0] for points in metrics.values()), default=None)
-    names, first = _evaluation(config)
-    due = not config or (bool(names) and (step is None or step >= first))
+    section = config.get("eval")
+    section = section if isinstance(section, Mapping) else {}
+    datasets = names if isinstance(names := section.get("data"), list) else []
+    every, steps = whole(section.get("every_steps")), whole(config.get("steps"))
+    first_score = min((one for one in (every, steps) if one and one > 0), default=0)
+    due = not config or (bool(datasets) and (step is None or step >= first_score))
     found: dict[tuple[int, tuple[str, ...]], Result] = {}
     for record in read_records(run / "results.jsonl", notes, "there are no scores to show" if due else ""):
         if record.step is not None:
             result = Result(**vars(record))
             key = (result.step, result.what)
-            if (
-                key not in found or result.own or not found[key].own
-            ):  # the training's own score takes precedence
+            if key not in found or result.own or not found[key].own:  # the training's own score counts
                 found[key] = result
     results = sorted(found.values(), key=lambda result: result.step)  # stable: within a step, as written
 
     snapshots: dict[str, list[Snapshot]] = {}
-    for steps in find_snapshots(run).values():
-        paths = list(steps.values())
+    for by_step in find_snapshots(run).values():
+        paths = list(by_step.values())
         if len(paths) > _SNAPSHOTS:
             paths = [paths[round(i * (len(paths) - 1) / (_SNAPSHOTS - 1))] for i in range(_SNAPSHOTS)]
         for path in paths:
@@ -220,6 +203,9 @@ def _read(run: Path) -> RunFolder:
         name=run.resolve().name,
         config_text=config_text,
         config=config,
+        steps=steps,
+        scored_on=[str(name) for name in datasets],
+        first_score=first_score,
         metrics=metrics,
         results=results,
         snapshots=snapshots,

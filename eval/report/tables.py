@@ -11,10 +11,11 @@ import csv
 import io
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import TypedDict, Unpack
 
 from clipkit.files.table import safe_cell
@@ -38,6 +39,7 @@ __all__ = [
     "as_latex",
     "as_markdown",
     "is_fraction",
+    "is_informative",
     "is_rank",
     "lower_is_better",
     "metric_name",
@@ -45,14 +47,10 @@ __all__ = [
     "score_table",
     "setting_name",
     "task_tables",
-    "tells",
 ]
 
-AS_TRAINED = (
-    "zero-shot",
-    "retrieval",
-    "compositional",
-)  # tasks without training; the first is the usual main task
+# tasks without training; the first is the usual main task
+AS_TRAINED = ("zero-shot", "retrieval", "compositional")
 SEVERAL_TASKS = "several tasks"
 PLAIN = "ridge"  # few-shot settings without an estimator
 _STD = "_std"  # suffix of a metric: its standard deviation over seeds
@@ -108,7 +106,7 @@ def setting_name(task: str, setting: str) -> str:
     return f"{setting} {PLAIN}" if task == "few-shot" and re.fullmatch(r"\d+-shot", setting) else setting
 
 
-def tells(metric: str, n: int | None) -> bool:
+def is_informative(metric: str, n: int | None) -> bool:
     """Whether a score is informative: the standard deviation over a single seed is not."""
     return not metric.endswith(_STD) or n is None or n > 1
 
@@ -136,19 +134,19 @@ class TableRow:
         metric: as in the scores.
         values: one per model; None if it has none.
         cells: the records of the values; () for means.
-        published: one per published column of the table.
+        published: numbers of published models.
     """
 
     metric: str
     values: tuple[float | None, ...]
     cells: tuple[Record | None, ...] = ()
-    published: tuple[float | None, ...] = ()
+    published: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def in_percent(self) -> bool:
         """Whether all numbers of the row are fractions."""
         bounds = (one for cell in self.cells if cell for one in (cell.low, cell.high, cell.chance))
-        return is_fraction(self.metric, *self.values, *self.published, *bounds)
+        return is_fraction(self.metric, *self.values, *self.published.values(), *bounds)
 
     def text(self, value: float | None, digits: int = 1) -> str:
         """Format a value, in percent if the row is."""
@@ -268,12 +266,18 @@ class Average(TableRow):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreTable:
-    """Lines in the order of the suites, then of the results; ``published`` names columns of published numbers."""
+    """Lines in the order of the suites, then of the results; ``columns`` names the published models."""
 
     models: tuple[Model, ...]
-    published: tuple[str, ...]
+    columns: tuple[str, ...]
     lines: tuple[Line, ...]
     averages: tuple[Average, ...]
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """The published models with any number."""
+        rows = (*self.averages, *self.lines)
+        return tuple(name for name in self.columns if any(name in row.published for row in rows))
 
     @property
     def usual(self) -> str:
@@ -290,7 +294,9 @@ class ScoreTable:
 def read_scores(results: Sequence[Path]) -> ResultSet:
     """Read results files as ``read_result_set`` does, without uninformative scores unless there are no others."""
     found = read_result_set(results)
-    return replace(found, rows=tuple(row for row in found.rows if tells(row.metric, row.n)) or found.rows)
+    return replace(
+        found, rows=tuple(row for row in found.rows if is_informative(row.metric, row.n)) or found.rows
+    )
 
 
 def task_tables(results: ResultSet, *, curves: bool = False, **facts: Unpack[Facts]) -> dict[str, ScoreTable]:
@@ -300,23 +306,12 @@ def task_tables(results: ResultSet, *, curves: bool = False, **facts: Unpack[Fac
     settings and layers) have lines too.
     """
     whole = score_table(results, curves=curves, **facts)
-    parts = {SEVERAL_TASKS: ((), [one for one in whole.averages if len(one.tasks) > 1])} | {
-        task: (
-            [line for line in whole.lines if line.task == task],
-            [one for one in whole.averages if one.tasks == (task,)],
-        )
-        for task in AS_TRAINED
-    }
-    tables = {}
-    for name, (lines, averages) in parts.items():
-        numbers = [row.published for row in (*lines, *averages)]
-        kept = [i for i in range(len(whole.published)) if any(own[i] is not None for own in numbers)]
-        tables[name] = ScoreTable(
-            models=whole.models,
-            published=tuple(whole.published[i] for i in kept),
-            lines=tuple(replace(one, published=tuple(one.published[i] for i in kept)) for one in lines),
-            averages=tuple(replace(one, published=tuple(one.published[i] for i in kept)) for one in averages),
-        )
+    means = tuple(one for one in whole.averages if len(one.tasks) > 1)
+    tables = {SEVERAL_TASKS: replace(whole, lines=(), averages=means)}
+    for task in AS_TRAINED:
+        lines = tuple(line for line in whole.lines if line.task == task)
+        means = tuple(one for one in whole.averages if one.tasks == (task,))
+        tables[task] = replace(whole, lines=lines, averages=means)
     trained: Facts = {**facts, "published": {}}
     for task in dict.fromkeys(row.task for row in results.rows if row.task not in AS_TRAINED):
         tables[task] = score_table(results, tasks=(task,), curves=curves, **trained)
@@ -350,7 +345,7 @@ def score_table(
         primary = facts.get("primary", {}).get(dataset)
         lines += _dataset_lines(rows, len(results.models), tasks, primary, given[dataset], columns)
     averages = _averages(lines, suites)
-    return ScoreTable(models=results.models, published=columns, lines=tuple(lines), averages=averages)
+    return ScoreTable(models=results.models, columns=columns, lines=tuple(lines), averages=averages)
 
 
 def _letters(name: str) -> str:
@@ -428,7 +423,7 @@ def _dataset_lines(
                         metric=one,
                         values=values,
                         cells=tuple(cells),
-                        published=tuple(beside.get(name) for name in columns),
+                        published={name: beside[name] for name in columns if name in beside},
                         counted=counted,
                         main=counted and main,
                     )
@@ -480,12 +475,15 @@ def _average(
     if len(common) < 2:
         return None
 
-    def mean(values: Sequence[Sequence[float]]) -> float | None:
-        return sum(sum(one) / len(one) for one in values) / len(values) if all(values) else None
+    def mean(groups: Sequence[Sequence[float | None]]) -> float | None:
+        """The mean of the datasets' means; None if a dataset has no value."""
+        means = [fmean(known) for one in groups if (known := [value for value in one if value is not None])]
+        return fmean(means) if len(means) == len(groups) else None
 
-    def known(numbers: Sequence[float | None]) -> list[float]:
-        return [one for one in numbers if one is not None]
-
+    published = {
+        name: mean([[line.published.get(name) for line in group] for group in common])
+        for name in dict.fromkeys(name for line in common[0] for name in line.published)
+    }
     return Average(
         suite=suite,
         tasks=tuple(dict.fromkeys(line.task for group in common for line in group)),
@@ -493,11 +491,8 @@ def _average(
         setting=setting,
         over=len(common),
         of=len(datasets),
-        values=tuple(mean([known([line.values[i] for line in group]) for group in common]) for i in columns),
-        published=tuple(
-            mean([known([line.published[i] for line in group]) for group in common])
-            for i in range(len(own[0][0].published))
-        ),
+        values=tuple(mean([[line.values[i] for line in group] for group in common]) for i in columns),
+        published={name: value for name, value in published.items() if value is not None},
     )
 
 
@@ -524,17 +519,16 @@ def as_csv(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
     for table in tables:
         for one in table.averages:
             names = (one.suite, "", one.task, "", one.setting, one.metric)
-            for model, value in zip(table.models, one.values, strict=True):
+            for of, value in zip(table.models, one.values, strict=True):
                 if value is not None:
-                    rows.append((("mean", model.label, *names), (value, one.over, None, None, None)))
+                    rows.append((("mean", of.label, *names), (value, one.over, None, None, None)))
     for table in tables:
         for line in table.lines:
             cell = next(cell for cell in line.cells if cell)
             prompts = cell.prompt_set if cell.task == "retrieval" else ""  # others may be for any prompts
             names = (line.dataset, cell.split, cell.task, prompts, "", line.metric)
-            for column, value in zip(table.published, line.published, strict=True):
-                if value is not None:
-                    rows.append((("published", column, *names), (value, None, None, None, None)))
+            for model, value in line.published.items():
+                rows.append((("published", model, *names), (value, None, None, None, None)))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_CSV_COLUMNS)
@@ -608,9 +602,8 @@ def _text_tables(
         rows.append([])
         own: list[Line | Average] = [*table.averages, *table.lines]
         for one in own:
-            others = dict(zip(table.published, one.published, strict=True))
-            texts = [one.text(value) for value in (*one.values, *(others.get(name) for name in published))]
-            rows[-1].append((one, texts))
+            values = (*one.values, *map(one.published.get, published))
+            rows[-1].append((one, [one.text(value) for value in values]))
     return [*(model.label for model in found.models), *(f"{name} (published)" for name in published)], rows
 
 

@@ -16,7 +16,15 @@ from rich.text import Text
 
 from clipkit.files.terminal import printable
 from eval.compare import LEVEL, Difference, ModelComparison
-from eval.report.tables import PLAIN, is_fraction, is_rank, lower_is_better, metric_name, setting_name, tells
+from eval.report.tables import (
+    PLAIN,
+    is_fraction,
+    is_informative,
+    is_rank,
+    lower_is_better,
+    metric_name,
+    setting_name,
+)
 from eval.results.scores import Score
 
 __all__ = ["comparison_table", "score_table"]
@@ -44,7 +52,7 @@ class _Fitted:
 
 def score_table(scores: Sequence[Score]) -> RenderableType:
     """Show a section per dataset and task and a row per score, or per metric for few-shot scores."""
-    shown = [score for score in scores if tells(score.metric, score.n)]
+    shown = [score for score in scores if is_informative(score.metric, score.n)]
     few = [score for score in shown if score.task == "few-shot" and _SHOTS.fullmatch(score.setting)]
     others = [score for score in shown if score not in few]
     plain = [_Fitted(partial(_plain, others))] if others or not few else []
@@ -99,10 +107,8 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
     for i, score in enumerate(scores):
         if i in sections:
             table.add_section()
-        own = (column[i] for column in cells.values())
-        table.add_row(
-            _broken(names[i], most), Text(_metric(score.metric)), *own
-        )  # Text is not read as markup
+        own = (column[i] for column in cells.values())  # Text is not read as markup
+        table.add_row(_broken(names[i], most), Text(_metric(score.metric)), *own)
     return table
 
 

@@ -90,23 +90,20 @@ def zero_shot_details(
     else:  # a class of -1 means none
         is_right = labels.bool().gather(1, top.classes.clamp(min=0)) & (top.classes >= 0)
         details = item_details(dataset, task="zero-shot", n=len(labels))
-    chosen = _choose_examples(is_right[:, 0], seed)
+    chosen, weights = _choose_examples(is_right[:, 0], seed), class_weights.cpu()
     examples = []
     for number in chosen:
         features = image_features[number : number + 1].to(torch.float32).cpu()  # (1, D)
-        weights = class_weights.cpu()
         best = top_classes(features, weights, k=GUESSES, logit_scale=logit_scale)
         log_probabilities = class_scores(features, weights, softmax_scale=logit_scale)[0]  # (C,)
         true = [int(labels[number])] if labels.ndim == 1 else labels[number].nonzero()[:, 0].tolist()
         # the true label with the best rank, if there are several
-        first = min(
-            ((int(class_ranks(features, weights, torch.tensor([one]))), one) for one in true), default=None
-        )
+        ranks = {one: int(class_ranks(features, weights, torch.tensor([one]))) for one in true}
+        first = min(ranks, key=lambda one: (ranks[one], one), default=None)
+        likeliest = zip(best.classes[0].tolist(), best.probabilities[0].tolist(), strict=True)
         guesses = [
             Guess(label=_class_name(dataset, guess), probability=_rounded(probability), right=guess in true)
-            for guess, probability in zip(
-                best.classes[0].tolist(), best.probabilities[0].tolist(), strict=True
-            )
+            for guess, probability in likeliest
             if guess >= 0
         ]
         examples.append(
@@ -114,8 +111,8 @@ def zero_shot_details(
                 picture=str(number),
                 guesses=tuple(guesses),
                 truth=_short(", ".join(_class_name(dataset, one) for one in true)) if true else None,
-                rank=None if first is None else 1 + first[0],
-                probability=None if first is None else _rounded(float(log_probabilities[first[1]].exp())),
+                rank=None if first is None else 1 + ranks[first],
+                probability=None if first is None else _rounded(float(log_probabilities[first].exp())),
             )
         )
     return replace(details, examples=tuple(examples), pictures=_thumbnails(dataset, chosen))
@@ -203,9 +200,8 @@ def retrieval_details(
         seed: of the examples.
     """
     chosen = _choose_examples(right["image_to_text_R@1"], seed)
-    similarities = class_scores(
-        image_features[chosen], text_features.T, device=text_features.device
-    )  # (E, T)
+    device = text_features.device
+    similarities = class_scores(image_features[chosen], text_features.T, device=device)  # (E, T)
     examples = []
     for number, row in zip(chosen, similarities, strict=True):
         own = pairs[pairs[:, 0] == number, 1]

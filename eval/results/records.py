@@ -46,7 +46,6 @@ __all__ = [
     "parse_json",
     "read_details",
     "read_snapshot",
-    "read_snapshots",
     "whole",
     "write_details",
     "write_snapshot",
@@ -401,15 +400,6 @@ def read_snapshot(path: Path) -> Snapshot:
         DataError: the file cannot be read, is too large, cut short, or not a snapshot.
     """
     return _read(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
-
-
-def read_snapshots(run: Path) -> list[Snapshot]:
-    """Read all snapshots of a run folder, by dataset and step.
-
-    Raises:
-        DataError: one of them is not a snapshot.
-    """
-    return [read_snapshot(path) for steps in find_snapshots(run).values() for path in steps.values()]
 
 
 def details_folder(results: Path) -> Path:

@@ -188,7 +188,7 @@ def test_published_numbers_stand_beside_the_captions_that_they_are_of(tmp_path: 
     published = published_scores(["flickr30k"])
     table = score_table(read_result_set([path]), published=published, primary={"flickr30k": "mean_R@1"})
     assert table.published[:1] == (name,)
-    beside = {(one.note, one.metric): one.published[0] for one in table.lines}
+    beside = {(one.note, one.metric): one.published.get(name) for one in table.lines}
     assert beside == {
         ("prompts openai", "mean_R@1"): None,
         ("prompts openai", "image_to_text_R@1"): 0.88,

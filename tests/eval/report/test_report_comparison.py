@@ -114,7 +114,7 @@ def test_missing_cells_and_averages_over_what_all_have(tmp_path: Path) -> None:
     assert (paper.suite, paper.over, paper.of) == ("paper", 2, 3)
     assert paper.values[:2] == pytest.approx((0.3, 0.5))
     assert paper.values[2] is None
-    assert paper.published == (0.5,)
+    assert paper.published == {"ViT-B-32": 0.5}
 
 
 def test_prompt_sets_and_directions_do_not_mix(tmp_path: Path) -> None:

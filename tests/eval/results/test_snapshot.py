@@ -18,7 +18,7 @@ from eval import Encoder, Subject, open_dataset
 from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import ImageFeatures
 from eval.results.details import take_snapshot
-from eval.results.records import find_snapshots, read_snapshot, read_snapshots, write_snapshot
+from eval.results.records import Snapshot, find_snapshots, read_snapshot, write_snapshot
 from eval.tasks import Options
 from eval.tasks.classify import zero_shot
 
@@ -26,6 +26,10 @@ from eval.tasks.classify import zero_shot
 @pytest.fixture
 def subject(model: CLIP, write_dataset: Callable[..., Path]) -> Subject:
     return Subject(Encoder(model), open_dataset(write_dataset()))
+
+
+def read_snapshots(run: Path) -> list[Snapshot]:
+    return [read_snapshot(path) for steps in find_snapshots(run).values() for path in steps.values()]
 
 
 class Given(Subject):
