@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError
 from clipkit.formats import weights
-from clipkit.formats.weights import map_file, open_archive, read_weights
+from clipkit.formats.weights import read_weights
 
 DAMAGED = "cut off or damaged"
 
@@ -92,7 +92,7 @@ def test_compressed_entries(name: str, saved: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x", "w") as archive:
         for other, content in files.items():
             archive.writestr(other, content, zipfile.ZIP_DEFLATED if other == name else zipfile.ZIP_STORED)
-    assert f"'{name}' in it is compressed" in refused(tmp_path / "x")
+    assert f"'{name}' is compressed" in refused(tmp_path / "x")
 
 
 def test_a_bomb(saved: Path, tmp_path: Path) -> None:
@@ -161,28 +161,20 @@ def test_more_entries_than_weights_have(saved: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_pickle_that_is_too_large(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_BYTES", 10)
+    monkeypatch.setattr(weights, "MAX_PICKLE", 10)
     assert "data.pkl is larger" in refused(saved)
 
 
 def test_two_archives_in_one(saved: Path, tmp_path: Path) -> None:
     files = contents(saved)
     path = packed(tmp_path / "x", files | {name.replace("saved", "other"): files[name] for name in files})
-    assert "no weights of PyTorch" in refused(path)
+    assert "no PyTorch weights" in refused(path)
 
 
 def test_byte_order(saved: Path, tmp_path: Path) -> None:
     assert "big-endian" in refused(packed(tmp_path / "x", contents(saved) | {"saved/byteorder": b"big"}))
     files = {name: content for name, content in contents(saved).items() if name != "saved/byteorder"}
     assert read_weights(packed(tmp_path / "x", files))  # before PyTorch 2.1
-
-
-def test_entries_by_name(saved: Path) -> None:
-    archive = open_archive(map_file(saved), "saved.pt")
-    assert archive.root == "saved" and "data/0" in archive and "data/7" not in archive
-    assert archive.view("data/1").tobytes() == archive.inflate("data/1") == struct.pack("<4f", 7, 7, 7, 7)
-    with pytest.raises(CheckpointError, match=r"saved\.pt: 'data/7' is missing"):
-        archive.entry("data/7")
 
 
 # --- tensors --------------------------------------------------------------------------------------------------
@@ -202,7 +194,7 @@ class Lie:
         return getattr(torch._utils, self.rebuild), self.arguments
 
 
-BEYOND, NEVER, PICKLE = "reaches beyond its storage", "a shape that cannot be", "pickle is cut off or damaged"
+BEYOND, NEVER, PICKLE = "reaches beyond its storage", "an impossible shape", "pickle is cut off or damaged"
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -222,8 +214,8 @@ BEYOND, NEVER, PICKLE = "reaches beyond its storage", "a shape that cannot be", 
         ((3, (2,), (-1,)), NEVER),
         ((0, (2,), (1, 1)), NEVER),
         ((0, (1,) * 70, (1,) * 70), PICKLE),
-        ((0, (1 << 40,), (0,)), "repeats the 4 numbers of its storage"),
-        ((0, (2000, 2000), (0, 0)), "repeats the 4 numbers of its storage"),
+        ((0, (1 << 40,), (0,)), "repeats the 4 values of its storage"),
+        ((0, (2000, 2000), (0, 0)), "repeats the 4 values of its storage"),
         ((0, (1 << 100,), (0,)), BEYOND),
         ((0, [2], (1,)), PICKLE),
         ((0, (2.0,), (1,)), PICKLE),
@@ -264,7 +256,7 @@ def test_storages_of_another_size(count: int, saved: Path) -> None:
     before = b"K\x04tq\x07Q"
     assert content.count(before) == 1
     saved.write_bytes(content.replace(before, bytes([75, count]) + before[2:]))
-    assert "storage of 'a' is cut off" in refused(saved)
+    assert "'a': its storage is cut off" in refused(saved)
 
 
 def test_old_files_with_views(tmp_path: Path) -> None:
@@ -288,12 +280,12 @@ def test_old_files_with_views(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        (b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"K\x05.", "not one of torch.save"),
+        (b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"K\x05.", "not of torch.save"),
         (b"M\xe9\x03.", b"M\xe8\x03.", "version or byte order"),
         (b"little_endianq\x02\x88", b"little_endianq\x02\x89", "version or byte order"),
         (struct.pack("<q", 4), struct.pack("<q", -4), DAMAGED),
         (struct.pack("<q", 4), struct.pack("<q", 5), DAMAGED),
-        (struct.pack("<q", 4), struct.pack("<q", 3), "storage of 'w' is cut off"),
+        (struct.pack("<q", 4), struct.pack("<q", 3), "'w': its storage is cut off"),
         (struct.pack("<q", 4), struct.pack("<q", 1 << 62), DAMAGED),
     ],
 )

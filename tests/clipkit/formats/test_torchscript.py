@@ -288,23 +288,23 @@ LONG = b"\x80\x02N" + b"".join(
     [
         (b"\x80\x02}.", CODE, "without a module"),
         (M + b".", CODE, "can only be read by running"),
-        (M + b"}b.", CODE, "'w' is not a tensor"),
-        (M + b"}" + text("w") + b"Nsb.", CODE, "holds no tensors (a frozen TorchScript"),
-        (M + b"}" + text("w") + b"K\x01sb.", CODE, "'w' is not a tensor"),
+        (M + b"}b.", CODE, "'w' is not a readable tensor"),
+        (M + b"}" + text("w") + b"Nsb.", CODE, "contains no tensors (a frozen TorchScript"),
+        (M + b"}" + text("w") + b"K\x01sb.", CODE, "'w' is not a readable tensor"),
         (M + b"}" + text("w") + tensor() + b"sb.", b"", "lacks the class '__torch__.M'"),
-        (M + b"}" + text("w") + tensor() + b"sb.", b"class M:\n  w : Tensor\n", "holds no tensors"),
-        (M + b"}" + text("w") + tensor("1") + b"sb.", CODE, "'data/1' is missing"),
+        (M + b"}" + text("w") + tensor() + b"sb.", b"class M:\n  w : Tensor\n", "contains no tensors"),
+        (M + b"}" + text("w") + tensor("1") + b"sb.", CODE, "storage '1' is missing"),
         (M + b"}" + text("w") + tensor("../data/0") + b"sb.", CODE, "is missing"),
-        (M + b"}" + text("w") + tensor("0", 3) + b"sb.", CODE, "storage of 'w' is cut off"),
+        (M + b"}" + text("w") + tensor("0", 3) + b"sb.", CODE, "'w': its storage is cut off"),
         (b"\x80\x02c__torch__.a.b\nM\n)\x81}b.", CODE, "'code/__torch__/a/b.py' is missing"),
         (
             M + b"}" + text("n" * 2000) + tensor() + b"sb.",
             CODE.replace(b'"w"', b'"' + b"n" * 2000 + b'"'),
-            "2000 letters",
+            "2000 characters",
         ),
-        (CYCLE, CODE, "without an end"),
-        (DOUBLING, CODE, "without an end"),
-        (LONG, CODE, "without an end"),
+        (CYCLE, CODE, "without end"),
+        (DOUBLING, CODE, "without end"),
+        (LONG, CODE, "without end"),
     ],
 )
 def test_archives_that_do_not_hold_together(data: bytes, code: bytes, reason: str, tmp_path: Path) -> None:
@@ -323,14 +323,14 @@ def test_source_that_grows_without_end(tmp_path: Path, monkeypatch: pytest.Monke
     path = archive(tmp_path / "m.pt", data, CODE + b" " * 100_000)
     assert read_weights(path)
     monkeypatch.setattr(weights, "MAX_INFLATED", 90_000)
-    assert "too large to be code" in refused(path)
+    assert "too large for code" in refused(path)
 
 
 def test_a_frozen_module_and_a_function(tmp_path: Path) -> None:
     jit.save(jit.freeze(jit.script(nn.Linear(2, 2).eval())), tmp_path / "frozen.pt")
-    assert "frozen TorchScript keeps them in its code" in refused(tmp_path / "frozen.pt")
+    assert "frozen TorchScript stores them in its code" in refused(tmp_path / "frozen.pt")
     jit.save(jit.trace(torch.sin, torch.ones(1)), str(tmp_path / "function.pt"))
-    assert "holds no tensors" in refused(tmp_path / "function.pt")
+    assert "contains no tensors" in refused(tmp_path / "function.pt")
 
 
 @pytest.fixture(scope="module")

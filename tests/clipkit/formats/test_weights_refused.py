@@ -46,14 +46,14 @@ OTHERS: dict[str, tuple[bytes, str]] = {
     "deep": (b"[" * 100_000, "neither weights nor JSON"),
     "not quite JSON": (b'{"weight_map": {"a": ', "neither weights nor JSON"),
     "large number": (b'{"a": ' + b"9" * 5000, "neither weights nor JSON"),
-    "text": (b"weights", "no file of weights"),
+    "text": (b"weights", "not a weights file"),
     "gzip": (gzip.compress(b"x"), "gzip"),
-    "array": (b"\x93NUMPY\x01\x00", "array of NumPy"),
-    "zeros": (bytes(100), "no file of weights"),
+    "array": (b"\x93NUMPY\x01\x00", "NumPy array"),
+    "zeros": (bytes(100), "not a weights file"),
     "short.safetensors": (b"\x10\x00", DAMAGED),
     "header.safetensors": (b"\x10\x00\x00\x00\x00\x00\x00\x00{", DAMAGED),
-    "no tensors": (b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "holds no tensors"),
-    "zip": (b"PK\x05\x06" + bytes(18), "no weights of PyTorch"),
+    "no tensors": (b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "contains no tensors"),
+    "zip": (b"PK\x05\x06" + bytes(18), "no PyTorch weights"),
     "cut zip": (b"PK\x03\x04" + bytes(18), DAMAGED),
     "cut pickle": (b"\x80\x02", DAMAGED),
 }
@@ -74,19 +74,19 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
 
 def test_archives_of_other_kinds(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", a=np.ones(3))
-    assert "arrays of NumPy" in refused(tmp_path / "x.npz")
+    assert "NumPy arrays" in refused(tmp_path / "x.npz")
     with tarfile.open(tmp_path / "x.pt", "w") as tar:
         tar.add(tmp_path / "x.npz", "storages")
-    assert "no file of weights" in refused(tmp_path / "x.pt")
+    assert "not a weights file" in refused(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({"epoch": 3}, "has: 'epoch'"),
-        ({}, "has: nothing"),
-        ({"optimizer": {"state": {0: torch.ones(1)}}}, "has: 'optimizer'"),
+        ({"epoch": 3}, "only: 'epoch'"),
+        ({}, "only: nothing"),
+        ({"optimizer": {"state": {0: torch.ones(1)}}}, "only: 'optimizer'"),
         ([torch.ones(1)], "no state dict"),
         (torch.ones(1), "no state dict"),
         ({"model": {"w": torch.ones(2).to_sparse(), "v": torch.ones(1)}}, "not a plain tensor"),
