@@ -23,10 +23,11 @@ import os
 import re
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,20 @@ def checksum(path: Path, *, threads: int = 0) -> str:
 
 @lru_cache(maxsize=256)
 def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> str:
+    def chunk(start: int) -> int:
+        end = min(start + _CHUNK, size)
+        buffer, value = memoryview(bytearray(_READ)), 0
+        while start < end:
+            count = os.preadv(descriptor, [buffer[: end - start]], start)
+            if not count:  # the file was truncated while it was being read
+                break
+            value = zlib.crc32(buffer[:count], value)
+            start += count
+        return value
+
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         starts = range(0, size, _CHUNK)
-        chunk = partial(_chunk_checksum, descriptor, size)
         if min(threads, len(starts)) < 2:
             sums = list(map(chunk, starts))
         else:
@@ -109,18 +120,6 @@ def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> s
     return f"{zlib.crc32(b''.join(one.to_bytes(4, 'little') for one in sums)):08x}"
 
 
-def _chunk_checksum(descriptor: int, size: int, start: int) -> int:
-    end = min(start + _CHUNK, size)
-    buffer, value = memoryview(bytearray(_READ)), 0
-    while start < end:
-        count = os.preadv(descriptor, [buffer[: end - start]], start)
-        if not count:  # the file was truncated while it was being read
-            break
-        value = zlib.crc32(buffer[:count], value)
-        start += count
-    return value
-
-
 LATEST, COMPLETE, SAVED = "LATEST", "COMPLETE", ".saved"
 STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
 # files of every checkpoint; some have those of a tokenizer too
@@ -128,6 +127,7 @@ _FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.jso
 FORMAT = 1
 TRAINED = "/trained"  # suffix of the names in trained.safetensors
 _SHOWN = 4  # names listed in a message, of each kind
+MAX_JSON = 128 * 2**20  # bytes; a head's class names may take 64 MB
 
 
 def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None) -> Path | None:
@@ -195,7 +195,10 @@ def resolve_checkpoint(source: Path) -> Path:
     if (source / "model.json").is_file():
         return source
     run = source.parent if source.name == "checkpoints" else source
-    found = latest_checkpoint(run, needed=_is_of_model)
+    found = latest_checkpoint(
+        run,
+        needed=lambda name: name in ("model.safetensors", "model.json") or name.startswith("tokenizer/"),
+    )
     if found is None:
         raise CheckpointError(
             f"no checkpoint in {source}: expected a run folder or a checkpoints/step_… folder"
@@ -278,23 +281,24 @@ def with_weights(
     Raises:
         CheckpointError: the weights do not match; checked before memory for the architecture is allocated.
     """
+
+    def fitting(model: CLIP) -> dict[str, Tensor]:
+        fitted = tensors
+        if resample:
+            shapes = {name: value.shape for name, value in model.state_dict().items()}
+            fitted = fit_positions(tensors, shapes)
+        check_weights(model, fitted, origin=origin)
+        return fitted
+
     try:
         if shape.is_own:  # check before allocating memory for a stored, possibly manipulated architecture
             with torch.device("meta"):
-                model = CLIP(shape, name=name)
-            tensors = _fitting(model, tensors, origin, resample=resample)
+                fitting(CLIP(shape, name=name))
         model = build(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     except ConfigError as error:
         raise CheckpointError(f"{origin}: {error}") from error
-    model.load_state_dict(_fitting(model, tensors, origin, resample=resample))
+    model.load_state_dict(fitting(model))
     return model.eval()
-
-
-def _fitting(model: CLIP, tensors: dict[str, Tensor], origin: Path, *, resample: bool) -> dict[str, Tensor]:
-    if resample:
-        tensors = fit_positions(tensors, {name: value.shape for name, value in model.state_dict().items()})
-    check_weights(model, tensors, origin=origin)
-    return tensors
 
 
 def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
@@ -314,25 +318,21 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
     parts = []
     if misshapen:
         shapes = [
-            f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}"
-            for name in misshapen[:_SHOWN]
-        ] + ["…"] * (len(misshapen) > _SHOWN)
-        parts.append(f"{len(misshapen)} of another shape ({', '.join(shapes)})")
+            f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in misshapen
+        ]
+        parts.append(f"{len(misshapen)} of another shape ({_first(shapes)})")
     for what, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
-            parts.append(f"{len(names)} {what} ({_grouped(names)})")
+            layers = Counter(
+                f"{layer[0]}*" if (layer := re.match(r".*?\.\d+\.", name)) else name for name in names
+            )
+            groups = [f"{group} ×{count}" if count > 1 else group for group, count in layers.items()]
+            parts.append(f"{len(names)} {what} ({_first(groups)})")
     raise CheckpointError(f"{origin}: the weights do not fit {model.name or 'the model'}: {'; '.join(parts)}")
 
 
-def _grouped(names: list[str]) -> str:
-    """List names, grouped by layer."""
-    groups: dict[str, int] = {}
-    for name in names:
-        layer = re.match(r".*?\.\d+\.", name)
-        group = f"{layer[0]}*" if layer else name
-        groups[group] = groups.get(group, 0) + 1
-    counts = [f"{group} ×{count}" if count > 1 else group for group, count in groups.items()]
-    return ", ".join(counts[:_SHOWN] + ["…"] * (len(counts) > _SHOWN))
+def _first(listed: list[str]) -> str:
+    return ", ".join(listed[:_SHOWN] + ["…"] * (len(listed) > _SHOWN))
 
 
 def step_folders(root: Path) -> list[Path]:
@@ -406,10 +406,6 @@ def _matches(path: Path, listed: tuple[int, str] | None) -> bool:
         return False
 
 
-def _is_of_model(name: str) -> bool:
-    return name in ("model.safetensors", "model.json") or name.startswith("tokenizer/")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
@@ -417,6 +413,8 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file cannot be read, or does not contain a JSON object.
     """
     try:
+        if path.stat().st_size > MAX_JSON:
+            raise CheckpointError(f"{path} is too large for a configuration")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error

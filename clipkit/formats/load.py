@@ -12,8 +12,7 @@ The activation is the one stored with the weights. If it is not stored, the call
 QuickGELU: the tensors are the same, and the wrong one gives worse scores without an error.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,9 +24,17 @@ from torch import Tensor
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError
 from clipkit.files.hub import HUB, fetch_published, fetch_repository
 from clipkit.files.open_clip import published_tags, published_weights
-from clipkit.formats.checkpoint import load_model, resolve_checkpoint, with_weights
-from clipkit.formats.open_clip import TrainingRecord, newest_epoch, training_record
-from clipkit.formats.shapes import OPENAI_MARKS, check_claims, fitting_names, inferred, own_names
+from clipkit.formats.checkpoint import load_model, read_json, resolve_checkpoint, with_weights
+from clipkit.formats.open_clip import (
+    OPENAI_MARKS,
+    TrainingRecord,
+    check_claims,
+    fitting_names,
+    inferred,
+    newest_epoch,
+    own_names,
+    training_record,
+)
 from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture
@@ -45,8 +52,7 @@ _TRANSFORMERS_WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 _NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
-_FIRST_NUMBERS = 2**18
-_LARGEST_JSON = 16 * 2**20
+_CHECKED_VALUES = 2**18  # of each tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,7 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         context_length: longest text in tokens. 0 keeps the stored length.
 
     Raises:
-        CheckpointError: the source does not exist, is damaged, or does not fit together.
+        CheckpointError: the source does not exist, is damaged or inconsistent.
         ConfigError: a name is unknown, or needs a network.
     """
     wanted = _Wanted(name=name, image_size=image_size, context_length=context_length)
@@ -85,7 +91,13 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         model.origin = f"{source}: {model.origin}"
     else:
         model = _local(Path(source).expanduser(), wanted)
-    _check_finite(model)
+    # Weights of a diverged training have NaN in every tensor. Checking all values of ViT-L would take a sixth of
+    # the loading time.
+    for key, value in model.named_parameters():
+        if not value.detach().reshape(-1)[:_CHECKED_VALUES].isfinite().all():
+            raise CheckpointError(
+                f"{model.origin}: {key} contains NaN or infinity, as after a diverged training"
+            )
     if any(wanted.sizes.values()) and not model.architecture.is_own:
         _try_sizes(model)
     return model
@@ -143,12 +155,12 @@ def _published(source: str, wanted: _Wanted) -> CLIP:
 
 
 def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
-    config = _read_json(folder / "open_clip_config.json")
+    config = read_json(folder / "open_clip_config.json")
     if not isinstance(model_config := config.get("model_cfg"), dict):
         raise CheckpointError(f"{folder}/open_clip_config.json has no model_cfg")
     preprocess = config.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
-        raise CheckpointError(f"{folder}/open_clip_config.json: preprocess_cfg is no object")
+        raise CheckpointError(f"{folder}/open_clip_config.json: preprocess_cfg is not an object")
     with _naming(folder):
         shape = from_open_clip(model_config)
         _agree(wanted, shape, folder)
@@ -160,16 +172,16 @@ def _open_clip_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -
 
 
 def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None) -> CLIP:
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     processor: Any = None
-    if (folder / "processor_config.json").is_file():  # of the text's processor too
-        processor = _read_json(folder / "processor_config.json").get("image_processor")
+    if (folder / "processor_config.json").is_file():  # which describes the tokenizer too
+        processor = read_json(folder / "processor_config.json").get("image_processor")
     if processor is None and (folder / "preprocessor_config.json").is_file():
-        processor = _read_json(folder / "preprocessor_config.json")
+        processor = read_json(folder / "preprocessor_config.json")
     file = file or _first(folder, _TRANSFORMERS_WEIGHTS)
     with _naming(folder):
         if not isinstance(processor, dict | None):
-            raise CheckpointError("processor_config.json: image_processor is no object")
+            raise CheckpointError("processor_config.json: image_processor is not an object")
         shape, tensors = from_transformers(config, read_weights(file).tensors)
         _, text = shape.own_towers()
         tokenizer = folder_tokenizer(folder, text, end_of_text(config))
@@ -178,7 +190,7 @@ def _transformers_folder(folder: Path, wanted: _Wanted, file: Path | None = None
     model = _built(shape, tensors, file, wanted, preprocess=preprocess.to_dict(), tokenizer=tokenizer)
     model.origin = f"transformers folder {folder}"
     if not has_tokenizer(folder):
-        model.origin += " without a tokenizer, so with CLIP's"
+        model.origin += " without a tokenizer, using CLIP's"
     return model
 
 
@@ -203,23 +215,18 @@ def _file(path: Path, wanted: _Wanted) -> CLIP:
     _agree(wanted, record.architecture, path)
     shape = record.architecture or (architecture(wanted.name) if wanted.name else None)
     if shape is None:
-        raise CheckpointError(f"{path}: {record.lacking}: {_how_to_name(stored.tensors)}")
+        names = list(dict.fromkeys(one.removesuffix(QUICKGELU) for one in fitting_names(stored.tensors)))
+        examples = f", such as {' or '.join(map(repr, names))}" if names else ""
+        raise CheckpointError(
+            f"{path}: {record.lacking}: give the name of the architecture by --name on the command line or "
+            f"clipkit.load(…, name=…){examples}, with QuickGELU {(names or ['NAME'])[0] + QUICKGELU!r}"
+        )
     model = _built(
         shape, stored.tensors, path, wanted, name=wanted.name or record.name, preprocess=record.preprocess
     )
-    told = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
-    model.origin = f"{kind} {path}" + (f" ({', '.join(told)})" if told else "")
+    progress = [f"{key} {stored.notes[key]}" for key in ("epoch", "step") if key in stored.notes]
+    model.origin = f"{kind} {path}" + (f" ({', '.join(progress)})" if progress else "")
     return model
-
-
-def _how_to_name(tensors: Mapping[str, Tensor]) -> str:
-    names = list(dict.fromkeys(name.removesuffix(QUICKGELU) for name in fitting_names(tensors)))
-    told = f", such as {' or '.join(map(repr, names))}" if names else ""
-    ending = f"{names[0]}{QUICKGELU}" if names else f"NAME{QUICKGELU}"
-    return (
-        f"give the name of the architecture by --name on the command line or clipkit.load(…, name=…){told}, "
-        f"with QuickGELU {ending!r}"
-    )
 
 
 def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
@@ -228,7 +235,7 @@ def _agree(wanted: _Wanted, found: Architecture | None, origin: object) -> None:
         return
     asked = architecture(wanted.name)
     asked = replace(asked, small_data=found.small_data, logit_bias=found.logit_bias)
-    with suppress(ConfigError):  # no multiple of its patches: another architecture
+    with suppress(ConfigError):  # not a multiple of its patch size: another architecture
         asked = asked.resized(image_size=found.vision.image_size, context_length=found.text.context_length)
     if asked == found:
         return
@@ -270,7 +277,9 @@ def _built(
     except CheckpointError as error:
         if not (names := fitting_names(tensors)):
             raise
-        raise CheckpointError(f"{error}; they are of the shape of {' or '.join(map(repr, names))}") from error
+        raise CheckpointError(
+            f"{error}; their shapes are those of {' or '.join(map(repr, names))}"
+        ) from error
 
 
 def from_open_clip_tensors(
@@ -283,14 +292,14 @@ def from_open_clip_tensors(
     tokenizer: Tokenizer | None = None,
     resample: bool = False,
 ) -> CLIP:
-    """A model that holds a state dict of open_clip's; see ``clipkit.formats.checkpoint.with_weights``.
+    """Build a model from a state dict of open_clip; see ``clipkit.formats.checkpoint.with_weights``.
 
     Raises:
-        CheckpointError: they do not fit.
+        CheckpointError: the weights do not match.
     """
     for key, value in tensors.items():
         if value.dtype in _NO_WEIGHTS:
-            raise CheckpointError(f"{origin}: {key} is of {value.dtype}; quantized weights are not read")
+            raise CheckpointError(f"{origin}: {key} is {value.dtype}; quantized weights are not supported")
     shape = replace(shape, logit_bias="logit_bias" in tensors)
     own = own_names(tensors, flat=shape.text.plain is not None)
     check_claims(shape, own, origin=origin, resample=resample)
@@ -299,32 +308,18 @@ def from_open_clip_tensors(
     )
 
 
-def _check_finite(model: CLIP) -> None:
-    """Refuse weights of a diverged training, which have NaN in every tensor.
-
-    Only the first values of each tensor are checked; all of ViT-L's would take a sixth of the loading time.
-    """
-    for name, value in model.named_parameters():
-        if not value.detach().reshape(-1)[:_FIRST_NUMBERS].isfinite().all():
-            raise CheckpointError(
-                f"{model.origin}: {name} holds NaN or infinity, as after a diverged training"
-            )
-
-
 def _try_sizes(model: CLIP) -> None:
-    """Encode once at the new sizes, which some towers of other libraries accept only when built."""
+    """Encode once at the new sizes, which some towers of other libraries accept when built but cannot encode."""
     size, length = model.architecture.vision.image_size, model.architecture.text.context_length
-    token = 0 if model.architecture.text.classes else 3  # a head may have one class only
-    tries: tuple[tuple[str, Callable[[], Tensor]], ...] = (
-        (f"pictures of {size} pixels", lambda: model.encode_image(torch.zeros(1, 3, size, size))),
-        (f"texts of {length} tokens", lambda: model.encode_text(torch.full((1, length), token))),
-    )
-    for what, attempt in tries:
-        try:
-            with torch.no_grad():
-                attempt()
-        except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{model.origin}: its tower does not take {what}: {error}") from error
+    token = 0 if model.architecture.text.classes else 3  # a head may have only one class
+    what = f"images of {size} pixels"
+    try:
+        with torch.no_grad():
+            model.encode_image(torch.zeros(1, 3, size, size))
+            what = f"texts of {length} tokens"
+            model.encode_text(torch.full((1, length), token))
+    except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{model.origin}: its tower does not accept {what}: {error}") from error
 
 
 @contextmanager
@@ -341,17 +336,3 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise CheckpointError(f"{folder} has no weights: expected {' or '.join(names)}")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise CheckpointError(f"{path} is too large for a configuration")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold an object")
-    return value

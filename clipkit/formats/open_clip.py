@@ -1,44 +1,205 @@
-"""Output of open_clip's trainer: checkpoints, and a params.txt with their settings.
+"""Read the output of open_clip and OpenAI: state dicts, and the folders of open_clip's trainer.
 
-LOGS/NAME/params.txt                  every setting, as "name: value"
+LOGS/NAME/params.txt                  all settings, as "name: value"
 LOGS/NAME/checkpoints/epoch_N.pt      state dict, optimizer and scaler after N epochs
 LOGS/NAME/checkpoints/epoch_latest.pt the same for the latest epoch, with --save-most-recent
+
+Weights often come without their architecture. The tensor shapes of a plain ViT or ResNet determine it, except for
+the number of heads and the activation.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.files.open_clip import published_weights
+from clipkit.files.open_clip import config_files, published_weights
+from clipkit.formats.checkpoint import check_weights
 from clipkit.formats.weights import read_weights
-from clipkit.model.architectures import Architecture
+from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
+from clipkit.model.clip import CLIP
 from clipkit.model.names import OPEN_CLIP, check_names, from_open_clip, open_clip_config
+from clipkit.model.resample import fit_positions
 
-__all__ = ["TrainingRecord", "newest_epoch", "training_record"]
+__all__ = [
+    "OPENAI_MARKS", "TrainingRecord", "check_claims", "fitting_names", "inferred", "mlp_ratio", "newest_epoch",
+    "own_names", "training_record",
+]  # fmt: skip
 
+# extra entries of OpenAI's state dicts, which no other program writes
+OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
+_MAX_LAYERS = 256
+_MAX_POSITIONS = 2**26  # values of position embeddings, which some towers compute even on the meta device
 _MAX_PARAMS = 2**20  # characters read from params.txt, which has about a hundred lines
+_MAX_SHOWN = 4
 _PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
+# exceptions that libraries raise for invalid configurations
+_REFUSALS = (
+    ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, MemoryError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingRecord:
-    """Settings recorded in params.txt.
+def own_names(tensors: Mapping[str, Tensor], *, flat: bool) -> dict[str, Tensor]:
+    """Convert a state dict of open_clip or OpenAI to clipkit's names.
 
-    Attributes:
-        architecture: the architecture; None if the record does not determine it.
-        name: name of the architecture, or "".
-        lacking: why the architecture is unknown, for an error message.
-        preprocess: preprocessing settings that differ from CLIP's.
+    Args:
+        tensors: the state dict.
+        flat: whether the text tower is clipkit's transformer, at the top level; others are prefixed ``text.``.
+    """
+    top = ("positional_embedding", "text_projection", "token_embedding.", "transformer.", "ln_final.")
+    own = {}
+    for name, value in tensors.items():
+        if name in (*OPENAI_MARKS, "attn_mask") or name.startswith("text_decoder."):
+            continue
+        if name.endswith("embeddings.position_ids"):  # written by old versions of transformers
+            continue
+        if flat:
+            name = name.removeprefix("text.")
+        elif name.startswith(top):
+            name = "text." + name
+        own[name] = value.reshape(()) if name.startswith("logit_") and value.numel() == 1 else value
+    return own
+
+
+def inferred(tensors: Mapping[str, Tensor]) -> Architecture:
+    """Infer the architecture of a plain ViT or ResNet CLIP from the shapes of its tensors.
+
+    Assumes GELU, and heads of width 64 as in all of OpenAI's models.
+
+    Raises:
+        CheckpointError: the tensors are of neither kind.
     """
 
-    architecture: Architecture | None = None
-    name: str = ""
-    lacking: str = "no file next to these weights records their architecture, nor whether it uses QuickGELU"
-    preprocess: Mapping[str, Any] = field(default_factory=dict)
+    def count(prefix: str) -> int:
+        return len({name[len(prefix) :].split(".")[0] for name in tensors if name.startswith(prefix)})
+
+    def side(positions: str) -> int:
+        return math.isqrt(len(tensors[positions]) - 1)
+
+    try:
+        text_width = len(tensors["ln_final.weight"])
+        text = TextTower(
+            width=text_width,
+            layers=count("transformer.resblocks."),
+            heads=max(1, text_width // 64),
+            context_length=len(tensors["positional_embedding"]),
+            vocab_size=len(tensors["token_embedding.weight"]),
+            mlp_ratio=mlp_ratio(len(tensors["transformer.resblocks.0.mlp.c_fc.weight"]), text_width),
+        )
+        embed_dim = tensors["text_projection"].shape[1]
+        if "visual.layer1.0.conv1.weight" in tensors:
+            resnet = {
+                "image_size": 32 * side("visual.attnpool.positional_embedding"),
+                "layers": [count(f"visual.layer{stage}.") for stage in (1, 2, 3, 4)],
+                "width": len(tensors["visual.layer1.0.conv1.weight"]),
+                "patch_size": None,
+            }
+            return from_open_clip(
+                {"embed_dim": embed_dim, "vision_cfg": resnet, "text_cfg": text.open_clip_config()}
+            )
+        width, _, patch, _ = tensors["visual.conv1.weight"].shape
+        vision = VisionTower(
+            image_size=patch * side("visual.positional_embedding"),
+            patch_size=patch,
+            width=len(tensors["visual.ln_pre.weight"]),
+            layers=count("visual.transformer.resblocks."),
+            heads=max(1, width // 64),
+            mlp_ratio=mlp_ratio(len(tensors["visual.transformer.resblocks.0.mlp.c_fc.weight"]), width),
+        )
+        return Architecture(embed_dim=embed_dim, vision=vision, text=text)
+    except (LookupError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
+        raise CheckpointError(f"these are not the weights of a plain ViT or ResNet CLIP ({error})") from error
+
+
+def mlp_ratio(inner: int, width: int) -> float:
+    """Return a ratio such that ``int(ratio * width) == inner``, which the rounded quotient may miss by one."""
+    ratio = inner / width
+    return ratio if int(ratio * width) == inner else math.nextafter(ratio, math.inf)
+
+
+def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """List the plain ViT and ResNet architectures that match a state dict of open_clip.
+
+    If none matches its image size and context length, list those that match otherwise.
+    """
+
+    def outline(shape: Architecture) -> tuple[Any, ...] | None:
+        """Return the properties that tensor shapes determine; None for other kinds of towers."""
+        if (text := shape.text.plain) is None or (vision := shape.vision.outline) is None:
+            return None
+        words = (text.width, text.layers, text.context_length, text.vocab_size, text.hidden)
+        return (shape.embed_dim, shape.vision.image_size, vision, words)
+
+    try:
+        found = inferred(own_names(tensors, flat=True))
+    except CheckpointError:
+        return []
+    known = dict(ARCHITECTURES)
+    for name in sorted(config_files().keys() - known.keys()):
+        config = open_clip_config(name)
+        if config["embed_dim"] == found.embed_dim and not config["text_cfg"].get("hf_model_name"):
+            known[OPEN_CLIP + name] = from_open_clip(config)
+    wanted = outline(found)
+    if exact := [name for name, shape in known.items() if outline(shape) == wanted]:
+        return exact[:_MAX_SHOWN]
+    names = []
+    for name, shape in known.items():
+        if outline(shape) is None:
+            continue
+        try:
+            resized = shape.resized(
+                image_size=found.vision.image_size, context_length=found.text.context_length
+            )
+        except ConfigError:  # not a multiple of its patch size
+            continue
+        if outline(resized) == wanted:
+            names.append(name)
+    return names[:_MAX_SHOWN]
+
+
+def check_claims(
+    shape: Architecture, tensors: dict[str, Tensor], *, origin: Path, resample: bool = False
+) -> None:
+    """Check weights against an architecture before another library allocates memory for it.
+
+    Raises:
+        CheckpointError: the weights do not match.
+    """
+    if shape.is_own:
+        return  # checked by clipkit.formats.checkpoint
+
+    def check_depth(value: object, name: str = "") -> None:
+        """Limit the number of layers: modules take memory even on the meta device."""
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                check_depth(inner, str(key))
+        elif "layers" in name:
+            counts = value if isinstance(value, list | tuple) else [value]
+            if sum(count for count in counts if isinstance(count, int)) > _MAX_LAYERS:
+                raise ConfigError(f"{name} = {value} is more than {_MAX_LAYERS}")
+
+    try:
+        for tower in (shape.vision, shape.text):
+            check_depth(getattr(tower, "config", {}))
+        if (count := shape.vision.position_values) > _MAX_POSITIONS:
+            raise ConfigError(f"image_size, patch_size and width give {count} values of position embeddings")
+        with torch.device("meta"):
+            model = CLIP(shape)
+    except _REFUSALS as error:
+        if isinstance(error, RuntimeError) and "meta" in str(error):
+            return  # a tower that cannot be built on the meta device
+        raise CheckpointError(f"{origin}: cannot build the configured tower: {error}") from error
+    if resample:
+        tensors = fit_positions(tensors, {name: value.shape for name, value in model.state_dict().items()})
+    check_weights(model, tensors, origin=origin)
 
 
 def newest_epoch(folder: Path) -> Path | None:
@@ -59,21 +220,35 @@ def newest_epoch(folder: Path) -> Path | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """Settings recorded in params.txt.
+
+    Attributes:
+        architecture: the architecture; None if the record does not determine it.
+        name: name of the architecture, or "".
+        lacking: why the architecture is unknown, for an error message.
+        preprocess: preprocessing settings that differ from CLIP's.
+    """
+
+    architecture: Architecture | None = None
+    name: str = ""
+    lacking: str = "no file next to these weights records their architecture, nor whether it uses QuickGELU"
+    preprocess: Mapping[str, Any] = field(default_factory=dict)
+
+
 def training_record(file: Path) -> TrainingRecord:
     """Read params.txt in a checkpoint's folder or its parent.
 
     Raises:
         CheckpointError: the record is inconsistent.
     """
-    for folder in (file.parent, file.parent.parent):
-        if (folder / "params.txt").is_file():
-            return _read(folder / "params.txt")
-    return TrainingRecord()
-
-
-def _read(params: Path) -> TrainingRecord:
-    with params.open(encoding="utf-8", errors="replace") as file:
-        lines = file.read(_MAX_PARAMS).splitlines()
+    found = [folder / "params.txt" for folder in (file.parent, file.parent.parent)]
+    params = next((path for path in found if path.is_file()), None)
+    if params is None:
+        return TrainingRecord()
+    with params.open(encoding="utf-8", errors="replace") as content:
+        lines = content.read(_MAX_PARAMS).splitlines()
     values = {name: _value(value) for name, value in (line.split(": ", 1) for line in lines if ": " in line)}
     name = str(values.get("model", "")).replace("/", "-")  # as open_clip does
     try:
@@ -96,13 +271,12 @@ def _read(params: Path) -> TrainingRecord:
             "version 3 and with GELU since",
         )
     try:
-        sizes = {
-            "image_size": values.get("force_image_size"),
-            "context_length": values.get("force_context_length"),
-        }
-        for key, size in sizes.items():
+        for key in ("image_size", "context_length"):
+            size = values.get(f"force_{key}")
+            if isinstance(size, list) and size and all(side == size[0] for side in size):
+                size = size[0]  # height and width
             if size is not None:
-                shape = shape.resized(**{key: _one(size)})
+                shape = shape.resized(**{key: size})
     except ConfigError as error:
         raise CheckpointError(f"{params}: {error}") from error
     return TrainingRecord(architecture=shape, name=OPEN_CLIP + name, preprocess=preprocess)
@@ -117,10 +291,3 @@ def _value(text: str) -> Any:
         return json.loads(text.replace("(", "[").replace(")", "]"))
     except (ValueError, RecursionError):
         return text
-
-
-def _one(size: Any) -> Any:
-    """Reduce a list of equal numbers, such as the height and width of images, to one."""
-    if isinstance(size, list) and size and all(side == size[0] for side in size):
-        return size[0]
-    return size

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.traits import Decoding
-from clipkit.formats.shapes import mlp_ratio
+from clipkit.formats.open_clip import mlp_ratio
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT

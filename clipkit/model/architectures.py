@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from clipkit.errors import CheckpointError, ConfigError, nearest
-from clipkit.model.flops import Flops, transformer_activation_bytes, transformer_flops
+from clipkit.model.flops import Flops
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,13 +25,8 @@ __all__ = [
     "LayerNames", "TextArchitecture", "TextTower", "TowerArchitecture", "VisionTower", "named", "selected",
 ]  # fmt: skip
 
-_MAX, _MAX_LAYERS, _MAX_RATIO = (
-    1_000_000,
-    1000,
-    64,
-)  # bounds on stored architectures, which may come from anybody
-_LARGEST_NAMES = 64 * 2**20  # bytes of a file of class names
-_FLOAT = 4
+_MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
+_HALF, _FLOAT = 2, 4  # bytes
 QUICKGELU = "-quickgelu"  # suffix of a name
 
 Layer: TypeAlias = tuple[int, ...] | None  # STEM, the number of a block, or None for the head
@@ -40,9 +35,9 @@ STEM = (-1,)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNames:
-    """Assign a tower's parameters to its stem, blocks and head by name; what matches neither pattern is stem."""
+    """Map names of parameters to layers; a name that matches neither pattern belongs to the stem."""
 
-    block: re.Pattern[str]  # its groups are the block's number
+    block: re.Pattern[str]  # its groups are the numbers of the block
     head: re.Pattern[str]
 
     def __call__(self, name: str) -> Layer:
@@ -63,8 +58,8 @@ class TowerArchitecture:
 
     Attributes:
         setting: how ``model.image`` or ``model.text`` selects this kind, such as "timm:NAME"; "" if they cannot.
-        own: whether clipkit implements it: built without values (on the meta device) and initialized later, nothing
-            random in the forward pass, can be sharded.
+        own: whether clipkit implements it: it can be built on the meta device and initialized later, is
+            deterministic in the forward pass, and can be sharded.
         has_blocks: whether it has blocks to lock or recompute.
     """
 
@@ -78,64 +73,52 @@ class TowerArchitecture:
             if one.type is int:
                 _check_number(one.name, value, _MAX_LAYERS if one.name == "layers" else _MAX)
             elif one.type is float:
-                if (
-                    isinstance(value, bool)
-                    or not isinstance(value, int | float)
-                    or not 0 < value <= _MAX_RATIO
-                ):
+                if type(value) not in (int, float) or not 0 < value <= _MAX_RATIO:
                     raise ConfigError(f"{one.name} = {value!r} is not a number above 0, at most {_MAX_RATIO}")
             elif not isinstance(value, str if one.type is str else Mapping):
-                raise ConfigError(f"{one.name} = {value!r} is of another type than the tower expects")
+                raise ConfigError(f"{one.name} = {value!r} has the wrong type")
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
-        """The tower that a value of ``model.image`` or ``model.text`` selects, without its prefix."""
+        """Create the tower selected by ``model.image`` or ``model.text``, given the value without its prefix."""
         raise NotImplementedError
 
     @property
     def description(self) -> str:
-        """A few words for a model card."""
+        """Short description for a model card."""
         return type(self).__name__
 
     @property
     def block_count(self) -> int:
-        """Number of blocks called ``transformer.resblocks.N``; 0 for a tower trained as a whole or not at all."""
+        """Number of blocks named ``transformer.resblocks.N``; 0 for a tower trained completely or not at all."""
         return 0
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
-        """The module that computes features (B, O), not normalized.
-
-        Raises:
-            ConfigError: the tower cannot be built.
-        """
+        """Build the module that computes features (B, O), not normalized; ConfigError if that is not possible."""
         raise NotImplementedError
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
         """Draw fresh weights after ``reset_parameters`` of its layers; called for own towers only."""
 
     def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
-        """The layer of each of the tower's parameters by name; None where that is not known."""
+        """Return a function from the name of a parameter to its layer; None if the layers are unknown."""
         return _TRANSFORMER
 
     def activation_bytes(
         self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
     ) -> int | None:
-        """Bytes that autograd keeps of one sample, its features left out; None where that is not known.
+        """Compute the bytes autograd keeps for one sample, without its features; None if that is unknown.
 
         Args:
-            count: patches that are kept, or tokens; None for all.
-            blocks: number of last blocks that are trained; None for the whole tower.
-            bf16: whether products are in bfloat16; the residual stream is in float32, as under autocast.
-            recompute: every ``recompute``-th block keeps only its input and is computed again in the backward pass.
+            count: number of patches kept, or of tokens; None for all.
+            blocks: number of trained last blocks; None for the whole tower.
+            bf16: whether matrix products are in bfloat16; the residual stream is in float32, as under autocast.
+            recompute: every ``recompute``-th block keeps only its input and is recomputed in the backward pass.
         """
         return None
 
     def open_clip_config(self) -> dict[str, Any]:
-        """open_clip's ``vision_cfg`` or ``text_cfg`` of the same tower.
-
-        Raises:
-            ConfigError: open_clip has no such tower.
-        """
+        """Return open_clip's ``vision_cfg`` or ``text_cfg`` of the tower; ConfigError if open_clip lacks it."""
         raise ConfigError(f"open_clip has no tower like this one ({self.description})")
 
 
@@ -152,51 +135,51 @@ class ImageArchitecture(TowerArchitecture):
 
     @property
     def plain(self) -> "VisionTower | None":
-        """Itself where it is the plain ViT, which other formats know; else None."""
+        """The tower itself if it is a plain ViT, which other formats know; otherwise None."""
         return None
 
     @property
     def patches(self) -> int | None:
-        """Number of patches of an image, for a tower that can compute some of them and normalizes images itself.
+        """Number of patches per image, for a tower that can skip patches and normalizes images itself.
 
-        Its module is called as ``(images, patches, colours=…)``, see ``VisionTransformer``. None for other towers.
+        Such a module is called as ``(images, patches, colours=…)``, see ``VisionTransformer``. None for others.
         """
         return None
 
     @property
     def size_step(self) -> int:
-        """Images of any multiple of this size can be encoded; 0: only images of ``image_size``."""
+        """Image sizes that are multiples of this number can be encoded; 0 if only ``image_size`` can."""
         return 0
 
     @property
     def outline(self) -> tuple[Any, ...] | None:
-        """What the shapes of its tensors reveal, to recognize weights; None where they are not recognized."""
+        """Properties that follow from tensor shapes, to recognize weights; None if they are not recognized."""
         return None
 
     @property
     def position_values(self) -> int:
-        """How many values the constructor computes for a table of positions, to limit what a stored file claims."""
+        """Number of values that the constructor computes for position embeddings, checked for stored towers."""
         return 0
 
     def resized(self, image_size: int) -> Self:
-        """The same tower for images of another size."""
+        """Return the tower for images of another size."""
         return replace(self, **{"image_size": image_size})
 
     def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops | None:
-        """FLOPs of one image; None where torch has to count them.
+        """Compute the FLOPs of one image; None if torch has to count them.
 
         Args:
-            embed_dim: width of the features.
-            patches: number of patches that are kept; None for all.
-            blocks: number of last blocks that are trained, 0 for a frozen tower; None for the whole tower.
+            embed_dim: dimension of the features.
+            patches: number of patches kept; None for all.
+            blocks: number of trained last blocks, 0 for a frozen tower; None for the whole tower.
         """
         return None
 
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
-        """Remove from fresh position embeddings what images of ``image_size`` cannot train; see ``smooth_grid``."""
+        """Smooth fresh position embeddings for training on images of ``image_size``, see ``smooth_grid``."""
 
     def timm_model(self) -> tuple[str, dict[str, Any]] | None:
-        """Name and arguments with which timm builds the submodule ``trunk``; None where timm did not build it."""
+        """Return timm's name and arguments for building the submodule ``trunk``; None if timm did not build it."""
         return None
 
 
@@ -205,7 +188,7 @@ class TextArchitecture(TowerArchitecture):
     """Base of text towers: int64 tokens (B, L) → features (B, O).
 
     Attributes:
-        any_length: whether L may be less than the context length.
+        any_length: whether L may be shorter than the context length.
     """
 
     any_length: ClassVar[bool] = True
@@ -214,45 +197,97 @@ class TextArchitecture(TowerArchitecture):
 
         @property
         def context_length(self) -> int:
-            """The longest text in tokens."""
+            """Maximum number of tokens in a text."""
             raise NotImplementedError
 
     @property
     def plain(self) -> "TextTower | None":
-        """Itself where it is the plain transformer, whose parameters lie at the top of a CLIP; else None."""
+        """The tower itself if it is the plain transformer, a part of ``CLIP`` itself; otherwise None."""
         return None
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The class names of a classification head; empty for towers that read texts."""
+        """Class names of a classification head; empty for towers that encode texts."""
         return ()
 
     def resized(self, context_length: int) -> Self:
-        """The same tower for texts of another length."""
+        """Return the tower for texts of another length."""
         return replace(self, **{"context_length": context_length})
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer of a model that is stored with none."""
+        """Return the tokenizer of a model stored without one."""
         from clipkit.model.tokenizer import ClipTokenizer
 
         return ClipTokenizer(context_length=self.context_length, trim=self.any_length)
 
     def with_tokenizer_in(self, folder: Path) -> Self:
-        """The same tower with the tokenizer stored in a folder of open_clip, if there is one.
-
-        Raises:
-            ConfigError: the tokenizer's settings are unknown.
-        """
+        """Return the tower with the tokenizer in a folder of open_clip, if any; ConfigError if it is unknown."""
         return self
 
     def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops | None:
-        """FLOPs of one text of ``length`` tokens, start and end included; otherwise as for images."""
+        """Compute the FLOPs of one text of ``length`` tokens including start and end; otherwise as for images."""
         return None
 
 
+class _TransformerTower:
+    """Costs of a transformer of which one token is read at the end.
+
+    Letters: L tokens, D width, H width inside a block's MLP.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    mlp_ratio: float
+
+    @property
+    def block_count(self) -> int:
+        return self.layers
+
+    @property
+    def hidden(self) -> int:
+        """Width inside the MLPs."""
+        return int(self.mlp_ratio * self.width)
+
+    def _check_heads(self) -> None:
+        if self.width % self.heads:
+            raise ConfigError(f"width = {self.width} is not a multiple of heads = {self.heads}")
+
+    def _flops(self, length: int, embed_dim: int, *, blocks: int | None, embedding: int = 0) -> Flops:
+        """Sum the FLOPs of ``embedding``, the blocks over L tokens, and the projection; see clipkit.model.flops."""
+        width, hidden = self.width, self.hidden
+        body = length * (8 * width**2 + 4 * width * hidden) + 4 * length**2 * width
+        # keys and values of all tokens; query, attention, output and MLP of one token
+        last = 4 * length * width**2 + 4 * width**2 + 4 * width * hidden + 4 * length * width
+        projection = 2 * width * embed_dim
+        forward = embedding + (self.layers - 1) * body + last + projection
+        if blocks is None:
+            return Flops(forward=forward, backward=2 * forward - embedding)
+        return Flops(forward=forward, backward=2 * ((blocks - 1) * body + last + projection) if blocks else 0)
+
+    def _activation_bytes(
+        self, length: int, blocks: int | None, *, bf16: bool, recompute: int
+    ) -> tuple[int, int]:
+        """Compute the bytes autograd keeps of the last blocks over L tokens, and of one norm before them."""
+        width, hidden, computed = self.width, self.hidden, _HALF if bf16 else _FLOAT
+        blocks = blocks or self.layers
+        statistics = 2 * _FLOAT  # mean and inverse deviation of a token
+        stream = length * (width * _FLOAT + statistics)  # kept by a norm
+        # of each token: input and output of both norms, query, key, value, attention's output, MLP
+        inner = length * (computed * (6 * width + 2 * hidden) + _FLOAT * self.heads)
+        body = 2 * stream + inner
+        last = stream + computed * length * 3 * width  # keys and values of all tokens, the rest of one
+        last += computed * (3 * width + 2 * hidden) + _FLOAT * 2 * width
+        kept = (blocks - 1) * body + last
+        if recompute:
+            inputs = blocks * length * width * _FLOAT + max(body if blocks > 1 else 0, last)
+            kept = inputs // recompute + kept * (recompute - 1) // recompute
+        return kept, length * (width * computed + statistics)
+
+
 @dataclass(frozen=True, kw_only=True)
-class VisionTower(ImageArchitecture):
-    """Shape of a ViT. ``image_size`` and ``patch_size`` in pixels, square."""
+class VisionTower(_TransformerTower, ImageArchitecture):
+    """A ViT. ``image_size`` and ``patch_size`` are sides in pixels."""
 
     image_size: int
     patch_size: int
@@ -264,7 +299,7 @@ class VisionTower(ImageArchitecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_heads(self.width, self.heads)
+        self._check_heads()
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}"
@@ -281,15 +316,6 @@ class VisionTower(ImageArchitecture):
     @property
     def size_step(self) -> int:
         return self.patch_size
-
-    @property
-    def block_count(self) -> int:
-        return self.layers
-
-    @property
-    def hidden(self) -> int:
-        """Width inside the MLPs."""
-        return int(self.mlp_ratio * self.width)
 
     @property
     def outline(self) -> tuple[Any, ...]:
@@ -322,47 +348,28 @@ class VisionTower(ImageArchitecture):
         smooth_grid(module.get_parameter("positional_embedding"), image_size // self.patch_size)
 
     def flops(self, embed_dim: int, *, patches: int | None = None, blocks: int | None = None) -> Flops:
-        length = (self.patches if patches is None else patches) + 1
-        embedding = 2 * (length - 1) * 3 * self.patch_size**2 * self.width
-        projection = 2 * self.width * embed_dim
-        forward = embedding + transformer_flops(self.width, self.hidden, length, self.layers) + projection
-        if blocks is None:
-            return Flops(forward=forward, backward=2 * forward - embedding)
-        trained = transformer_flops(self.width, self.hidden, length, blocks) + projection if blocks else 0
-        return Flops(forward=forward, backward=2 * trained)
+        count = self.patches if patches is None else patches
+        embedding = 2 * count * 3 * self.patch_size**2 * self.width
+        return self._flops(count + 1, embed_dim, blocks=blocks, embedding=embedding)
 
     def activation_bytes(
         self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
     ) -> int:
         count = self.patches if count is None else count
-        kept, before = transformer_activation_bytes(
-            self.width,
-            self.hidden,
-            self.heads,
-            count + 1,
-            blocks or self.layers,
-            bf16=bf16,
-            recompute=recompute,
-        )
+        kept, before = self._activation_bytes(count + 1, blocks, bf16=bf16, recompute=recompute)
         if blocks is not None:
             return kept
-        # the patches, and the norm before the blocks
-        return kept + count * 3 * self.patch_size**2 * (2 if bf16 else _FLOAT) + before
+        # with the patches, and the norm before the blocks
+        return kept + count * 3 * self.patch_size**2 * (_HALF if bf16 else _FLOAT) + before
 
     def open_clip_config(self) -> dict[str, Any]:
-        return {
-            "image_size": self.image_size,
-            "patch_size": self.patch_size,
-            "width": self.width,
-            "layers": self.layers,
-            "head_width": self.width // self.heads,
-            "mlp_ratio": self.mlp_ratio,
-        }
+        names = ("image_size", "patch_size", "width", "layers", "mlp_ratio")
+        return {**{name: getattr(self, name) for name in names}, "head_width": self.width // self.heads}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTower(TextArchitecture):
-    """Shape of a causal text transformer over CLIP's 49,408 byte-pair tokens."""
+class TextTower(_TransformerTower, TextArchitecture):
+    """A causal text transformer over CLIP's 49,408 byte-pair tokens."""
 
     width: int
     layers: int
@@ -374,40 +381,24 @@ class TextTower(TextArchitecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_heads(self.width, self.heads)
+        self._check_heads()
 
     @property
     def plain(self) -> "TextTower":
         return self
 
     @property
-    def block_count(self) -> int:
-        return self.layers
-
-    @property
-    def hidden(self) -> int:
-        """Width inside the MLPs."""
-        return int(self.mlp_ratio * self.width)
-
-    @property
     def description(self) -> str:
         return f"causal transformer, {self.layers} layers, width {self.width}, {self.heads} heads"
 
     def flops(self, embed_dim: int, length: int, *, blocks: int | None = None) -> Flops:
-        projection = 2 * self.width * embed_dim
-        forward = transformer_flops(self.width, self.hidden, length, self.layers) + projection
-        if blocks is None:
-            return Flops(forward=forward, backward=2 * forward)
-        trained = transformer_flops(self.width, self.hidden, length, blocks) + projection if blocks else 0
-        return Flops(forward=forward, backward=2 * trained)
+        return self._flops(length, embed_dim, blocks=blocks)
 
     def activation_bytes(
         self, count: int | None, *, blocks: int | None = None, bf16: bool, recompute: int = 0
     ) -> int:
         count = self.context_length if count is None else count
-        kept, _ = transformer_activation_bytes(
-            self.width, self.hidden, self.heads, count, blocks or self.layers, bf16=bf16, recompute=recompute
-        )
+        kept, _ = self._activation_bytes(count, blocks, bf16=bf16, recompute=recompute)
         return kept if blocks is not None else kept + count * 8  # the tokens
 
     def open_clip_config(self) -> dict[str, Any]:
@@ -417,7 +408,7 @@ class TextTower(TextArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class BagOfWords(TextArchitecture):
-    """CLIP's other text encoder (Radford et al. 2021, section 2.4): the tokens' mean embedding, projected."""
+    """CLIP's continuous bag of words (Radford et al. 2021, section 2.4): the projected mean token embedding."""
 
     width: int = 512
     context_length: int = 77
@@ -457,7 +448,7 @@ class BagOfWords(TextArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTable(TextArchitecture):
-    """A classification head in place of a text tower: a learned row for each class, selected by its name."""
+    """A classification head in place of a text tower: one learned row per class, selected by the class name."""
 
     names: tuple[str, ...]
     setting = "classes:FILE"
@@ -473,7 +464,9 @@ class ClassTable(TextArchitecture):
         _check_number("number of classes", len(names), _MAX)
         for one in names:
             if not one or one != " ".join(one.split()):
-                raise ConfigError(f"class name {one[:80]!r} is empty, or has spaces that a caption loses")
+                raise ConfigError(
+                    f"class name {one[:80]!r} is empty or has repeated, leading or trailing spaces"
+                )
         if len(set(names)) < len(names):
             twice = next(one for one in names if names.count(one) > 1)
             raise ConfigError(f"class name {twice[:80]!r} occurs twice: each class needs its own name")
@@ -482,7 +475,7 @@ class ClassTable(TextArchitecture):
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
         file = Path(value)
         try:
-            if file.stat().st_size > _LARGEST_NAMES:
+            if file.stat().st_size > 64 * 2**20:
                 raise ConfigError(f"model.text: {file} is too large for a file of class names")
             return cls(names=tuple(file.read_text(encoding="utf-8").splitlines()))
         except (OSError, ValueError) as error:
@@ -499,11 +492,11 @@ class ClassTable(TextArchitecture):
 
     @property
     def description(self) -> str:
-        return f"a row for each of {len(self.names)} classes"
+        return f"classification head, {len(self.names)} classes"
 
     def resized(self, context_length: int) -> Self:
         if context_length > 1:
-            raise ConfigError(f"context_length = {context_length} does not fit: a class is one token")
+            raise ConfigError(f"context_length = {context_length} must be 1: a class is one token")
         return self
 
     def tokenizer(self) -> "Tokenizer":
@@ -533,56 +526,51 @@ class ClassTable(TextArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shape of a CLIP: two towers and the dimension they project to."""
+    """Architecture of a CLIP: two towers and the dimension they project to."""
 
     embed_dim: int
     vision: ImageArchitecture
     text: TextArchitecture
     quick_gelu: bool = False
-    small_data: bool = False  # how fresh weights are drawn, see CLIP.initialize
-    logit_bias: bool = False  # SigLIP's bias beside the temperature
+    small_data: bool = False  # selects the initialization, see CLIP.initialize
+    logit_bias: bool = False  # whether the model has SigLIP's bias
 
     def __post_init__(self) -> None:
         _check_number("embed_dim", self.embed_dim, _MAX)
         for name in ("quick_gelu", "small_data", "logit_bias"):
             if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"{name} = {value!r} is neither true nor false")
+                raise ConfigError(f"{name} = {value!r} must be true or false")
 
     @property
     def is_own(self) -> bool:
-        """Whether both towers are clipkit's."""
+        """Whether clipkit implements both towers."""
         return self.vision.own and self.text.own
 
     def own_towers(self) -> tuple[VisionTower, TextTower]:
-        """Both towers of an architecture that has the plain ViT and the plain text transformer."""
+        """Return both towers of an architecture with the plain ViT and the plain text transformer."""
         vision, text = self.vision.plain, self.text.plain
         assert vision is not None and text is not None
         return vision, text
 
     def resized(self, *, image_size: int = 0, context_length: int = 0) -> "Architecture":
-        """The same architecture for another image size or context length; 0 keeps the current one."""
+        """Return the architecture for another image size or context length; 0 keeps the current one."""
         vision = self.vision.resized(image_size) if image_size else self.vision
         text = self.text.resized(context_length) if context_length else self.text
         return replace(self, vision=vision, text=text)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, as stored beside weights."""
+        """Convert to nested plain values, as stored with weights."""
         from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
 
         kinds = {kind: name for name, kind in (*IMAGE_TOWERS.items(), *TEXT_TOWERS.items())}
-        towers = {
-            "vision": {"kind": kinds[type(self.vision)], **asdict(self.vision)},
-            "text": {"kind": kinds[type(self.text)], **asdict(self.text)},
+        towers = {"vision": self.vision, "text": self.text}
+        return asdict(self) | {
+            name: {"kind": kinds[type(tower)], **asdict(tower)} for name, tower in towers.items()
         }
-        return {**asdict(self), **towers}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Architecture":
-        """The inverse of ``to_dict``.
-
-        Raises:
-            CheckpointError: a field is unknown, missing or of the wrong type.
-        """
+        """Invert ``to_dict``; CheckpointError if a field is unknown, missing or of the wrong type."""
         from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
 
         try:
@@ -614,14 +602,9 @@ def selected(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Kind],
     return None
 
 
-def _check_heads(width: int, heads: int) -> None:
-    if width % heads:
-        raise ConfigError(f"width = {width} is not a multiple of heads = {heads}")
-
-
 def _check_number(name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{name} = {value!r} is not a whole number from 1 to {most}")
+        raise ConfigError(f"{name} = {value!r} is not an integer from 1 to {most}")
 
 
 def _vit(
@@ -634,14 +617,14 @@ def _vit(
     quick_gelu: bool = False,
     small_data: bool = False,
 ) -> Architecture:
-    """The towers as (width, layers, heads)."""
-    vision_names, text_names = ("width", "layers", "heads"), ("width", "layers", "heads")
+    """Build an architecture; towers are given as (width, layers, heads)."""
+    names = ("width", "layers", "heads")
     return Architecture(
         embed_dim=embed_dim,
         vision=VisionTower(
-            image_size=image_size, patch_size=patch_size, **dict(zip(vision_names, image, strict=True))
+            image_size=image_size, patch_size=patch_size, **dict(zip(names, image, strict=True))
         ),
-        text=TextTower(**dict(zip(text_names, text, strict=True))),
+        text=TextTower(**dict(zip(names, text, strict=True))),
         quick_gelu=quick_gelu,
         small_data=small_data,
     )
@@ -650,8 +633,8 @@ def _vit(
 _BASE, _LARGE, _HUGE = (768, 12, 12), (1024, 24, 16), (1280, 32, 16)  # image towers
 _TEXT_512, _TEXT_768, _TEXT_1024 = (512, 12, 8), (768, 12, 12), (1024, 24, 16)
 
-# The first group as published (Radford et al. 2021, table 20; ViT-H-14 by LAION), named as open_clip names
-# them; OpenAI's own weights are of the quickgelu kind. The second group is ours, for small data and CPUs.
+# Published architectures (Radford et al. 2021, table 20; ViT-H-14 by LAION) under open_clip's names; OpenAI's
+# weights need QuickGELU. The last four are clipkit's, for small data and CPUs.
 ARCHITECTURES: dict[str, Architecture] = {
     "ViT-B-32": _vit(512, 224, 32, _BASE, _TEXT_512),
     "ViT-B-32-quickgelu": _vit(512, 224, 32, _BASE, _TEXT_512, quick_gelu=True),
@@ -671,11 +654,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def named(name: str, *, called: str = "model.name") -> Architecture:
-    """An architecture of clipkit's own family, by name; with ``-quickgelu`` behind it, any of them with QuickGELU.
+    """Return an architecture of ``ARCHITECTURES``; the suffix ``-quickgelu`` selects any of them with QuickGELU.
 
     Args:
-        name: a key of ``ARCHITECTURES``, or one with that ending.
-        called: what the name is called where it was given, for a message.
+        name: a key of ``ARCHITECTURES``, with or without the suffix.
+        called: name of the setting for the error message.
 
     Raises:
         ConfigError: the name is unknown.

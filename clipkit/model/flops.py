@@ -1,18 +1,10 @@
-"""FLOPs and activation memory of CLIP by formula. Torch is imported only to count FLOPs of other towers.
+"""Model FLOPs of CLIP by formula. Torch is imported only to count those of towers without a formula.
 
-FLOPs are those the mathematics needs, in the convention of model FLOPs utilization (Chowdhery et al. 2022,
-https://arxiv.org/abs/2204.02311, appendix B): matrix products only, two operations for a multiply-add, the
-backward pass counts twice the forward pass, and recomputation to save memory is not counted. Padding and tokens of
-the last block that are not read are not counted either.
-
-Two points on which implementations of that convention differ:
-
-* Attention counts the full square of a caption's length although the mask hides half of it, like PaLM's formula and
-  torch's counter. In ViT-B/32's text tower that half is 1.2% at 77 tokens and 0.3% at 16.
-* No gradient of the images is computed: the backward pass of the patch embedding counts as its forward pass, not
-  twice.
-
-Letters: L tokens, D width, H width inside a block's MLP, O embedding dimension, N rows of the global batch.
+The convention is that of model FLOPs utilization (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
+appendix B): only matrix products count, a multiply-add is two operations, the backward pass is twice the forward
+pass; recomputation, padding, and tokens of the last block that are not read do not count. Attention counts the
+full square of a caption's length although the mask hides half of it, as in PaLM's formula and torch's counter.
+Images have no gradient, so the backward pass of the patch embedding counts once.
 """
 
 from collections import Counter
@@ -30,14 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Flops", "counted_flops", "image_flops", "loss_flops", "step_flops", "text_flops", "trained_blocks",
-    "transformer_activation_bytes", "transformer_flops",
 ]  # fmt: skip
 
 
 _BEFORE_BLOCKS = ("conv1.", "class_embedding", "positional_embedding", "ln_pre.", "token_embedding.")
-_HALF, _FLOAT = 2, 4  # bytes
-_STATISTICS = 2 * _FLOAT  # mean and inverse deviation of a token, which a norm keeps
-_UNKNOWN = "FLOPs by formula are known for clipkit's own towers alone"
+_UNKNOWN = "the FLOPs by formula are known only for clipkit's own towers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,32 +64,6 @@ def text_flops(shape: "Architecture", length: int, *, blocks: int | None = None)
     if flops is None:
         raise ConfigError(_UNKNOWN)
     return flops
-
-
-def transformer_flops(width: int, hidden: int, length: int, blocks: int) -> int:
-    """The forward pass of a stack's last blocks over L tokens, one of which is read at the end."""
-    body = length * (8 * width**2 + 4 * width * hidden) + 4 * length**2 * width
-    # keys and values of all tokens; the query, the sum over values, the output and the MLP of one
-    last = 4 * length * width**2 + 4 * width**2 + 4 * width * hidden + 4 * length * width
-    return (blocks - 1) * body + last
-
-
-def transformer_activation_bytes(
-    width: int, hidden: int, heads: int, length: int, blocks: int, *, bf16: bool, recompute: int
-) -> tuple[int, int]:
-    """Bytes that autograd keeps of a stack's last blocks over L tokens, and of one norm before them."""
-    computed = _HALF if bf16 else _FLOAT
-    stream = length * (width * _FLOAT + _STATISTICS)  # what a norm keeps: its input
-    # of each token the two norms' inputs and outputs, queries, keys, values, attention's output, and the MLP's
-    inner = length * (computed * (6 * width + 2 * hidden) + _FLOAT * heads)
-    body = 2 * stream + inner
-    last = stream + computed * length * 3 * width  # keys and values of all tokens, the rest of one
-    last += computed * (3 * width + 2 * hidden) + _FLOAT * 2 * width
-    kept = (blocks - 1) * body + last
-    if recompute:
-        inputs = blocks * length * width * _FLOAT + max(body if blocks > 1 else 0, last)
-        kept = inputs // recompute + kept * (recompute - 1) // recompute
-    return kept, length * (width * computed + _STATISTICS)
 
 
 def loss_flops(rows: int, columns: int, embed_dim: int) -> Flops:

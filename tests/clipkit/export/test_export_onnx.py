@@ -122,7 +122,7 @@ def test_a_head_of_classes_and_its_image_tower(
         assert files is None or set(one.files) == files  # it has no tokenizer
     assert json.loads((tmp_path / "onnx" / "onnx_config.json").read_text())["classes"] == ["dog", "cat"]
     card = (tmp_path / "onnx" / "README.md").read_text()
-    assert "pipeline_tag: image-classification" in card and "| a row for each of 2 classes, " in card
+    assert "pipeline_tag: image-classification" in card and "| classification head, 2 classes, " in card
     with Image.open(pictures[0]) as image:
         image.save(tmp_path / "cat.jpg")
     monkeypatch.chdir(tmp_path)

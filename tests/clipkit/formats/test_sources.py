@@ -11,7 +11,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.formats.shapes import fitting_names
+from clipkit.formats.open_clip import fitting_names
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.names import OPEN_CLIP, open_clip_config
 from tests.clipkit.stored_models import (
@@ -201,7 +201,9 @@ def test_another_architecture_is_told_by_groups_of_tensors(tmp_path: Path) -> No
         clipkit.load(file, name="open_clip:RN-tiny")
     message = str(caught.value)
     assert "missing (visual." in message and "unexpected (visual.class_embedding" in message
-    assert message.endswith("they are of the shape of 'open_clip:ViT-tiny' or 'open_clip:ViT-tiny-quickgelu'")
+    assert message.endswith(
+        "their shapes are those of 'open_clip:ViT-tiny' or 'open_clip:ViT-tiny-quickgelu'"
+    )
     with pytest.raises(
         CheckpointError, match=r"of another shape .*positional_embedding \(16, 32\) instead of \(77, 384\)"
     ):
