@@ -16,12 +16,12 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.traits import Color, TraitCounts, color_of
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike, pixels_and_traits
+from clipkit.model.tokenizer import list_of_strings
 from clipkit.model.zero_shot import (
     DEFAULT_TEMPLATES,
     check_batch_size,
     encode_prompts,
     evaluating,
-    list_of_strings,
     zero_shot_classifier,
 )
 

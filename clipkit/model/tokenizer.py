@@ -1,7 +1,7 @@
-"""How texts become a model's tokens: CLIP's byte-pair encoding, or a tokenizer of the transformers library.
+"""Tokenizers: CLIP's byte-pair encoding, and tokenizers of the transformers library.
 
-open_clip cleans texts before it hands them to such a tokenizer, transformers itself does not: there is a kind for
-each, so that a model gets the tokens that it was trained with.
+open_clip cleans texts before it passes them to a tokenizer of transformers, and transformers itself does not.
+There is a class for each, so that a model gets the tokens it was trained with.
 """
 
 import gzip
@@ -44,6 +44,7 @@ __all__ = [
     "end_of_texts",
     "folder_tokenizer",
     "has_tokenizer",
+    "list_of_strings",
     "pair_merges",
     "tokenize",
     "tokenizer_of",
@@ -51,118 +52,58 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# CLIP's byte-pair encoding: the Rust ``tokenizers`` library behind a memory of the parts of texts.
+# CLIP's byte-pair encoding: the Rust library ``tokenizers`` with a cache of parts of texts.
 #
-# The ids are those of OpenAI's tokenizer and of open_clip's ``SimpleTokenizer``: text is repaired by ftfy, HTML
-# entities are resolved twice, white space is folded, and everything is lower case. The vocabulary is the file
-# that open_clip_torch ships.
+# The ids equal those of OpenAI's tokenizer and of open_clip's ``SimpleTokenizer``: ftfy repairs the text, HTML
+# entities are unescaped twice, white space is normalized, and everything is lower case.
 #
-# A text is cut at its spaces, and the ids of each part are looked up. Only a part that is not in memory is
-# repaired, split into words and, where a word is new as well, encoded. That is exact because no word and no
-# entity reaches over a space, nor does any repair but one, that of a wrong encoding ("schÃ¶n"): a text with a
-# sign of that goes through ftfy as a whole. Nothing here locks, warns or starts threads, so that threads and
-# forked processes may tokenize.
+# A text is split at its spaces and the ids of each part are looked up. Only a part that is not cached is repaired,
+# split into words and encoded. This is exact because words and entities end at a space, and so do all of ftfy's
+# repairs except one, that of a wrong encoding ("schÃ¶n"): a text with a sign of that goes through ftfy as a
+# whole. Nothing here locks, warns or starts threads, so threads and forked processes can tokenize.
 
 CONTEXT_LENGTH = 77
 START_OF_TEXT, END_OF_TEXT = 49406, 49407
-VOCABULARY = "bpe_simple_vocab_16e6"  # what a checkpoint records as its tokenizer
+VOCABULARY = "bpe_simple_vocab_16e6"  # recorded in checkpoints
 _MERGES = 49152 - 256 - 2
-_LONGEST_CONTEXT = 1_000_000  # tokens, as of an architecture
-MAX_CHARACTERS = 100_000  # of one text; at most a few hundred of them can reach the model
+_MAX_CONTEXT = 1_000_000  # tokens, as for architectures
+MAX_CHARACTERS = 100_000  # of a text; at most a few hundred of them can reach the model
 
-# OpenAI's splitting rule: the special tokens, English contractions, runs of letters, single digits, runs of others
+# OpenAI's pattern: special tokens, English contractions, runs of letters, single digits, runs of other characters
 _WORD = r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|[LETTER]+|[NUMBER]|[^\sLETTERNUMBER]+"
-_ASCII_WORD = standard_re.compile(_WORD.replace("LETTER", "a-z").replace("NUMBER", "0-9"))  # of lower case
+_ASCII_WORD = standard_re.compile(_WORD.replace("LETTER", "a-z").replace("NUMBER", "0-9"))  # for lower case
 _SPECIAL = ("<start_of_text>", "<end_of_text>")
-# ASCII that neither ftfy nor html changes but for its white space, which is folded: no control characters, no "&"
+# ASCII of which ftfy and html change nothing but white space: no control characters, no "&"
 _PLAIN_ASCII = standard_re.compile(r"[\t\n\f\r -%'-~]*")
-_READ_FTFY = "6.3.1"  # the version whose rules _repaired follows; with another one, ftfy sees the whole text
+_FTFY_VERSION = "6.3.1"  # the version that _repaired follows; with others, ftfy gets the whole text
 
 
 def tokenize(
     texts: str | Sequence[str], context_length: int = CONTEXT_LENGTH, *, trim: bool = False
 ) -> Tensor:
-    """Texts → (N, L) int64 token ids: start of text, the text, end of text, zeros.
+    """Tokenize texts to (N, L) int64: start of text, the text, end of text, zeros.
 
     Args:
-        texts: one or many.
-        context_length: L, from 2 to 1,000,000. A longer text is cut and still ends with end of text.
-        trim: cut L down to the longest text given. Features are the same, the work is less.
-
-    Half of a surrogate pair counts as U+FFFD, as ftfy has it.
+        texts: one or many; a lone surrogate counts as U+FFFD, as in ftfy.
+        context_length: L, from 2 to 1,000,000. Longer texts are cut and still end with end of text.
+        trim: reduce L to the longest of the texts, which saves work and does not change features.
 
     Raises:
-        DataError: a text is over 100,000 characters, or no string.
-        ConfigError: ``context_length`` has no room for start and end, or is out of all bounds.
+        DataError: a text is longer than 100,000 characters, or not a string.
+        ConfigError: ``context_length`` is out of range.
     """
-    if not isinstance(context_length, SupportsIndex) or not 2 <= context_length <= _LONGEST_CONTEXT:
-        raise ConfigError(
-            f"context_length = {context_length!r} does not fit: at least 2, at most {_LONGEST_CONTEXT}"
-        )
+    if not isinstance(context_length, SupportsIndex) or not 2 <= context_length <= _MAX_CONTEXT:
+        raise ConfigError(f"context_length = {context_length!r} is not a number from 2 to {_MAX_CONTEXT}")
     context_length = int(context_length)
-    many = [texts] if isinstance(texts, str) else _list_of_strings(texts)
+    many = [texts] if isinstance(texts, str) else list_of_strings(texts, "texts")
     longest = max(map(len, many), default=0)
     if longest > MAX_CHARACTERS:
         raise DataError(f"a text of {longest} characters is over the limit of {MAX_CHARACTERS}")
     room = 2 * (context_length - 2)  # bytes
-    rows = _rows(many, room)
-    if trim:
-        context_length = max(map(len, rows), default=0) // 2 + 2
-    start, end, width = _as_bytes([START_OF_TEXT]), _as_bytes([END_OF_TEXT]), 2 * context_length
-    padded = b"".join([(start + row + end).ljust(width, b"\0") for row in rows])
-    ids = np.frombuffer(padded, np.uint16).astype(np.int64)
-    return torch.from_numpy(ids).view(len(rows), context_length)
-
-
-def _list_of_strings(texts: Sequence[str]) -> list[str]:
-    if isinstance(texts, bytes) or not isinstance(texts, Iterable):
-        raise DataError(f"texts must be a list of strings, not {type(texts).__name__}")
-    many = list(texts)
-    for kind in set(map(type, many)):
-        if not issubclass(kind, str):
-            raise DataError(f"texts must be strings, but one is of type {kind.__name__}")
-    return many
-
-
-class _Memory(dict[str, bytes]):
-    """The ids of short strings, two bytes each: some known from the start, the others worked out when first met.
-
-    When it is full it forgets all but the start: what is frequent is soon back, and reading needs no bookkeeping.
-    Longer strings are worked out each time, so that no text, however made, makes it grow on. Threads may share it:
-    at worst two of them work out the same ids.
-    """
-
-    LIMIT = 2**17  # strings; both memories, full of emoji and Cyrillic, took 40 MB
-    LONGEST = 32  # characters, and ids
-
-    def __init__(self, start: Callable[[], dict[str, bytes]], work_out: Callable[[str], bytes]) -> None:
-        super().__init__()
-        self._start, self._work_out = start, work_out
-
-    def __missing__(self, string: str) -> bytes:
-        if not self:
-            self.update(self._start())
-            return self[string]
-        ids = self._work_out(string)
-        if len(string) <= self.LONGEST and len(ids) <= 2 * self.LONGEST:
-            if len(self) >= self.LIMIT:
-                self.clear()
-                self.update(self._start())
-            self[string] = ids
-        return ids
-
-
-class _EntangledError(Exception):
-    """The ids of this part depend on the rest of its text."""
-
-
-def _rows(texts: list[str], room: int) -> list[bytes]:
-    """The ids of each text, the first ``room`` bytes of them."""
     rows = []
     join, ids_of = b"".join, _parts.__getitem__
-    for text in texts:
-        # ASCII is remembered in lower case only, but not an HTML entity: its name may have capitals
+    for text in many:
+        # ASCII is cached in lower case, except HTML entities, which may need capitals
         if text.isascii() and "&" not in text:
             parts = text.lower().split(" ")
         else:
@@ -170,17 +111,73 @@ def _rows(texts: list[str], room: int) -> list[bytes]:
         try:
             ids = join(map(ids_of, parts))
         except _EntangledError:
-            ids = _ids_of_entangled(text)
+            import ftfy
+
+            ids = _ids_of_clean(_cleaned(ftfy.fix_text(text)))
         rows.append(ids[:room])
-    return rows
+    if trim:
+        context_length = max(map(len, rows), default=0) // 2 + 2
+    start, end, width = _as_bytes([START_OF_TEXT]), _as_bytes([END_OF_TEXT]), 2 * context_length
+    padded = join([(start + row + end).ljust(width, b"\0") for row in rows])
+    tokens = np.frombuffer(padded, np.uint16).astype(np.int64)
+    return torch.from_numpy(tokens).view(len(rows), context_length)
+
+
+def list_of_strings(given: Iterable[str], what: str) -> list[str]:
+    """Convert strings of any type, such as numpy's, to a list of str.
+
+    Raises:
+        DataError: it is not a list of strings; ``what`` is its name in the message.
+    """
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise DataError(f"{what} must be a list of strings, not {type(given).__name__}")
+    try:
+        many = list(given)
+    except TypeError as error:  # an array without dimensions
+        raise DataError(f"{what} must be a list of strings: {error}") from error
+    if set(map(type, many)) <= {str}:
+        return many
+    for number, one in enumerate(many):
+        if not isinstance(one, str):
+            raise DataError(f"{what} must be strings, but number {number} is of type {type(one).__name__}")
+    return [str(one) for one in many]
+
+
+class _Cache(dict[str, bytes]):
+    """Cache of the ids of short strings, two bytes each.
+
+    A full cache is reset to its initial content: frequent strings return soon, and reading needs no
+    bookkeeping. Longer strings are not cached, which limits memory for any text. Threads may share it: at worst
+    two compute the same ids.
+    """
+
+    LIMIT = 2**17  # strings; both caches, full of emoji and Cyrillic, take 40 MB
+    LONGEST = 32  # characters, and ids
+
+    def __init__(self, initial: Callable[[], dict[str, bytes]], compute: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._initial, self._compute = initial, compute
+
+    def __missing__(self, string: str) -> bytes:
+        if not self:
+            self.update(self._initial())
+            return self[string]
+        ids = self._compute(string)
+        if len(string) <= self.LONGEST and len(ids) <= 2 * self.LONGEST:
+            if len(self) >= self.LIMIT:
+                self.clear()
+                self.update(self._initial())
+            self[string] = ids
+        return ids
+
+
+class _EntangledError(Exception):
+    """The ids of a part depend on the rest of its text."""
 
 
 def _ids_of_part(part: str) -> bytes:
-    """The ids of what stands between two spaces, given in lower case if it is ASCII without "&".
-
-    Raises _EntangledError.
-    """
-    if part.isascii():  # the most frequent first: a word, a word with a mark
+    """Return the ids of a part of a text; it is lower case if it is ASCII without "&". Raises _EntangledError."""
+    if part.isascii():  # the most frequent first: a word, a word and a punctuation mark
         if part.isalpha():
             return _ids_of_word(part)
         if part[:-1].isalpha() and part[-1] in ",.:;!?":
@@ -191,19 +188,13 @@ def _ids_of_part(part: str) -> bytes:
     repaired = _repaired(part, entities=False)
     clean = _cleaned(repaired)
     if "&" in repaired:
-        # ftfy too resolves entities, in the lines before the first that has a "<": whether it does must not matter
-        if "\n" in part or len(part) > 1000:  # of entities in entities it takes quadratic time: not twice
+        # ftfy unescapes entities too, in the lines before the first "<": whether it does must not matter
+        if "\n" in part or len(part) > 1000:  # nested entities take quadratic time
             raise _EntangledError
         resolved = _repaired(part, entities=True)
         if resolved != repaired and _cleaned(resolved) != clean:
             raise _EntangledError
     return _ids_of_clean(clean)
-
-
-def _ids_of_entangled(text: str) -> bytes:
-    import ftfy
-
-    return _ids_of_clean(_cleaned(ftfy.fix_text(text)))
 
 
 def _ids_of_clean(text: str) -> bytes:
@@ -226,32 +217,30 @@ def _cleaned(repaired: str) -> str:
     return " ".join(html.unescape(html.unescape(repaired)).split()).lower()
 
 
-# the quotes that ftfy makes straight
+# quotes that ftfy straightens
 _QUOTES = dict.fromkeys(map(ord, "\u02bc\u2018\u2019\u201a\u201b"), "'")
 _QUOTES |= dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f"), '"')
 
 
 class _Rules(NamedTuple):
-    """What ftfy's steps look for, and the steps."""
+    """ftfy's steps, and what they look for."""
 
-    mixed_up: standard_re.Pattern[str]  # found wherever ``is_bad`` finds something
-    far: standard_re.Pattern[str]  # characters of the signs that reach over a space
-    changed: standard_re.Pattern[str]  # all that the steps change
+    mixed_up: standard_re.Pattern[str]  # matches wherever ``is_bad`` is true
+    far: standard_re.Pattern[str]  # characters of signs that can continue after a space
+    changed: standard_re.Pattern[str]  # characters that the steps change
     is_bad: Callable[[str], bool]
     unescape: Callable[[str], str]
     steps: tuple[Callable[[str], str], ...]
 
 
 def _repaired(part: str, *, entities: bool) -> str:
-    """What ``ftfy.fix_text`` makes of a part, whatever stands before and after its spaces.
+    """Return what ``ftfy.fix_text`` makes of a part, whatever precedes and follows it. Raises _EntangledError.
 
-    ftfy repeats its steps until nothing changes. One of them mends a wrong encoding. It starts when ``is_bad``
-    finds a sign anywhere in a line, so a part with a sign is entangled with its line. As of version 6.3.1, each
-    sign holds a control character from U+0080 to U+009F, one of ŒœÃÂЂ, or two neighbours out of some 400
-    suspicious characters which are not both letters of Greek or Cyrillic (or Þ). Signs with ÃÂЂ may go on behind a
-    space, the others end at it at the latest. All other steps map characters or runs without a space.
-
-    Raises _EntangledError.
+    ftfy repeats its steps until nothing changes. One of them repairs a wrong encoding; it starts when
+    ``is_bad`` finds a sign anywhere in a line, so a part with a sign is entangled with its line. In version
+    6.3.1, each sign contains a control character from U+0080 to U+009F, one of ŒœÃÂЂ, or two neighbours out of
+    some 400 suspicious characters that are not both letters of Greek or Cyrillic (or Þ). Signs with ÃÂЂ may
+    continue after a space, the others end there. All other steps map characters or runs without a space.
     """
     rules = _rules()
     while True:
@@ -261,7 +250,7 @@ def _repaired(part: str, *, entities: bool) -> str:
         if rules.mixed_up.search(part) and (rules.far.search(part) or rules.is_bad(f" {part} ")):
             raise _EntangledError
         if rules.changed.search(part):
-            part = part.translate(_QUOTES)  # ahead of its turn, as more is rarely needed; the end is the same
+            part = part.translate(_QUOTES)  # first, because it is often enough; the result is the same
             if rules.changed.search(part):
                 for step in rules.steps:
                     part = step(part)
@@ -275,7 +264,7 @@ def _rules() -> _Rules:
     import ftfy
     from ftfy import badness, chardata, fixes
 
-    if ftfy.__version__ != _READ_FTFY:
+    if ftfy.__version__ != _FTFY_VERSION:
         raise _EntangledError
     pattern = badness.BADNESS_RE.pattern
     ranges = standard_re.findall(r"([^\0-\x7f])-([^\0-\x7f])", pattern)
@@ -308,16 +297,16 @@ def _rules() -> _Rules:
 
 @cache
 def _word_pattern() -> Any:
-    import regex  # its \p{L} and \p{N}: the standard library has none
+    import regex  # the standard library has no \p{L} and \p{N}
 
     return regex.compile(_WORD.replace("LETTER", r"\p{L}").replace("NUMBER", r"\p{N}"), regex.IGNORECASE)
 
 
 class _Model(NamedTuple):
     bpe: "BPE"
-    symbols: dict[int, str]  # what stands for each byte
-    words: dict[str, bytes]  # ids of the ASCII words that are one token, the special ones too
-    plain_words: dict[str, bytes]  # those of letters only
+    symbols: dict[int, str]  # by byte
+    words: dict[str, bytes]  # ids of ASCII words that are one token, and of special tokens
+    plain_words: dict[str, bytes]  # ids of words of letters only
 
 
 @cache
@@ -335,92 +324,77 @@ def _model() -> _Model:
 
 
 def tokens_in_order() -> list[str]:
-    """The vocabulary without its two special tokens; a token's place is its id."""
+    """Return the vocabulary without its two special tokens, by id."""
     symbols = list(byte_symbols().values())
     return [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, pair_merges())]
 
 
 def pair_merges() -> list[tuple[str, str]]:
-    """The pairs of the byte-pair encoding in their order, from the file that open_clip_torch ships."""
+    """Return the merges of the byte-pair encoding in order, from the file in open_clip_torch."""
     lines = gzip.decompress(vocabulary_file().read_bytes()).decode("utf-8").split("\n")[1 : _MERGES + 1]
     return [(left, right) for left, right in (line.split() for line in lines)]
 
 
 def byte_symbols() -> dict[int, str]:
-    """A printable character for each byte in the vocabulary's order: itself, or the next from U+0100 on."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    """Map each byte to a printable character in the vocabulary's order: itself, or the next from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-_parts = _Memory(lambda: _model().plain_words, _ids_of_part)
-_words = _Memory(lambda: _model().words, _ids_of_word)
+_parts = _Cache(lambda: _model().plain_words, _ids_of_part)
+_words = _Cache(lambda: _model().words, _ids_of_word)
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-_FOLDER = "tokenizer"  # of a checkpoint
+_FOLDER = "tokenizer"  # in a checkpoint
 _UNCLEANED = "transformers without cleaning"
 _CLASSES = "class names"
-_SHOWN = 200  # characters of a library's message
 
 
 class Tokenizer(Protocol):
-    """Turns texts into token ids, and can be stored beside the weights."""
+    """A tokenizer that can be stored with the weights."""
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """N texts → (N, L) int64."""
+        """Tokenize N texts to (N, L) int64."""
 
     def store(self, folder: Path) -> Any:
-        """Write the files it needs into a checkpoint folder; returns what the model card records."""
+        """Write the tokenizer's files to a checkpoint folder, and return its entry in model.json."""
 
     def of_length(self, context_length: int) -> "Tokenizer":
-        """The same for texts of up to that many tokens."""
+        """Return the tokenizer with another maximum number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipTokenizer:
-    """CLIP's own, see ``clipkit.tokenize``; with ``trim`` a batch is as long as its longest text."""
+    """CLIP's tokenizer, see ``clipkit.tokenize``. Its vocabulary is part of open_clip_torch."""
 
     context_length: int = 77
     trim: bool = True
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """N texts → (N, L) int64."""
         return tokenize(texts, self.context_length, trim=self.trim)
 
     def store(self, folder: Path) -> Any:
-        """Nothing to write: the vocabulary comes with open_clip_torch."""
         return VOCABULARY
 
     def of_length(self, context_length: int) -> "ClipTokenizer":
-        """The same for texts of up to that many tokens."""
         return replace(self, context_length=context_length)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTokenizer:
-    """The number of the class that a text is the name of; for a head in the text tower's place."""
+    """Maps names of classes to (N, 1) class numbers, for a classification head."""
 
     names: tuple[str, ...]
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """N class names → (N, 1) int64.
-
-        Raises:
-            DataError: a text is no class's name.
-        """
         try:
             return torch.tensor([self._numbers[" ".join(text.split())] for text in texts]).view(-1, 1).long()
         except KeyError as error:
             name = str(error.args[0])
             raise DataError(
-                f"{name[:80]!r} is none of the model's {len(self.names)} classes: {nearest(name, self.names)} "
-                "(its head reads no other text)"
+                f"{name[:80]!r} is not one of the model's {len(self.names)} classes: {nearest(name, self.names)} "
+                "(its classification head encodes only class names)"
             ) from error
 
     @cached_property
@@ -428,23 +402,21 @@ class ClassTokenizer:
         return {name: number for number, name in enumerate(self.names)}
 
     def store(self, folder: Path) -> Any:
-        """Nothing to write: the names are in the architecture."""
         return _CLASSES
 
     def of_length(self, context_length: int) -> "ClassTokenizer":
-        """Itself: a name is one token."""
         return self
 
 
 @dataclass(kw_only=True)
 class LibraryTokenizer:
-    """A tokenizer of transformers with open_clip's cleaning of texts before it.
+    """A tokenizer of transformers after open_clip's cleaning of texts.
 
     Attributes:
         source: a folder, or a name on the Hugging Face hub; read at the first text.
-        context_length: L; texts are padded to it, or cut.
+        context_length: length to which texts are padded or cut.
         options: open_clip's ``tokenizer_kwargs``.
-        trim: cut what is padding in all rows off.
+        trim: remove columns that are padding in all rows.
     """
 
     source: str
@@ -454,11 +426,6 @@ class LibraryTokenizer:
     _made: Any = None
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """N texts → (N, L) int64.
-
-        Raises:
-            ConfigError: the tokenizer cannot be had.
-        """
         if not texts:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
         library = self._library()
@@ -479,30 +446,23 @@ class LibraryTokenizer:
         return self._made
 
     def store(self, folder: Path) -> Any:
-        """Write the tokenizer's files, so that the checkpoint needs no network."""
         self._library().tokenizer.save_pretrained(folder / _FOLDER)
-        return {
-            "kind": "transformers",
-            "context_length": self.context_length,
-            "options": self.options,
-            "trim": self.trim,
-        }
+        names = ("context_length", "options", "trim")
+        return {"kind": "transformers", **{name: getattr(self, name) for name in names}}
 
     def of_length(self, context_length: int) -> "LibraryTokenizer":
-        """The same for texts of up to that many tokens."""
         return replace(self, context_length=context_length, _made=None)
 
 
 @dataclass(kw_only=True)
 class TransformersTokenizer:
-    """The tokenizer of a folder as transformers itself runs it: texts are not cleaned before.
+    """The tokenizer of a folder as transformers runs it, without cleaning of texts.
 
-    Rows end where their text does, with zeros behind. For a tower that reads a text at its largest token and sees
-    nothing behind it, that is the same as any padding.
+    Texts are padded with zeros. Padding has no effect on a causal tower that reads a text at its largest token.
 
     Attributes:
         source: the folder; read at the first text.
-        context_length: L, of the longest text; more is cut.
+        context_length: length to which texts are cut.
     """
 
     source: str
@@ -510,11 +470,6 @@ class TransformersTokenizer:
     _made: Any = field(default=None, compare=False, repr=False)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """N texts → (N, L) int64, L that of the longest.
-
-        Raises:
-            ConfigError: the tokenizer cannot be had.
-        """
         if not texts:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
         rows = self.rows(texts)
@@ -522,18 +477,14 @@ class TransformersTokenizer:
         return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
     def rows(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, cut, without padding; errors as for a call."""
+        """Return the ids of each text, cut, without padding."""
         rows: list[list[int]] = self.library()(
             list(texts), truncation=True, max_length=self.context_length, return_attention_mask=False
         )["input_ids"]
         return rows
 
     def library(self) -> Any:
-        """transformers' object.
-
-        Raises:
-            ConfigError: it cannot be had, or has not enough in it.
-        """
+        """Return transformers' tokenizer; ConfigError if the folder has none that works."""
         if self._made is None:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
             from transformers import AutoTokenizer
@@ -542,37 +493,37 @@ class TransformersTokenizer:
                 made = AutoTokenizer.from_pretrained(
                     self.source, trust_remote_code=False, local_files_only=True
                 )
-            except Exception as error:  # the Rust library raises nothing more special
-                cause = " ".join(str(error).split())[:_SHOWN]
+            except Exception as error:  # the Rust library raises nothing more specific
+                cause = " ".join(str(error).split())[:200]
                 raise ConfigError(
-                    f"transformers does not read the tokenizer in {self.source}: {cause}"
+                    f"transformers cannot read the tokenizer in {self.source}: {cause}"
                 ) from error
-            made.model_max_length = self.context_length  # as other libraries will cut texts after an export
+            made.model_max_length = (
+                self.context_length
+            )  # with which other libraries cut texts after an export
             if made.pad_token is None:
                 made.pad_token = made.eos_token
             self._made = made
         return self._made
 
     def store(self, folder: Path) -> Any:
-        """Write the tokenizer's files into a checkpoint."""
         self.library().save_pretrained(folder / _FOLDER)
         return {"kind": _UNCLEANED, "context_length": self.context_length}
 
     def of_length(self, context_length: int) -> "TransformersTokenizer":
-        """The same for texts of up to that many tokens."""
         return replace(self, context_length=context_length, _made=None)
 
 
 def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer that goes with an architecture.
+    """Return the tokenizer of an architecture.
 
     Args:
         shape: the architecture.
-        stored: what ``Tokenizer.store`` returned when the checkpoint ``folder`` was written; None for none.
-        folder: that checkpoint.
+        stored: result of ``Tokenizer.store`` when the checkpoint ``folder`` was written; None if there is none.
+        folder: the checkpoint.
 
     Raises:
-        CheckpointError: this version cannot make the stored one.
+        CheckpointError: this version does not support the stored one.
     """
     if isinstance(stored, dict) and stored.get("kind") in ("transformers", _UNCLEANED) and folder is not None:
         try:
@@ -586,7 +537,7 @@ def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None
                 trim=bool(stored["trim"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder}: the stored tokenizer does not fit: {error!r}") from error
+            raise CheckpointError(f"{folder}: the stored tokenizer is invalid: {error!r}") from error
     if stored is None or (stored == _CLASSES and shape.text.classes):
         return shape.text.tokenizer()
     if stored != VOCABULARY:
@@ -594,43 +545,40 @@ def tokenizer_of(shape: Architecture, *, stored: Any = None, folder: Path | None
     return ClipTokenizer(context_length=shape.text.context_length, trim=shape.text.any_length)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Which tokenizer belongs to a ``CLIPModel`` that lies in a folder of transformers: CLIP's own, or the folder's.
-#
-# clipkit's tokenizer is taken only where the folder has the same one, or none at all. Any other runs by
-# transformers.
+# The tokenizer of a ``CLIPModel`` in a folder of transformers: CLIP's if the folder has the same one or none,
+# otherwise the folder's.
 
-ANY_END = 2  # in files from before transformers read this setting; the largest token of a text is meant
+ANY_END = 2  # value in old files, which means the largest token of a text
 _LARGEST = 16 * 2**20  # bytes of a file; CLIP's largest has 3.6 MB
 _CLIPS_CLASSES = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
 )  # fmt: skip
 _SPECIAL_TOKENS = {START_OF_TEXT: "<|startoftext|>", END_OF_TEXT: "<|endoftext|>"}
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "*.model")
-# nothing that clipkit repairs and others do not
+# texts that need no cleaning
 _PROBES = ("A photo of the Cat's 12 dogs, they'll run!", "x  Y\tz", "eine Straße", "猫の写真", "")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there are files of a tokenizer at all."""
+    """Return whether a folder has files of a tokenizer."""
     return any(any(folder.glob(name)) for name in _FILES)
 
 
 def folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
-    """The tokenizer of the folder's model, for our own text tower, which reads a text at its largest token.
+    """Return the tokenizer of a folder of transformers, for clipkit's text tower, which reads the largest token.
 
     Args:
-        folder: of transformers.
+        folder: the folder.
         text: the text tower.
         end: the token at which transformers reads a text, config.json's ``eos_token_id``.
 
     Raises:
-        CheckpointError: the texts would be read at another token than transformers does.
+        CheckpointError: transformers would read texts at another token.
     """
     if not has_tokenizer(folder) or _is_clips(folder):
         if text.vocab_size <= END_OF_TEXT:
             raise CheckpointError(
-                f"config.json: vocab_size = {text.vocab_size} is less than CLIP's tokenizer has"
+                f"config.json: vocab_size = {text.vocab_size} is less than that of CLIP's tokenizer"
             )
         if end not in (ANY_END, END_OF_TEXT):
             raise CheckpointError(
@@ -639,48 +587,57 @@ def folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
         return ClipTokenizer(context_length=text.context_length)
     own = TransformersTokenizer(source=str(folder), context_length=text.context_length)
     try:
-        _check(own, text, end)
+        largest = max(own.library().get_vocab().values(), default=0)
+        if largest >= text.vocab_size:
+            raise CheckpointError(
+                f"its tokenizer has tokens up to {largest}, and config.json says vocab_size = {text.vocab_size}"
+            )
+        if end != ANY_END and end_of_texts(own) != end:
+            raise CheckpointError(
+                f"config.json: texts are read at token {end}, which does not end its tokenizer's texts, or is "
+                "not its largest"
+            )
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     return own
 
 
-def _check(own: TransformersTokenizer, text: TextTower, end: int) -> None:
-    largest = max(own.library().get_vocab().values(), default=0)
-    if largest >= text.vocab_size:
-        raise CheckpointError(
-            f"its tokenizer has tokens up to {largest}, and config.json says vocab_size = {text.vocab_size}"
-        )
-    if end != ANY_END and end_of_texts(own) != end:
-        raise CheckpointError(
-            f"config.json: texts are read at token {end}, which is not the one that its tokenizer ends them "
-            "with, or not its largest"
-        )
-
-
 def end_of_texts(own: TransformersTokenizer) -> int | None:
-    """The token with which all texts end, cut or not, if it is the largest that there is; else None."""
+    """Return the token that ends all texts, cut or not, if it is the largest of the vocabulary; otherwise None."""
     largest = max(own.library().get_vocab().values(), default=0)
     ends = {row[-1] if row else None for row in own.rows([*_PROBES, "a " * 2000])}
     return largest if ends == {largest} else None
 
 
 def _is_clips(folder: Path) -> bool:
-    """Whether the folder's tokenizer is CLIP's own; what cannot be told is not."""
+    """Return whether a folder's tokenizer is CLIP's; False if that is unclear."""
+
+    def text_of(name: str) -> str:
+        path = folder / name
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"{path} is too large to be CLIP's")
+        return path.read_text(encoding="utf-8")
+
+    def mapping_of(name: str) -> dict[str, Any]:
+        value = json.loads(text_of(name)) if (folder / name).is_file() else {}
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is not an object")
+        return value
+
     try:
-        settings = _object(folder / "tokenizer_config.json")
+        settings = mapping_of("tokenizer_config.json")
         added = {str(key) for key in settings.get("added_tokens_decoder") or {}}
-        added |= {str(one) for one in _object(folder / "added_tokens.json").values()}
+        added |= {str(one) for one in mapping_of("added_tokens.json").values()}
         if settings.get("tokenizer_class") not in _CLIPS_CLASSES or settings.get("auto_map"):
             return False
         if added - {str(number) for number in _SPECIAL_TOKENS}:
             return False
         if (folder / "tokenizer.json").is_file():
-            return _is_clips_json(_text(folder / "tokenizer.json"))
+            return _is_clips_json(text_of("tokenizer.json"))
         if (folder / "vocab.json").is_file() or (folder / "merges.txt").is_file():
-            merges = [line for line in _text(folder / "merges.txt").splitlines() if line.strip()]
+            merges = [line for line in text_of("merges.txt").splitlines() if line.strip()]
             merges = merges[1:] if merges[:1] and merges[0].startswith("#version") else merges
-            return _is_clips_vocabulary(_object(folder / "vocab.json"), merges)
+            return _is_clips_vocabulary(mapping_of("vocab.json"), merges)
         return not any(any(folder.glob(name)) for name in ("vocab.txt", "*.model"))
     except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError):
         return False
@@ -697,7 +654,7 @@ def _is_clips_json(content: str) -> bool:
 
     try:
         made = Tokenizer.from_str(content)
-    except Exception:  # the Rust library raises nothing more special
+    except Exception:  # the Rust library raises nothing more specific
         return False
     made.no_truncation()
     made.no_padding()
@@ -711,16 +668,3 @@ def _is_clips_vocabulary(vocabulary: Mapping[str, Any], merges: list[Any]) -> bo
         return False
     pairs = [tuple(one.split(" ") if isinstance(one, str) else one) for one in merges]
     return pairs == pair_merges()
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value = json.loads(_text(path)) if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} does not hold an object")
-    return value
-
-
-def _text(path: Path) -> str:
-    if path.stat().st_size > _LARGEST:
-        raise ValueError(f"{path} is too large to be CLIP's")
-    return path.read_text(encoding="utf-8")

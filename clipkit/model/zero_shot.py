@@ -1,11 +1,12 @@
-"""Zero-shot classifiers from class names and prompt templates (Radford et al. 2021, section 3.1.4).
+"""Class heads, and zero-shot classifiers from class names and templates (Radford et al. 2021, section 3.1.4).
 
 Letters: C classes, T templates, O embedding dimension.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import SupportsIndex
 
 import torch
@@ -13,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError, DataError
+from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
-from clipkit.model.tokenizer import Tokenizer
+from clipkit.model.tokenizer import Tokenizer, list_of_strings
 
 __all__ = [
     "DEFAULT_TEMPLATES", "check_batch_size", "encode_prompts", "fill_template", "indistinguishable_classes",
-    "list_of_strings", "token_numbers", "zero_shot_classifier",
+    "token_numbers", "with_class_head", "zero_shot_classifier",
 ]  # fmt: skip
 
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
@@ -111,28 +113,10 @@ def token_numbers(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
     return [numbers.setdefault(row.tobytes(), len(numbers)) for row in tokenizer(texts).numpy()]
 
 
-def list_of_strings(given: Iterable[str], what: str) -> list[str]:
-    """Convert strings of any type, such as numpy's, to a list of str.
-
-    Raises:
-        DataError: it is not a list of strings; ``what`` is its name in the message.
-    """
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise DataError(f"{what} must be a list of strings, not {type(given).__name__}")
-    try:
-        many = list(given)
-    except TypeError as error:  # an array of no dimension
-        raise DataError(f"{what} must be a list of strings: {error}") from error
-    for number, one in enumerate(many):
-        if not isinstance(one, str):
-            raise DataError(f"{what} must be strings, but number {number} is of type {type(one).__name__}")
-    return [str(one) for one in many]
-
-
 def check_batch_size(batch_size: int) -> None:
     """Raise ConfigError unless ``batch_size`` is a positive integer."""
     if not isinstance(batch_size, SupportsIndex) or batch_size < 1:
-        raise ConfigError(f"batch_size = {batch_size!r} does not fit: a whole number, at least 1")
+        raise ConfigError(f"batch_size = {batch_size!r} is not a whole number of at least 1")
 
 
 def fill_template(template: str, name: str) -> str:
@@ -178,3 +162,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@torch.no_grad()
+def with_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
+    """Replace the text tower by a classification head with the given rows.
+
+    With the rows of a zero-shot classifier it predicts like that classifier, as in WiSE-FT (Wortsman et al. 2022,
+    https://arxiv.org/abs/2109.01903).
+
+    Args:
+        model: the model, which is not changed.
+        names: names of C classes, see ``ClassTable``.
+        rows: (C, O), such as the transposed zero-shot classifier.
+
+    Raises:
+        ConfigError: a name is empty, or occurs twice.
+    """
+    shape = replace(model.architecture, text=ClassTable(names=tuple(names)), logit_bias=False)
+    head = CLIP(shape, name=model.name, preprocess=model.preprocess)
+    values = {name: value for name, value in model.state_dict().items() if name.startswith("visual.")}
+    head.load_state_dict({**values, "logit_scale": model.logit_scale, "text.weight": rows})
+    return head.to(model.logit_scale.device).eval()

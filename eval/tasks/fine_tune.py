@@ -35,9 +35,9 @@ from clipkit.files.atomic import FileLock, write_atomic
 from clipkit.files.decode import decode_image
 from clipkit.formats.checkpoint import latest_checkpoint, model_hash, save_model, step_of
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
-from clipkit.model.class_head import with_class_head
 from clipkit.model.clip import CLIP
 from clipkit.model.names import architecture
+from clipkit.model.zero_shot import with_class_head
 from data.remote.cache import cache_folder
 from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of

@@ -183,7 +183,7 @@ def test_a_batch_that_would_encode_nothing_is_refused(tiny: CLIP, pixels: Any, b
         lambda: clipkit.zero_shot_classifier(tiny, ["a"], batch_size=batch_size),
     ]
     for encode in calls:
-        with pytest.raises(clipkit.ConfigError, match=f"batch_size = {batch_size!r} does not fit"):
+        with pytest.raises(clipkit.ConfigError, match=f"batch_size = {batch_size!r} is not"):
             encode()
     assert len(clipkit.encode_text(["a", "b"], tiny, batch_size=np.int64(1))) == 2  # type: ignore[arg-type]
 

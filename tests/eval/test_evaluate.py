@@ -16,7 +16,7 @@ import clipkit
 import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
-from clipkit.model.class_head import with_class_head
+from clipkit.model.zero_shot import with_class_head
 from eval import Encoder, Ranks, Subject
 from eval.features.encoder import dtype_name
 from eval.report.result_set import read_result_set

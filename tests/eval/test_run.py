@@ -20,7 +20,7 @@ import torch
 from clipkit import CLIP
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError
-from clipkit.model.class_head import with_class_head
+from clipkit.model.zero_shot import with_class_head
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results
 from eval.__main__ import main
@@ -394,8 +394,8 @@ def test_a_head_of_classes_is_scored_where_its_classes_are(
     command = ["run", *given, "--model", str(tmp_path / "head"), "--features", ""]
     assert main(command) == 0
     told = capsys.readouterr().err
-    assert "dataset others cannot be scored by zero-shot: 'purple' is none of the model's 3 classes" in told
-    assert "dataset captions cannot be scored by retrieval: 'a' is none of the model's 3 classes" in told
+    assert "dataset others cannot be scored by zero-shot: 'purple' is not one of the model's 3 classes" in told
+    assert "dataset captions cannot be scored by retrieval: 'a' is not one of the model's 3 classes" in told
     assert told.count("linear-probe, few-shot and knn need no names") == 2
     assert {line["dataset"] for line in read_results(tmp_path / "head/results.jsonl")} == {"fitting"}
 

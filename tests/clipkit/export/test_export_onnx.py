@@ -13,10 +13,10 @@ import clipkit
 from clipkit.export import export
 from clipkit.export import onnx as export_onnx
 from clipkit.export.checks import normalized
-from clipkit.model.class_head import with_class_head
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import batch_of
 from clipkit.model.tokenizer import END_OF_TEXT
+from clipkit.model.zero_shot import with_class_head
 from tests.clipkit.exported_models import ASCII, apart, draw_pictures, exported, model_of
 
 

@@ -160,17 +160,17 @@ def test_almost_clips_own_runs_by_transformers(change: Any, tmp_path: Path) -> N
     ("text", "files", "message"),
     [
         ({"vocab_size": 49500, "eos_token_id": 49499}, {}, "read at token 49499, and CLIP's tokenizer ends them"),
-        ({}, {"vocab.json": '{"a": 0}', "merges.txt": "#v\n"}, "transformers does not read the tokenizer in"),
+        ({}, {"vocab.json": '{"a": 0}', "merges.txt": "#v\n"}, "transformers cannot read the tokenizer in"),
         (
             {},
             {
                 "tokenizer_config.json": '{"tokenizer_class": "BertTokenizer"}',
                 "vocab.txt": "[UNK]\n[CLS]\n[SEP]\n[PAD]\na\n",
             },
-            "read at token 49407, which is not the one that its tokenizer ends them with",
+            "read at token 49407, which does not end its tokenizer's texts",
         ),
         ({}, {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["x.X", null]}}'}, "tokenizer"),
-        ({}, {"tokenizer.json": "[" * 100_000}, "transformers does not read the tokenizer in"),
+        ({}, {"tokenizer.json": "[" * 100_000}, "transformers cannot read the tokenizer in"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exact_is_refused(

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_one_clear_error() -> None:
     with pytest.raises(DataError, match="100001 characters is over the limit of 100000"):
         tokenize(["short", "a" * 100_001])
     for length in (1, 0, -5):
-        with pytest.raises(ConfigError, match="at least 2"):
+        with pytest.raises(ConfigError, match="is not a number from 2 to"):
             tokenize("a cat", length)
 
 
@@ -202,12 +202,13 @@ def forgetful() -> Iterator[None]:
     tokenizer._rules.cache_clear()
 
 
-def of_the_whole_text(texts: list[str]) -> list[bytes]:
-    """The ids of each text without cutting it into parts."""
+def of_whole_texts(texts: list[str]) -> list[list[int]]:
+    """The ids of each text without splitting it into parts, padded as by ``tokenize``."""
     clean = [tokenizer._cleaned(ftfy.fix_text(text)) for text in texts]
-    return [
-        b"".join(map(tokenizer._words.__getitem__, tokenizer._word_pattern().findall(one))) for one in clean
-    ]
+    words = [map(tokenizer._words.__getitem__, tokenizer._word_pattern().findall(one)) for one in clean]
+    rows = [[START_OF_TEXT, *memoryview(b"".join(one)).cast("H"), END_OF_TEXT] for one in words]
+    longest = max(map(len, rows), default=2)
+    return [row + [0] * (longest - len(row)) for row in rows]
 
 
 def test_texts_with_signs_of_a_wrong_encoding_have_open_clips_ids() -> None:
@@ -218,13 +219,13 @@ def test_texts_with_signs_of_a_wrong_encoding_have_open_clips_ids() -> None:
 @settings(deadline=None, max_examples=400)
 @given(texts=st.lists(MIXED, max_size=4))
 def test_parts_alone_have_the_ids_of_the_whole_text(texts: list[str]) -> None:
-    assert tokenizer._rows(texts, 10**6) == of_the_whole_text(texts)
+    assert tokenize(texts, 10**6, trim=True).tolist() == of_whole_texts(texts)
 
 
 @settings(deadline=None, max_examples=400)
 @given(text=st.text(st.characters(max_codepoint=127)))
 def test_ascii_has_the_ids_of_the_general_way(text: str) -> None:
-    assert tokenizer._rows([text], 10**6) == of_the_whole_text([text])
+    assert tokenize([text], 10**6, trim=True).tolist() == of_whole_texts([text])
 
 
 def test_short_ascii_is_split_as_any_text() -> None:
@@ -276,13 +277,13 @@ def test_another_version_of_ftfy_sees_whole_texts(forgetful: None, monkeypatch: 
 def test_memory_is_bounded(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenize("a é")
     start = len(tokenizer._parts), len(tokenizer._words)
-    monkeypatch.setattr(tokenizer._Memory, "LIMIT", max(start) + 50)
+    monkeypatch.setattr(tokenizer._Cache, "LIMIT", max(start) + 50)
     texts = [f"{i} é{i} x{i}y, &{i}; “{i}” ж{i}ж" for i in range(500)]
     for begin in range(0, 500, 20):
         batch = texts[begin : begin + 20]
         assert torch.equal(tokenize(batch), open_clips_tokenizer()(batch))
         for memory in (tokenizer._parts, tokenizer._words):
-            assert len(memory) <= tokenizer._Memory.LIMIT
+            assert len(memory) <= tokenizer._Cache.LIMIT
 
 
 def test_long_parts_are_not_remembered(forgetful: None) -> None:
@@ -290,15 +291,15 @@ def test_long_parts_are_not_remembered(forgetful: None) -> None:
     before = len(tokenizer._parts) + len(tokenizer._words)
     tokenize(["a" * 50_000, "é" * 50_000, "é." * 20, "&amp;" * 50, "１" * 33, "😀" * 32, "Ã©" * 100])
     kept = [*tokenizer._parts.items(), *tokenizer._words.items()]
-    assert max(len(string) for string, _ in kept) <= tokenizer._Memory.LONGEST
-    assert max(len(ids) for _, ids in kept) <= 2 * tokenizer._Memory.LONGEST
+    assert max(len(string) for string, _ in kept) <= tokenizer._Cache.LONGEST
+    assert max(len(ids) for _, ids in kept) <= 2 * tokenizer._Cache.LONGEST
     assert len(kept) <= before + 5  # single characters
 
 
 def test_threads_share_the_memory(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"{word} {i}, “{word}{i}” é{i % 40}ж" for i, word in enumerate(WORDS * 40)]
     expected = tokenize(texts)
-    monkeypatch.setattr(tokenizer._Memory, "LIMIT", len(tokenizer._model().words) + 200)
+    monkeypatch.setattr(tokenizer._Cache, "LIMIT", len(tokenizer._model().words) + 200)
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(tokenize, [texts] * 32))
     assert all(torch.equal(result, expected) for result in results)
@@ -307,13 +308,13 @@ def test_threads_share_the_memory(forgetful: None, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([1],), "texts must be strings, but one is of type int"),
-        ((["a", None],), "texts must be strings, but one is of type NoneType"),
+        (([1],), "texts must be strings, but number 0 is of type int"),
+        ((["a", None],), "texts must be strings, but number 1 is of type NoneType"),
         ((None,), "texts must be a list of strings, not NoneType"),
         ((b"a",), "texts must be a list of strings, not bytes"),
-        ((["a"], 10**12), "context_length = 1000000000000 does not fit: at least 2, at most 1000000"),
-        ((["a"], "77"), "context_length = '77' does not fit"),
-        ((["a"], 2.5), "context_length = 2.5 does not fit"),
+        ((["a"], 10**12), "context_length = 1000000000000 is not a number from 2 to 1000000"),
+        ((["a"], "77"), "context_length = '77' is not a number"),
+        ((["a"], 2.5), "context_length = 2.5 is not a number"),
     ],
 )
 def test_arguments_of_another_kind_are_one_line(arguments: tuple[Any, ...], message: str) -> None:

@@ -21,9 +21,9 @@ import clipkit
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
-from clipkit.model.class_head import with_class_head
 from clipkit.model.clip import create
 from clipkit.model.names import architecture
+from clipkit.model.zero_shot import with_class_head
 from eval import Encoder, Subject, open_dataset
 from eval.tasks import Options
 from eval.tasks.fine_tune import ClassTraining, Diverged, _best, _model_settings, fine_tune, only_one
