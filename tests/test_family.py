@@ -327,7 +327,7 @@ def test_names_that_cannot_be_right(names: tuple[str, ...], message: str) -> Non
     [
         ("timm:resnet5", "", "did you mean"),
         ("timm:hf-hub:somebody/anything", "", "unknown"),
-        ("", "transformers:/nowhere/at/all", "no usable folder"),
+        ("", "transformers:/nowhere/at/all", "not a usable folder"),
     ],
 )
 def test_what_cannot_be_had(image: str, text: str, message: str) -> None:

@@ -21,27 +21,24 @@ __all__ = [
 
 
 def _folder() -> Path:
-    package = importlib.util.find_spec("open_clip")  # found without importing it, which would load far more
+    package = importlib.util.find_spec("open_clip")  # without importing it
     assert package is not None and package.origin is not None
     return Path(package.origin).parent
 
 
 def vocabulary_file() -> Path:
-    """The merges of CLIP's byte-pair encoding, gzipped text."""
+    """Return the file of the merges of CLIP's byte-pair encoding, gzipped text."""
     return _folder() / "bpe_simple_vocab_16e6.txt.gz"
 
 
 @cache
 def config_files() -> dict[str, Path]:
-    """The configuration files of CLIP architectures by name: those with an image tower and a text tower.
-
-    Some configurations describe other models, such as audio encoders; see ``without_image_tower``.
-    """
+    """Return the configuration files of architectures with an image tower and a text tower, by name."""
     return {name: path for name, (path, complete) in _all_config_files().items() if complete}
 
 
 def without_image_tower(name: str) -> bool:
-    """Whether open_clip has a configuration of that name that is not of a CLIP with an image and a text tower."""
+    """Return whether a configuration of open_clip describes another model, such as an audio encoder."""
     return name in _all_config_files() and name not in config_files()
 
 
@@ -57,7 +54,7 @@ def _all_config_files() -> dict[str, tuple[Path, bool]]:
 def build_towers(
     embed_dim: int, vision: Mapping[str, Any], text: Mapping[str, Any], *, quick_gelu: bool
 ) -> "tuple[nn.Module, nn.Module]":
-    """Image tower and text tower of a ``CustomTextCLIP`` with fresh weights; errors are open_clip's own."""
+    """Build the towers of a ``CustomTextCLIP`` with fresh weights; errors are open_clip's."""
     import open_clip
 
     model = open_clip.CustomTextCLIP(
@@ -67,28 +64,28 @@ def build_towers(
 
 
 def make_tokenizer(source: str, context_length: int, **options: Any) -> Any:
-    """An ``HFTokenizer``: a tokenizer of transformers, with open_clip's cleaning of texts before it."""
+    """Create an ``HFTokenizer``: a tokenizer of transformers after open_clip's cleaning of texts."""
     from open_clip.tokenizer import HFTokenizer
 
     return HFTokenizer(source, context_length, **options, trust_remote_code=False)
 
 
 def published_tags(name: str) -> list[str]:
-    """The tags of the published weights of an architecture."""
+    """List the tags of the published weights of an architecture."""
     import open_clip
 
     return list(open_clip.list_pretrained_tags_by_model(name))
 
 
 def published_weights(name: str, tag: str) -> Mapping[str, Any]:
-    """What the registry records of published weights, preprocessing included; empty where there are none."""
+    """Return the registry's entry of published weights with their preprocessing; empty if there is none."""
     import open_clip
 
     return cast(Mapping[str, Any], open_clip.get_pretrained_cfg(name, tag))
 
 
 def download_weights(published: Mapping[str, Any]) -> Path:
-    """The file of published weights, fetched where it is not stored on this machine."""
+    """Return the file of published weights, downloaded if necessary."""
     import open_clip
 
     return Path(open_clip.download_pretrained(dict(published)))
@@ -104,7 +101,7 @@ def load_folder(folder: Path) -> "tuple[Any, Callable[[Any], Tensor], Callable[[
 
 
 def prompt_list(name: str) -> Sequence[str | Callable[[str], str]]:
-    """A list of class names, such as IMAGENET_CLASSNAMES, or of templates, functions of the class name."""
+    """Return a list of class names, such as IMAGENET_CLASSNAMES, or of templates, functions of the class name."""
     import open_clip
 
     return cast(Sequence[str | Callable[[str], str]], getattr(open_clip, name))

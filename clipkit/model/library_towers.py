@@ -25,16 +25,14 @@ __all__ = [
     "describe_open_clip_encoder",
 ]  # fmt: skip
 
-# the smallest tower of each kind, built where only the other one is wanted
+# minimal towers, built when only the other one is needed
 _NO_VISION: dict[str, Any] = {"image_size": 2, "patch_size": 2, "width": 64, "layers": 1}
 _NO_TEXT: dict[str, Any] = {"context_length": 2, "vocab_size": 2, "width": 64, "heads": 1, "layers": 1}
 _POOLINGS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_pooler": "cls"}
 _PROJECTIONS = ("linear", "mlp", "none")
-_TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}  # settings of a tokenizer that run no code
-# what libraries raise for configurations they cannot build
+_TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}  # settings that run no code
+# exceptions that libraries raise for invalid configurations
 _REFUSALS = (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError)
-_TRUNK = "trunk."
-_AS_PREVIOUS = 99999  # timm's mark of what belongs to the last block, such as the last norm: our head
 _RESNET = LayerNames(block=re.compile(r"layer(\d+)\.(\d+)\."), head=re.compile(r"attnpool"))
 _ENCODER = LayerNames(
     block=re.compile(r"transformer\.(?:.*?\.)??(?:layers?|blocks?|h)\.(\d+)\."),
@@ -44,14 +42,14 @@ _ENCODER = LayerNames(
 
 @dataclass(frozen=True, kw_only=True)
 class OpenClipVision(ImageArchitecture):
-    """An image tower that open_clip builds from ``config``, its ``vision_cfg``."""
+    """An image tower built by open_clip from ``config``, its ``vision_cfg``."""
 
     image_size: int
     config: Mapping[str, Any]
 
     @property
     def backbone(self) -> str:
-        """The name of the timm model inside; "" for a tower of open_clip's own."""
+        """Name of the timm model inside; "" for other towers of open_clip."""
         return str(self.config.get("timm_model_name") or "")
 
     @property
@@ -77,18 +75,15 @@ class OpenClipVision(ImageArchitecture):
         try:
             visual, _ = build_towers(embed_dim, config, _NO_TEXT, quick_gelu=quick_gelu)
         except _REFUSALS as error:
-            raise ConfigError(f"open_clip refuses the tower's configuration: {error!r}") from error
+            raise ConfigError(f"open_clip rejects the tower's configuration: {error!r}") from error
         if not self.backbone:
             return visual
-        # open_clip builds timm's towers for the size that belongs to their name, and some accept no other
+        # open_clip builds timm's towers for their default size, and some accept no other
         trunk, size = visual.get_submodule("trunk"), (self.image_size, self.image_size)
         patches: Any = getattr(trunk, "patch_embed", None)
         resize: Any = getattr(trunk, "set_input_size", None)
-        if (
-            getattr(patches, "strict_img_size", False)
-            and getattr(patches, "img_size", None) != size
-            and resize
-        ):
+        strict = getattr(patches, "strict_img_size", False) and getattr(patches, "img_size", None) != size
+        if strict and resize:
             try:
                 resize(size)
             except _REFUSALS as error:
@@ -112,7 +107,7 @@ class OpenClipVision(ImageArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class TimmVision(ImageArchitecture):
-    """A backbone of timm, ``name``, with its own pooling, and a linear projection; ``options`` go to timm."""
+    """A backbone of timm with its own pooling and a linear projection; ``options`` are arguments for timm."""
 
     image_size: int
     name: str
@@ -136,7 +131,7 @@ class TimmVision(ImageArchitecture):
         try:
             trunk = timm.create_model(self.name, pretrained=False, num_classes=0, **options)
         except _REFUSALS as error:
-            raise ConfigError(f"timm refuses {self.name} at {self.image_size} pixels: {error!r}") from error
+            raise ConfigError(f"timm rejects {self.name} at {self.image_size} pixels: {error!r}") from error
         width = getattr(trunk, "head_hidden_size", None) or trunk.num_features
         assert isinstance(width, int)
         head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
@@ -147,9 +142,7 @@ class TimmVision(ImageArchitecture):
 
     def open_clip_config(self) -> dict[str, Any]:
         if self.options or self.image_size != _timm_size(self.name):
-            raise ConfigError(
-                f"open_clip cannot build timm's {self.name} with other options than its name has"
-            )
+            raise ConfigError(f"open_clip can build timm's {self.name} only with the default options")
         return {
             "image_size": self.image_size,
             "timm_model_name": self.name,
@@ -162,13 +155,13 @@ class TimmVision(ImageArchitecture):
         import timm
 
         known = timm.get_pretrained_cfg(self.name)
-        fixed = known is not None and known.fixed_input_size  # others accept images of any size
+        fixed = known is not None and known.fixed_input_size  # others accept any size
         return self.name, {**self.options, **({"img_size": self.image_size} if fixed else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenClipText(TextArchitecture):
-    """A text tower that open_clip builds from ``config``, its ``text_cfg``."""
+    """A text tower built by open_clip from ``config``, its ``text_cfg``."""
 
     context_length: int
     config: Mapping[str, Any]
@@ -194,11 +187,11 @@ class OpenClipText(TextArchitecture):
         )
         if not isinstance(options or {}, dict) or (options or {}).keys() - _TOKENIZER_OPTIONS:
             raise ConfigError(
-                f"tokenizer_kwargs = {options!r} is not one of {', '.join(sorted(_TOKENIZER_OPTIONS))}"
+                f"tokenizer_kwargs = {options!r} may only have {', '.join(sorted(_TOKENIZER_OPTIONS))}"
             )
         if not source:
             if options:
-                raise ConfigError(f"tokenizer_kwargs = {options!r} is unknown without hf_tokenizer_name")
+                raise ConfigError(f"tokenizer_kwargs = {options!r} needs hf_tokenizer_name")
             return self
         if not isinstance(source, str) or mode not in (None, "", "clips"):
             raise ConfigError(f"hf_tokenizer_name = {source!r} or tokenizer_mode = {mode!r} is unknown")
@@ -211,7 +204,7 @@ class OpenClipText(TextArchitecture):
         try:
             _, text = build_towers(embed_dim, _NO_VISION, config, quick_gelu=quick_gelu)
         except _REFUSALS as error:
-            raise ConfigError(f"open_clip refuses the tower's configuration: {error!r}") from error
+            raise ConfigError(f"open_clip rejects the tower's configuration: {error!r}") from error
         return text
 
     def open_clip_config(self) -> dict[str, Any]:
@@ -224,8 +217,8 @@ class TransformersText(TextArchitecture):
 
     Attributes:
         model: origin of its weights and tokenizer, a folder or a name on the Hugging Face hub.
-        config: its whole configuration, so that it can be built again without that origin.
-        pooling: "mean" over the tokens; "cls", the first one; "pooler", the encoder's own.
+        config: its complete configuration, so that it can be built without that origin.
+        pooling: "mean" over the tokens, "cls" for the first one, or "pooler" for the encoder's own.
         projection: "linear", "mlp" (one hidden layer), or "none".
     """
 
@@ -269,11 +262,11 @@ class TransformersText(TextArchitecture):
             config = AutoConfig.for_model(values.pop("model_type"), **values)
             model = AutoModel.from_config(config)
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError) as error:
-            raise ConfigError(f"transformers refuses the encoder of {self.model}: {error!r}") from error
+            raise ConfigError(f"transformers rejects the encoder of {self.model}: {error!r}") from error
         width = _width(config)
         if self.projection == "none" and width != embed_dim:
-            raise ConfigError(f"without a projection {self.model} gives {width} numbers, not {embed_dim}")
-        encoder = model.get_encoder() if config.is_encoder_decoder else model  # of both only the encoder
+            raise ConfigError(f"without a projection {self.model} has dimension {width}, not {embed_dim}")
+        encoder = model.get_encoder() if config.is_encoder_decoder else model
         return PooledEncoder(
             encoder,
             width,
@@ -288,7 +281,7 @@ class TransformersText(TextArchitecture):
 
 
 def _backbone_layers(trunk: "nn.Module") -> Callable[[str], Layer] | None:
-    """By the patterns that a backbone of timm gives for its stem and its blocks."""
+    """Map parameters to layers by the patterns that timm's backbone defines."""
     matcher: Any = getattr(trunk, "group_matcher", None)
     groups = matcher(coarse=False) if callable(matcher) else None
     if not isinstance(groups, dict):
@@ -301,13 +294,11 @@ def _backbone_layers(trunk: "nn.Module") -> Callable[[str], Layer] | None:
     ]
 
     def layer(name: str) -> Layer:
-        if not name.startswith(_TRUNK):
-            return None
-        for pattern, group, suffix in patterns:
-            if match := pattern.match(name.removeprefix(_TRUNK)):
+        for pattern, group, suffix in patterns if name.startswith("trunk.") else ():
+            if match := pattern.match(name.removeprefix("trunk.")):
                 if group == 0:
                     return STEM
-                if _AS_PREVIOUS in suffix:
+                if 99999 in suffix:  # timm's mark for the last block's layer, such as the last norm: our head
                     return None
                 return (group, *(int(number) for number in match.groups() if number is not None), *suffix)
         return None
@@ -315,19 +306,18 @@ def _backbone_layers(trunk: "nn.Module") -> Callable[[str], Layer] | None:
     return layer
 
 
-def _check_timm(name: str) -> None:
+def _check_timm(name: str, what: str = "timm has no model {0!r}") -> None:
     import timm
 
     # a name with a schema would be fetched from the hub
     if not timm.is_model(name):
-        raise ConfigError(f"timm has no model {name!r}: {nearest(name, timm.list_models())}")
+        raise ConfigError(f"{what.format(name)}: {nearest(name, timm.list_models())}")
 
 
 def _timm_size(name: str) -> int:
     import timm
 
-    if not timm.is_model(name):
-        raise ConfigError(f"model.image = 'timm:{name}' is unknown: {nearest(name, timm.list_models())}")
+    _check_timm(name, "model.image = 'timm:{0}' is unknown")
     known = timm.get_pretrained_cfg(name)
     return int(known.input_size[-1]) if known is not None else 224
 
@@ -337,10 +327,10 @@ def _holds_tokenizer(folder: Path) -> bool:
 
 
 def describe_encoder(model: str, *, context_length: int = 77) -> TransformersText:
-    """What a checkpoint must record of an encoder, read from a folder or the Hugging Face hub.
+    """Read the configuration of an encoder from a folder or the Hugging Face hub.
 
     Raises:
-        ConfigError: there is none, no network, or it would need code of its own to run.
+        ConfigError: there is no such encoder, no network, or it needs custom code.
     """
     from transformers import AutoConfig
 
@@ -349,19 +339,19 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
     with from_hub(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     _width(config)
-    values = json.loads(config.to_json_string(use_diff=False))  # as it will be stored
+    values = json.loads(config.to_json_string(use_diff=False))  # plain values, as they are stored
     return TransformersText(context_length=context_length, model=model, config=values)
 
 
 def describe_open_clip_encoder(config: Mapping[str, Any]) -> TransformersText:
-    """The same from the ``text_cfg`` of an open_clip architecture that has such a text tower."""
+    """Read the configuration of the encoder of an open_clip ``text_cfg``."""
     tower = describe_encoder(config["hf_model_name"], context_length=config.get("context_length", 77))
     pooler = config.get("hf_pooler_type", "mean_pooler")
     if pooler not in _POOLINGS:
         raise ConfigError(f"hf_pooler_type = {pooler!r} is unknown: {nearest(str(pooler), _POOLINGS)}")
     pooling = _POOLINGS[pooler]
     if pooling == "pooler" and tower.config.get("is_encoder_decoder"):
-        pooling = "cls"  # an encoder of that kind has no pooler
+        pooling = "cls"  # an encoder of this kind has no pooler
     return TransformersText(
         context_length=tower.context_length,
         model=config.get("hf_tokenizer_name") or tower.model,
@@ -375,4 +365,4 @@ def _width(config: Any) -> int:
     for name in ("hidden_size", "d_model", "dim"):
         if isinstance(width := getattr(config, name, None), int):
             return width
-    raise ConfigError(f"an encoder of the kind {config.model_type!r} does not say how wide it is")
+    raise ConfigError(f"the width of an encoder of kind {config.model_type!r} is unknown")

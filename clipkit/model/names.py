@@ -1,15 +1,15 @@
-"""From what a config line says to an architecture: clipkit's own names, open_clip's, timm's and transformers'.
+"""Architectures by name: clipkit's, and those of open_clip, timm and transformers.
 
-    ViT-B-32                       clipkit's own
-    open_clip:RN50                 whatever open_clip has a config for
-    NAME-quickgelu                 either of these with QuickGELU, whether or not it is listed
-    timm:resnet50                  as the image tower: any backbone of timm
-    transformers:FOLDER or NAME    as the text tower: any encoder of transformers
-    cbow                           as the text tower: CLIP's continuous bag of words
-    classes:FILE                   in the text tower's place: a classifier's head, a class name a line
+    ViT-B-32                       clipkit's
+    open_clip:RN50                 any configuration of open_clip
+    NAME-quickgelu                 either of these with QuickGELU
+    timm:resnet50                  image tower: any backbone of timm
+    transformers:FOLDER or NAME    text tower: any encoder of transformers
+    cbow                           text tower: CLIP's continuous bag of words
+    classes:FILE                   in place of the text tower: a classification head, with one class name per line
 
-What open_clip describes and clipkit's own towers can do becomes own towers: they have the same parameters and
-give the same features, faster.
+open_clip's configurations become clipkit's own towers if possible: these have the same parameters and features and
+are faster.
 """
 
 import json
@@ -27,7 +27,6 @@ from clipkit.model.architectures import (
     ImageArchitecture,
     TextArchitecture,
     TextTower,
-    TowerArchitecture,
     VisionTower,
     named,
     selected,
@@ -38,7 +37,7 @@ __all__ = ["architecture", "check_names", "from_open_clip", "open_clip_config", 
 
 OPEN_CLIP = "open_clip:"
 
-# open_clip's fields that our own towers have, with open_clip's defaults; and those that must be at their default
+# open_clip's fields that clipkit's towers support, with open_clip's defaults; and fields that must have the default
 _OWN_VISION: dict[str, Any] = {
     "layers": 12, "width": 768, "head_width": 64, "mlp_ratio": 4.0, "patch_size": 16, "image_size": 224,
 }  # fmt: skip
@@ -58,7 +57,7 @@ _PLAIN_TEXT: dict[str, Any] = {
     "scale_attn_inner": False, "scale_attn": False, "scale_fc": False, "hf_model_name": None,
     "hf_tokenizer_name": None, "tokenizer_mode": None, "tokenizer_kwargs": None,
 }  # fmt: skip
-# without a part in the features: dropout in training, what else is returned, where weights come from
+# fields that do not change features
 _IDLE = {
     "patch_dropout", "output_tokens", "attn_pooler_queries", "attn_pooler_heads", "timm_model_pretrained",
     "timm_pool", "timm_proj", "timm_proj_bias", "timm_drop", "timm_drop_path", "eos_id", "hf_model_pretrained",
@@ -73,17 +72,17 @@ _TOP = {
 def architecture(
     name: str, *, image: str = "", text: str = "", image_size: int = 0, context_length: int = 0
 ) -> Architecture:
-    """What a config line means.
+    """Create an architecture from the values of settings.
 
     Args:
-        name: one of clipkit's own, or ``open_clip:NAME``.
+        name: a name of clipkit, or ``open_clip:NAME``.
         image: ``timm:NAME`` for another image tower, or "".
         text: ``transformers:FOLDER or NAME``, ``cbow`` or ``classes:FILE`` for another text tower, or "".
-        image_size: side of the images in pixels, 0 for the name's own.
-        context_length: longest text in tokens, 0 for the name's own.
+        image_size: side of the images in pixels; 0 for the default.
+        context_length: maximum number of tokens; 0 for the default.
 
     Raises:
-        ConfigError: a name is unknown, or its library or configuration cannot be had.
+        ConfigError: a name is unknown, or its library or configuration is not available.
     """
     check_names(name, image, text, called="name")
     shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else named(name)
@@ -95,43 +94,39 @@ def architecture(
 
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
-    """Refuse names that cannot be right, without loading a library.
+    """Check names without loading a library.
 
     Args:
-        name: as for ``architecture``; ``image`` and ``text`` likewise.
-        called: what the name is called where it was given, for a message.
+        name: as for ``architecture``; likewise ``image`` and ``text``.
+        called: name of the setting for the error message.
 
     Raises:
-        ConfigError: says what is known.
+        ConfigError: a name is unknown; the message lists the known ones.
     """
     known = config_files()
     if name.startswith(OPEN_CLIP):
         theirs = _listed(name.removeprefix(OPEN_CLIP))
         if without_image_tower(theirs):
             raise ConfigError(
-                f"{called} = {name!r} is no CLIP architecture: open_clip's configuration of that name lacks "
-                "an image tower or a text tower"
+                f"{called} = {name!r} is not a CLIP architecture: open_clip's configuration has no image tower or "
+                "no text tower"
             )
         if theirs not in known:
             hint = nearest(name.removeprefix(OPEN_CLIP), known)
-            raise ConfigError(f"{called} = {name!r} is no architecture of open_clip: {hint}")
+            raise ConfigError(f"{called} = {name!r} is not an architecture of open_clip: {hint}")
     elif _listed(name) in known and {name, name.removesuffix(QUICKGELU)}.isdisjoint(ARCHITECTURES):
         raise ConfigError(f"{called} = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}")
     else:
         named(name, called=called)
-    if image and selected(image, IMAGE_TOWERS) is None:
-        raise ConfigError(f"model.image = {image!r} is unknown: give {_usage(IMAGE_TOWERS)}")
-    if text and selected(text, TEXT_TOWERS) is None:
-        raise ConfigError(f"model.text = {text!r} is unknown: give {_usage(TEXT_TOWERS)}")
-
-
-def _usage(kinds: Mapping[str, type[TowerArchitecture]]) -> str:
-    *others, last = [kind.setting for kind in kinds.values() if kind.setting]
-    return f"{', '.join(others)}, or {last}" if others else last
+    for what, given, kinds in (("image", image, IMAGE_TOWERS), ("text", text, TEXT_TOWERS)):
+        if given and selected(given, kinds) is None:
+            usage = [kind.setting for kind in kinds.values() if kind.setting]
+            listed = f"{', '.join(usage[:-1])}, or {usage[-1]}" if len(usage) > 1 else usage[0]
+            raise ConfigError(f"model.{what} = {given!r} is unknown: give {listed}")
 
 
 def open_clip_config(name: str) -> dict[str, Any]:
-    """The configuration that open_clip has for ``open_clip:NAME``, as it is stored in that package."""
+    """Return open_clip's configuration of ``open_clip:NAME``."""
     name = name.removeprefix(OPEN_CLIP)
     config = json.loads(config_files()[_listed(name)].read_text(encoding="utf-8"))
     assert isinstance(config, dict)
@@ -139,17 +134,15 @@ def open_clip_config(name: str) -> dict[str, Any]:
 
 
 def _listed(name: str) -> str:
-    """The name under which open_clip has an architecture that may have been asked for with QuickGELU."""
+    """Return open_clip's name of an architecture that may have the suffix for QuickGELU."""
     return name if name in config_files() else name.removesuffix(QUICKGELU)
 
 
 def from_open_clip(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that one of open_clip's configurations (``model_cfg``) describes.
-
-    CoCa's caption decoder is left out: the two towers are what CLIP has.
+    """Convert a configuration of open_clip (``model_cfg``), without CoCa's caption decoder.
 
     Raises:
-        ConfigError: a field is unknown, missing, or of another kind.
+        ConfigError: a field is unknown, missing, or of the wrong type.
     """
     if unknown := sorted(config.keys() - _TOP):
         raise ConfigError(f"the open_clip configuration has unknown fields: {', '.join(unknown)}")
@@ -163,7 +156,7 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
             logit_bias=config.get("init_logit_bias") is not None,
         )
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"the open_clip configuration is not one this version knows: {error!r}") from error
+        raise ConfigError(f"the open_clip configuration is not supported: {error!r}") from error
 
 
 def _vision(config: dict[str, Any]) -> ImageArchitecture:
@@ -200,11 +193,7 @@ def _is_plain(config: Mapping[str, Any], own: Mapping[str, Any], plain: Mapping[
 
 
 def to_open_clip(shape: Architecture) -> dict[str, Any]:
-    """The inverse of ``from_open_clip``: the ``model_cfg`` with which open_clip builds the same model.
-
-    Raises:
-        ConfigError: open_clip has no such tower.
-    """
+    """Invert ``from_open_clip``; ConfigError if open_clip has no such tower."""
     config: dict[str, Any] = {
         "embed_dim": shape.embed_dim,
         "vision_cfg": shape.vision.open_clip_config(),

@@ -118,14 +118,14 @@ def test_a_model_of_another_precision_gives_float32(tiny: CLIP, pixels: Any, dty
 
 def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None:
     mistakes: list[tuple[Any, str]] = [
-        ("missing.png", "picture missing.png: No such file or directory"),
-        ([pixels[0], "missing.png"], "picture missing.png"),
+        ("missing.png", "image missing.png: No such file or directory"),
+        ([pixels[0], "missing.png"], "image missing.png"),
         (b"nothing", "not a picture"),
         (pixels.astype(np.float32), "float32"),
-        (iter([pixels[0]]), "a picture must be a path, bytes, PIL image, array or tensor"),
+        (iter([pixels[0]]), "an image must be a path, bytes, PIL image, array or tensor"),
         (None, "not NoneType"),
-        (np.array(["a.png", "b.png"]), "give a list, as its tolist() makes it"),
-        (np.array([None]), "give a list, as its tolist() makes it"),
+        (np.array(["a.png", "b.png"]), "convert it to a list by tolist"),
+        (np.array([None]), "convert it to a list by tolist"),
         (torch.zeros(3, 8, 8, dtype=torch.bfloat16), "this one is torch.bfloat16 (3, 8, 8)"),
         (torch.zeros(3, 8, 8, dtype=torch.uint8).to_sparse(), "torch.sparse_coo, on cpu"),
         (torch.zeros(3, 8, 8, dtype=torch.uint8, device="meta"), "torch.strided, on meta"),

@@ -394,7 +394,9 @@ def test_a_head_of_classes_is_scored_where_its_classes_are(
     command = ["run", *given, "--model", str(tmp_path / "head"), "--features", ""]
     assert main(command) == 0
     told = capsys.readouterr().err
-    assert "dataset others cannot be scored by zero-shot: 'purple' is not one of the model's 3 classes" in told
+    assert (
+        "dataset others cannot be scored by zero-shot: 'purple' is not one of the model's 3 classes" in told
+    )
     assert "dataset captions cannot be scored by retrieval: 'a' is not one of the model's 3 classes" in told
     assert told.count("linear-probe, few-shot and knn need no names") == 2
     assert {line["dataset"] for line in read_results(tmp_path / "head/results.jsonl")} == {"fitting"}

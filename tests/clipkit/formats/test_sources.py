@@ -162,7 +162,7 @@ def test_any_name_has_a_kind_with_quickgelu(tmp_path: Path) -> None:
     for name, hint in (
         ("ViT-B-32-quickgelu-quickgelu", "name = .* is unknown: did you mean 'ViT-B-32-quickgelu'"),
         ("ViT-S-3-quickgelu", "name = .* is unknown: "),
-        ("open_clip:RN5-quickgelu", "name = .* is no architecture of open_clip: "),
+        ("open_clip:RN5-quickgelu", "name = .* is not an architecture of open_clip: "),
         ("RN50x4-quickgelu", "write 'open_clip:RN50x4-quickgelu'"),
     ):
         with pytest.raises(ConfigError, match=f"^{hint}" if hint[0] == "n" else hint):
@@ -312,7 +312,9 @@ def test_unknown_published_weights(published: Any, source: str, kind: type[Excep
     ["open_clip:ViT-B-32/openai", "open_clip:RN50/yfcc15m", "hf-hub:nobody/nothing", "hf-hub:a b", "hf-hub:"],
 )
 def test_without_a_network(source: str) -> None:
-    with pytest.raises(ConfigError, match="is not stored on this machine, and fetching it failed") as caught:
+    with pytest.raises(
+        ConfigError, match="is not stored on this machine, and downloading it failed"
+    ) as caught:
         clipkit.load(source)
     assert source in str(caught.value) and "\n" not in str(caught.value)
 

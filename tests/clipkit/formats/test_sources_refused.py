@@ -163,7 +163,7 @@ def test_configurations_that_are_none(
         ("vision_cfg", None, "TypeError"),
         ("text_cfg", "x", "ValueError"),
         ("text_cfg.tokenizer_kwargs", {"trust_remote_code": True}, "tokenizer_kwargs"),
-        ("text_cfg.tokenizer_kwargs", {"clean": "lower"}, "without hf_tokenizer_name"),
+        ("text_cfg.tokenizer_kwargs", {"clean": "lower"}, "needs hf_tokenizer_name"),
         ("text_cfg.hf_tokenizer_name", 5, "hf_tokenizer_name = 5"),
     ],
 )  # fmt: skip
