@@ -137,7 +137,7 @@ def test_data_may_be_copied_but_not_changed(train: Train, pairs: Path, tmp_path:
     weights_before = weights(out, 2)
     said = train(out, *more, "steps=4", status=1)
     assert (
-        f"error: {out} was trained on other data: 1.tar holds other captions or images of the same names and "
+        f"error: {out} was trained on other data: 1.tar has other captions or images of the same names and "
         "sizes; restore the data, or set out=… for a new run"
     ) in said
     assert weights(out, 2) == weights_before and not (out / "checkpoints" / "step_00000004").exists()

@@ -46,7 +46,7 @@ from data.inspect.shards import (
 )
 from data.shards.index import CAPTION, IMAGE, META
 from data.shards.manifest import no_caption, note_texts
-from data.shards.shard import OpenShard, meta_of, text_of
+from data.shards.samples import OpenShard, meta_of, text_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -39,7 +39,7 @@ from data.shards.index import (
     with_content,
 )
 from data.shards.manifest import stated_count
-from data.shards.shard import OpenShard
+from data.shards.samples import OpenShard
 from data.shards.sources import find_shards
 
 if TYPE_CHECKING:

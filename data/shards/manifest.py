@@ -1,9 +1,8 @@
-"""What a training reads: its shards, how many samples each gives, and how to tell whether they are still the
-same.
+"""The manifest of a training: its shards, their numbers of samples, and how to detect changes.
 
-It is made once for a list of shards: each is indexed (or its index found in the cache folder), and what counts is
-counted. Where img2dataset has left a ``NNNNN_stats.json`` beside a shard that was never indexed, its count is
-taken, so that a training can begin before all is fetched.
+It is made once for a list of shards: each is indexed (or its index found in the cache folder) and its used
+samples are counted. If img2dataset left a ``NNNNN_stats.json`` next to a shard that was never indexed, its
+count is taken, so that training can start before everything is downloaded.
 """
 
 import hashlib
@@ -16,11 +15,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -29,8 +28,8 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from data.captions import TEXT, CaptionRule, Selection, field_hint, leaf_fields, listed, value_at
 from data.corpora.builtin import end_with_parent
-from data.remote.cache import cache_folder
-from data.remote.store import ShardFile
+from data.remote.cache import ShardCache, cache_folder
+from data.remote.store import ShardFile, read_range, read_text
 from data.shards.index import (
     CAPTION,
     META,
@@ -41,10 +40,7 @@ from data.shards.index import (
     unpack_arrays,
     write_arrays,
 )
-from data.shards.shard import OpenShard, meta_of, text_of
-
-if TYPE_CHECKING:
-    from data.remote.cache import ShardCache
+from data.shards.samples import OpenShard, meta_of, text_of
 
 __all__ = [
     "Census",
@@ -52,54 +48,25 @@ __all__ = [
     "make_manifest",
     "no_caption",
     "note_texts",
-    "refuse_unknown_caption",
-    "refuse_unknown_fields",
     "stated_count",
     "take_census",
 ]
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Refuses names of json fields that no sample has, before a training finds nothing but bad samples.
-#
-# A field that is rare is none of these: one sample that has it is enough. So as a rule a single sample is read;
-# only where the first have nothing, more are, of several shards.
+# Reject names of json fields that no sample has, before training finds only bad samples. One sample with the
+# field is enough, so usually a single sample is read; only if it does not have the field, more samples of
+# several shards are.
 
-_SHARDS = 8
-_FETCHED = 2  # besides the first, where each may take minutes to fetch
-_SAMPLES, _REQUESTED = 1000, 32  # of each shard; where each is a request over the network
+_LOOKED_SHARDS = 8
+_LOOKED_REMOTE = 2  # besides the first, since each may take minutes to download
+_LOOKED_SAMPLES, _LOOKED_REQUESTS = 1000, 32  # per shard; the latter if each is a request over the network
 
 
-def refuse_unknown_caption(
-    first: OpenShard, shards: Sequence[ShardFile], selection: Selection, cache: "ShardCache | None"
+def _refuse_unknown_fields(
+    shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
-    """Do nothing if any sample has a caption where the selection says that captions are.
-
-    Args:
-        first: of the shards, opened.
-        shards: all.
-        selection: which samples count.
-        cache: where remote shards are kept.
-
-    Raises:
-        DataError: none of those looked at, spread over all shards, has one.
-    """
-    if (
-        "caption" in selection.need and selection.captions.choice != "all"
-    ):  # samples without one count, as bad
-        most = _FETCHED if any(one.is_remote for one in shards) else _SHARDS - 1
-        others = _opened(shards[1:], selection, cache, most=most)
-        _refuse_caption(chain([first], others), selection.captions, cache)
-
-
-def refuse_unknown_fields(
-    shards: Sequence[ShardFile], selection: Selection, cache: "ShardCache | None"
-) -> None:
-    """Of shards that give no sample: say so if that is as filters or captions name a field that none has.
-
-    Raises:
-        DataError: that is so.
-    """
+    """Raise DataError if shards without a used sample have no field that filters or captions name."""
     by_json = "caption" in selection.need and TEXT not in selection.captions.fields
     if not (selection.reads_json or by_json):
         return
@@ -107,7 +74,7 @@ def refuse_unknown_fields(
     looked = 0
     known: Counter[str] = Counter()
     missing = {one.name for one in selection.filters}
-    for opened in _opened(shards, plain, cache):
+    for opened in _some_opened(shards, plain, cache):
         for _, meta in _contents(opened, cache):
             looked += 1
             known.update(name for name, _ in leaf_fields(meta))
@@ -119,15 +86,17 @@ def refuse_unknown_fields(
             f"{field_hint(name, known)}"
         )
     if "caption" in selection.need:
-        _refuse_caption(_opened(shards, plain, cache), selection.captions, cache)
+        _refuse_unknown_caption(_some_opened(shards, plain, cache), selection.captions, cache)
 
 
-def _refuse_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: "ShardCache | None") -> None:
+def _refuse_unknown_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: ShardCache | None) -> None:
+    """Raise DataError if none of the first samples has a caption in the fields of the rule."""
     known: dict[str, bool] = {}
     looked = files = 0
     for one in opened:
         for text, meta in _contents(one, cache):
-            if _may_have_caption(rule, text, meta):
+            # an empty caption file is a bad sample, but not a wrong name
+            if (TEXT in rule.fields and text is not None) or any(rule.by_field(text, meta)):
                 return
             looked, files = looked + 1, files + (text is not None)
             note_texts(known, meta)
@@ -135,46 +104,45 @@ def _refuse_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: "Shar
         raise DataError(no_caption(rule, looked, files, known))
 
 
-def _opened(
-    shards: Sequence[ShardFile], selection: Selection, cache: "ShardCache | None", *, most: int = _SHARDS
+def _some_opened(
+    shards: Sequence[ShardFile],
+    selection: Selection,
+    cache: ShardCache | None,
+    *,
+    most: int = _LOOKED_SHARDS,
 ) -> Iterator[OpenShard]:
-    """A few of them, spread over all, as other sources may have other fields."""
+    """Open a few shards, spread over all: other sources may have other fields."""
     most = min(most, len(shards))
     for number in range(most):
         yield OpenShard(shards[number * len(shards) // most], selection, cache)
 
 
-def _contents(opened: OpenShard, cache: "ShardCache | None") -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Caption file and json of a shard's first samples that count and can be read."""
-    most = _REQUESTED if opened.file.is_remote and cache is None else _SAMPLES
+def _contents(opened: OpenShard, cache: ShardCache | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield caption file and json of a shard's first used samples, except unreadable ones."""
+    most = _LOOKED_REQUESTS if opened.file.is_remote and cache is None else _LOOKED_SAMPLES
     for row in opened.chosen.rows[:most].tolist():
         try:
             text, meta = opened.read(row, (CAPTION, META))
             content = text_of(text), meta_of(meta)
-        except DataError:  # a bad sample, which is told of in training
+        except DataError:
             continue
         yield content
 
 
-def _may_have_caption(rule: CaptionRule, text: str | None, meta: dict[str, Any]) -> bool:
-    """Whether there is one; an empty caption file is a bad sample, but no wrong name."""
-    return (TEXT in rule.fields and text is not None) or any(rule.by_field(text, meta))
-
-
 def note_texts(known: dict[str, bool], meta: dict[str, Any]) -> None:
-    """Add a json's fields to those known, with whether any sample has a text there."""
+    """Add the fields of a json to ``known``, with whether any sample has a text there."""
     for name, value in leaf_fields(meta):
-        several = value if isinstance(value, list) else [value]
-        known[name] = known.get(name, False) or any(isinstance(one, str) for one in several)
+        values = value if isinstance(value, list) else [value]
+        known[name] = known.get(name, False) or any(isinstance(one, str) for one in values)
 
 
 def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool]) -> str:
-    """The line that says which field there is not, and where captions may be.
+    """Return the message that no sample has a caption, and where captions may be.
 
     Args:
-        rule: where they were looked for.
-        looked: samples without one there.
-        files: how many of these have a caption file.
+        rule: where captions were expected.
+        looked: samples without a caption.
+        files: how many of them have a caption file.
         known: the fields of their json, by ``note_texts``.
     """
     names = [name for name in rule.fields if name != TEXT] or ["caption"]
@@ -187,35 +155,35 @@ def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool
             f"{none} a text in the json field {present[0]!r}, where data.captions looks for captions{where}"
         )
     if TEXT in rule.fields:
-        told = f"{none} a caption file (.txt) or the json field {names[0]!r}"
+        problem = f"{none} a caption file (.txt) or the json field {names[0]!r}"
     else:
-        told = f"data.captions names the json field {names[0]!r}, which {none}"
+        problem = f"data.captions names the json field {names[0]!r}, which {none}"
     instead = f"; {files:,} of them with a caption file: data.captions=txt takes it" if files else ""
-    return f"{told}: {field_hint(names[0], texts or known)}{instead}"
+    return f"{problem}: {field_hint(names[0], texts or known)}{instead}"
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Counting what shards give, several at a time.
+# Count the used samples of shards, several shards at a time.
 
 _MAX_STATS_BYTES = 1 << 20
-_MOST_STATED = 1 << 31  # samples; an index holds no larger shard
-_FIRST = 8  # shards among which a sample must count
-_ALONE = 4  # so few shards are counted in this process
-_MOST_PROCESSES = 32
-_UNDER_WAY = 4  # shards given to each process ahead of its work
+_MAX_STATED = 1 << 31  # samples; an index cannot contain more
+_FIRST = 8  # shards of which one must have a used sample
+_ALONE = 4  # up to so many shards are counted in this process
+_MAX_PROCESSES = 32
+_UNDER_WAY = 4  # shards submitted per process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What one shard gives.
+    """Counts of one shard.
 
     Attributes:
-        count: samples that count.
-        digest: of its index, empty if it was not indexed.
-        content: digest of its content, see ``ShardIndex``; empty if that was not read.
-        dropped: samples that do not count, by reason.
+        count: used samples.
+        digest: of the index, empty if the shard was not indexed.
+        content: digest of the content, see ``ShardIndex``; empty if it was not read.
+        dropped: unused samples by reason.
         extensions: members by extension.
-        truncated: whether these are the samples of the intact part of a truncated shard.
+        truncated: whether the shard is truncated and only its intact part counted.
     """
 
     count: int
@@ -230,77 +198,70 @@ def take_census(
     shards: Sequence[ShardFile],
     selection: Selection,
     *,
-    cache: "ShardCache | None" = None,
+    cache: ShardCache | None = None,
     stats: bool = True,
 ) -> Iterator[tuple[int, Census]]:
-    """Number and census of each shard, as they become known; the first one comes first.
+    """Yield number and census of each shard as they become known, the first shard first.
 
     Raises:
-        DataError: a shard is broken or cannot be fetched, a process was killed, or no sample of the first shards
+        DataError: a shard is broken or cannot be downloaded, a process was killed, or no sample of the first shards
             has a field that captions or filters name.
     """
     done: list[int] = []
     samples = 0
-    for number, census in _counted(shards, selection, cache, partial(_count, stats=stats)):
+    for number, census in _counted(shards, selection, cache, stats):
         done.append(number)
         samples += census.count
         if not samples and len(done) == min(_FIRST, len(shards)):
-            refuse_unknown_fields([shards[one] for one in done], selection, cache)
+            _refuse_unknown_fields([shards[one] for one in done], selection, cache)
         yield number, census
 
 
 def _counted(
-    shards: Sequence[ShardFile],
-    selection: Selection,
-    cache: "ShardCache | None",
-    count: Callable[..., Census],
+    shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None, stats: bool
 ) -> Iterator[tuple[int, Census]]:
-    """The first one is always looked into, so that what is wrong with all is seen at once."""
+    # The first shard is always opened, so that a problem of all shards is found at once.
     first = OpenShard(shards[0], selection, cache)
-    refuse_unknown_caption(first, shards, selection, cache)
+    if "caption" in selection.need and selection.captions.choice != "all":  # with "all" they are not samples
+        most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
+        others = _some_opened(shards[1:], selection, cache, most=most)
+        _refuse_unknown_caption(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
-    del first  # it would stay open
-    one = partial(count, selection=selection, cache=cache)
-    rest = range(1, len(shards))
+    del first  # close it
     if len(shards) <= _ALONE:
-        yield from ((number, one(shards[number])) for number in rest)
-    else:
-        yield from _in_processes(one, shards, rest)
-
-
-def _in_processes(
-    count: Callable[[ShardFile], Census], shards: Sequence[ShardFile], numbers: Sequence[int]
-) -> Iterator[tuple[int, Census]]:
-    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        for number in range(1, len(shards)):
+            yield number, _count(shards[number], selection, cache, stats)
+        return
+    processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
     context = get_context("fork")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_leave_with_the_parent) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_initialize_process) as pool:
         running: dict[Future[Census], int] = {}
-        ahead = iter(numbers)
+        ahead = iter(range(1, len(shards)))
         try:
             while True:
-                while len(running) < processes * _UNDER_WAY and (number := next(ahead, None)) is not None:
-                    running[pool.submit(count, shards[number])] = number
+                while len(running) < processes * _UNDER_WAY and (number := next(ahead, 0)):
+                    running[pool.submit(_count, shards[number], selection, cache, stats)] = number
                 if not running:
                     return
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(done), done.result()
         except BrokenProcessPool as error:
-            raise DataError("a process that counts shards was killed, often for want of memory") from error
+            raise DataError("a process that counts shards was killed, probably out of memory") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_with_the_parent() -> None:
-    """End this process at Ctrl-C without a traceback, and however its parent ends."""
+def _initialize_process() -> None:
+    """End at Ctrl-C without a traceback, and with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
 
 
-def _count(shard: ShardFile, *, selection: Selection, cache: "ShardCache | None", stats: bool) -> Census:
+def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, stats: bool) -> Census:
     plain = not selection.reads_json and set(selection.need) <= {"image", "caption"}
     if selection.truncated == "use" and not shard.is_remote:
-        stats = False  # what a truncated shard lacks would count
+        stats = False  # it would count the samples that are cut off
     if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
         return Census(count=stated, digest="", content="", dropped={}, extensions={})
     return _census_of(OpenShard(shard, selection, cache))
@@ -318,8 +279,7 @@ def _census_of(opened: OpenShard) -> Census:
 
 
 def stated_count(shard: ShardFile) -> int | None:
-    """How many samples img2dataset's ``NNNNN_stats.json`` beside a shard says that it holds; None if nothing
-    does.
+    """Return the number of samples by img2dataset's ``NNNNN_stats.json`` next to a shard, None without it.
 
     Raises:
         DataError: the store does not answer.
@@ -327,38 +287,25 @@ def stated_count(shard: ShardFile) -> int | None:
     stem, dot, _ = shard.url.rpartition(".tar")
     if not dot or shard.url.startswith("pipe:"):
         return None
-    text = _small_file(f"{stem}_stats.json", remote=shard.is_remote)
+    url, text = f"{stem}_stats.json", None
+    if shard.is_remote:
+        text = read_text(url, limit=_MAX_STATS_BYTES)
+    elif Path(url).is_file():  # opening a named pipe would block
+        with suppress(OSError), Path(url).open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_MAX_STATS_BYTES)
     try:
         stated: Any = json.loads(text)["successes"] if text else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return stated if type(stated) is int and 0 <= stated <= _MOST_STATED else None
-
-
-def _small_file(url: str, *, remote: bool) -> str | None:
-    if remote:
-        from data.remote import store
-
-        return store.read_text(url, limit=_MAX_STATS_BYTES)
-    path = Path(url)
-    if not path.is_file():  # opening a pipe would wait for ever
-        return None
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(_MAX_STATS_BYTES)
-    except OSError:
-        return None
+    return stated if type(stated) is int and 0 <= stated <= _MAX_STATED else None
 
 
 # --------------------------------------------------------------------------------------------------------------
 
 _VERSION = 2
-_SHOWN = 3  # differences that are told one by one
+_SHOWN = 3  # changes in a message
 
 _STRINGS = ("urls", "versions", "digests", "contents")
-
-Progress = Callable[[int], None]
-_Line = tuple[str, int, int, str, str]  # name, bytes, samples, digest of the index, digest of the content
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -367,15 +314,15 @@ class Manifest:
 
     Attributes:
         urls: of the S shards.
-        versions: of each, as ``ShardFile`` has it.
-        sizes: (S,) int64 bytes, -1 where unknown.
-        counts: (S,) int64 samples that count.
-        digests: (S,) of each shard's index; empty where the count is only what ``_stats.json`` states.
-        contents: (S,) digest of each shard's content, see ``ShardIndex``; empty where it was not read.
-        sources: how many of the shards belong to each source, in order.
-        selection: what counts, by ``Selection.identity``.
-        dropped: how many samples do not count, by reason.
-        truncated: numbers of truncated shards, each with how many samples its intact part gives.
+        versions: of each shard, as in ``ShardFile``.
+        sizes: (S,) int64 bytes, -1 if unknown.
+        counts: (S,) int64 used samples.
+        digests: (S,) of the indexes; empty if the count is from ``_stats.json``.
+        contents: (S,) digests of the content, see ``ShardIndex``; empty if it was not read.
+        sources: number of shards of each source, in order.
+        selection: ``Selection.identity``.
+        dropped: unused samples by reason.
+        truncated: numbers of truncated shards, each with the number of used samples in its intact part.
     """
 
     urls: Strings
@@ -393,36 +340,36 @@ class Manifest:
         return len(self.counts)
 
     def shard(self, number: int) -> ShardFile:
-        """One of the shards."""
+        """Return one of the shards."""
         return ShardFile(url=self.urls[number], size=int(self.sizes[number]), version=self.versions[number])
 
     def left_out(self, selection: Selection) -> str:
-        """How many samples do not count and why, as a line tells it; empty if nothing is left out.
+        """Return how many samples are unused and why, in one line; empty if all are used.
 
         Args:
-            selection: by which it was made.
+            selection: the one that the manifest was made with.
         """
-        unusable = {f"without {what}" for what in selection.need} | {"unreadable"}
+        unusable = {f"without {member}" for member in selection.need} | {"unreadable"}
         by_filters = [f"{count} {why}" for why, count in self.dropped.items() if why not in unusable]
         others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]
-        told = [f"left out by data.filters: {', '.join(by_filters) or 'none'}"] if selection.filters else []
-        return ", ".join([*told, f"left out: {', '.join(others)}"] if others else told)
+        parts = [f"left out by data.filters: {', '.join(by_filters) or 'none'}"] if selection.filters else []
+        return ", ".join([*parts, f"left out: {', '.join(others)}"] if others else parts)
 
     def truncated_shards(self) -> list[tuple[str, int]]:
-        """Name of each truncated shard, and how many samples its intact part gives."""
+        """Return name and number of used samples of each truncated shard."""
         return [(self.shard(number).shown, kept) for number, kept in self.truncated]
 
     @property
     def stated(self) -> int:
-        """How many shards were not indexed: their counts are what ``_stats.json`` states."""
+        """Number of shards with counts from ``_stats.json``."""
         return int((np.diff(self.digests.ends, prepend=0) == 0).sum())
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change when the samples or their order do.
+        """16 hexadecimal digits that change with the samples or their order.
 
-        Names, sizes, counts and indexes of the shards count; the folder that holds them does not, so data may be
-        moved. Their content counts in ``changes_since`` only: not every shard is read.
+        They depend on names, sizes, counts and indexes of the shards, not on their folder, so data may be
+        moved. The content is compared by ``changes_since`` only, because not every shard is read.
         """
         digest = hashlib.sha256(json.dumps([self.selection, len(self)]).encode())
         digest.update(os.fsencode("\0".join(map(_name, self.urls))))
@@ -430,26 +377,16 @@ class Manifest:
             digest.update(array.tobytes())
         return digest.hexdigest()[:16]
 
-    def _lines(self) -> Iterator[_Line]:
-        columns = self.urls, self.sizes.tolist(), self.counts.tolist(), self.digests, self.contents
-        for url, *rest in zip(*columns, strict=True):
-            yield _name(url), *rest
-
     def to_bytes(self) -> bytes:
-        """As ``from_bytes`` reads it."""
+        """Encode the manifest for ``from_bytes``."""
         return pack_arrays(*self._stored())
 
     def save(self, path: Path) -> None:
-        """Write ``to_bytes`` to a file; OSError where that is not possible."""
+        """Write ``to_bytes`` to a file; may raise OSError."""
         write_arrays(path, *self._stored())
 
     def _stored(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        about = {
-            "sources": self.sources,
-            "selection": self.selection,
-            "dropped": self.dropped,
-            "truncated": self.truncated,
-        }
+        about = {name: getattr(self, name) for name in ("sources", "selection", "dropped", "truncated")}
         arrays: dict[str, npt.NDArray[Any]] = {"sizes": self.sizes, "counts": self.counts}
         for name in _STRINGS:
             strings: Strings = getattr(self, name)
@@ -458,12 +395,12 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest | None":
-        """What ``to_bytes`` gave; None if these are no such bytes."""
+        """Decode ``to_bytes``; None if the bytes are invalid."""
         return cls._of(unpack_arrays(content))
 
     @classmethod
     def load(cls, path: Path) -> "Manifest | None":
-        """What ``save`` wrote; None if there is no such file, or no whole one."""
+        """Read what ``save`` wrote; None if the file is missing or damaged."""
         return cls._of(read_arrays(path))
 
     @classmethod
@@ -472,7 +409,7 @@ class Manifest:
             return None
         about, arrays = stored
         try:
-            if "contents.ends" not in arrays:  # of a run that an earlier version began
+            if "contents.ends" not in arrays:  # of a run that an earlier version started
                 nothing = Strings.of([""] * len(arrays["counts"]))
                 arrays = arrays | {"contents.content": nothing.content, "contents.ends": nothing.ends}
             strings = {
@@ -492,35 +429,49 @@ class Manifest:
             return None
 
     def changes_since(self, earlier: "Manifest") -> list[str]:
-        """What is known to have changed in the samples or their order, most important first."""
+        """Return known changes of the samples or their order, most important first."""
         changes = []
         if self.selection != earlier.selection:
             changes.append("captions or filters are chosen by other rules")
-        before, now = list(earlier._lines()), list(self._lines())
+        before, now = list(map(_name, earlier.urls)), list(map(_name, self.urls))
         if len(before) != len(now):
             changes.append(f"{len(now)} shards, there were {len(before)}")
-        names_before, names_now = Counter(line[0] for line in before), Counter(line[0] for line in now)
-        changes += _listed("is gone", list((names_before - names_now).elements()))
-        changes += _listed("is new", list((names_now - names_before).elements()))
-        if len(changes) > 0 or len(before) != len(now):
+        counts_before, counts_now = Counter(before), Counter(now)
+        changes += _first([f"{name} is gone" for name in (counts_before - counts_now).elements()])
+        changes += _first([f"{name} is new" for name in (counts_now - counts_before).elements()])
+        if changes:
             return changes
-        if [line[0] for line in before] != [line[0] for line in now]:
+        if before != now:
             return ["the shards are in another order"]
         if self.sources != earlier.sources:
-            return ["the shards are divided into sources in another way"]
-        others = [_difference(old, new) for old, new in zip(before, now, strict=True)]
-        return _listed("", [one for one in others if one])
+            return ["the shards are divided into sources differently"]
+
+        def pairs(column: str) -> Iterator[tuple[Any, Any]]:
+            return zip(getattr(earlier, column), getattr(self, column), strict=True)
+
+        columns = map(pairs, ("sizes", "counts", "digests", "contents"))
+        for name, size, count, digest, content in zip(now, *columns, strict=True):
+            if size[0] != size[1]:
+                changes.append(f"{name} has {size[1]} bytes, it had {size[0]}")
+            elif not all(digest):  # counted by its _stats.json
+                continue
+            elif count[0] != count[1]:
+                changes.append(f"{name} has {count[1]} used samples, it had {count[0]}")
+            elif digest[0] != digest[1]:
+                changes.append(f"{name} has other samples")
+            elif all(content) and content[0] != content[1]:
+                changes.append(f"{name} has other captions or images of the same names and sizes")
+        return _first(changes)
 
     def with_counts_of(self, earlier: "Manifest") -> "Manifest":
-        """This, with the counts of an earlier one: they say how a run that has begun numbers its samples."""
+        """Return this manifest with the counts of an earlier one, which number the samples of a started run."""
         contents = [then or now for then, now in zip(earlier.contents, self.contents, strict=True)]
         return replace(self, counts=earlier.counts, digests=earlier.digests, contents=Strings.of(contents))
 
     def not_compared(self, earlier: "Manifest") -> int:
-        """How many shards may hold other captions or images of the same sizes than in an earlier manifest of
-        them.
+        """Return how many shards may have other captions or images of the same sizes than in an earlier manifest.
 
-        Their versions differ or are not known, and neither is a digest of their content then or now.
+        Their versions differ or are unknown, and there is no digest of their content then or now.
         """
         versions = zip(earlier.versions, self.versions, strict=True)
         contents = zip(earlier.contents, self.contents, strict=True)
@@ -533,104 +484,78 @@ class Manifest:
 def _name(url: str) -> str:
     if url.startswith("pipe:"):
         return url
-    path = url.partition("?")[0] if "://" in url else url  # a signature may hold slashes
+    path = url.partition("?")[0] if "://" in url else url  # a signature may contain slashes
     return path.rpartition("/")[2]
 
 
-def _difference(old: _Line, new: _Line) -> str:
-    name, size, count, digest, content = old
-    if size != new[1]:
-        return f"{name} has {new[1]} bytes, it had {size}"
-    if not (digest and new[3]):  # one was counted by its _stats.json
-        return ""
-    if count != new[2]:
-        return f"{name} gives {new[2]} samples, it gave {count}"
-    if digest != new[3]:
-        return f"{name} holds other samples"
-    same = not (content and new[4]) or content == new[4]
-    return "" if same else f"{name} holds other captions or images of the same names and sizes"
-
-
-def _listed(what: str, names: Sequence[str]) -> list[str]:
-    shown = [f"{name} {what}".strip() for name in names[:_SHOWN]]
-    return [*shown, f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else shown
+def _first(changes: list[str]) -> list[str]:
+    return [*changes[:_SHOWN], f"{len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else changes
 
 
 def make_manifest(
     sources: Sequence[Sequence[ShardFile]],
     selection: Selection,
     *,
-    cache: "ShardCache | None" = None,
-    progress: Progress | None = None,
+    cache: ShardCache | None = None,
+    progress: Callable[[int], None] | None = None,
     stats: bool = True,
 ) -> Manifest:
-    """Count what the shards give, by the cache folder where they were counted before.
+    """Count the used samples of shards, or take the counts from the cache folder.
 
     Args:
-        sources: the shards of each.
-        selection: what counts.
-        cache: where remote shards are kept; None reads their headers over the network.
-        progress: called with how many shards are done.
-        stats: take counts from ``_stats.json`` where a shard was never indexed and nothing but a picture and a
-            caption file is asked for.
+        sources: the shards of each source.
+        selection: which samples are used.
+        cache: of remote shards; None reads their headers over the network.
+        progress: called with the number of counted shards.
+        stats: take counts from ``_stats.json`` for shards that were never indexed, if only image and caption
+            file are needed.
 
     Raises:
-        DataError: a shard is broken, or the first ones hold nothing of what is needed.
+        DataError: a shard is broken, or the first ones have no used sample.
     """
     shards = [shard for source in sources for shard in source]
     if not shards:
         raise DataError("no shards were given")
-    if cache is None:
-        _check_ranges(shards)
-    place = _place(shards, [len(source) for source in sources], selection)
+    if cache is None:  # servers must support ranges, even if everything is counted already
+        hosts = {urlsplit(one.url)[:2]: one for one in reversed(shards) if one.is_remote and one.size > 0}
+        for shard in hosts.values():
+            read_range(shard, 0, 1)
+    rules = [selection.identity] if selection.truncated == "error" else [selection.identity, "use"]
+    name = hashlib.sha256(json.dumps([_VERSION, [len(source) for source in sources], *rules]).encode())
+    for shard in shards:
+        name.update(repr((shard.url, shard.size, shard.version)).encode())
+    place = cache_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
     kept = Manifest.load(place)
     if kept is not None and (stats or not kept.stated):
         return kept
-    found: list[Census | None] = [None] * len(shards)
-    samples = done = 0
+    found: dict[int, Census] = {}
+    samples = 0
     for number, census in take_census(shards, selection, cache=cache, stats=stats):
         found[number] = census
-        samples, done = samples + census.count, done + 1
-        if not samples and done >= min(_FIRST, len(shards)):
-            raise DataError(_nothing_usable([one for one in found if one is not None], shards[0], selection))
+        samples += census.count
+        if not samples and len(found) >= min(_FIRST, len(shards)):
+            raise DataError(_nothing_usable([found[one] for one in sorted(found)], shards[0], selection))
         if progress is not None:
-            progress(done)
-    every = [one for one in found if one is not None]
-    manifest = _assembled(shards, every, tuple(map(len, sources)), selection)
-    with suppress(OSError):  # it will be made again
-        manifest.save(place)
-    return manifest
-
-
-def _check_ranges(shards: Sequence[ShardFile]) -> None:
-    """That the servers give parts of files, which reading without a cache needs even where all is counted."""
-    places = {
-        urlsplit(shard.url)[:2]: shard for shard in reversed(shards) if shard.is_remote and shard.size > 0
-    }
-    if places:
-        from data.remote import store
-    for shard in places.values():
-        store.read_range(shard, 0, 1)
-
-
-def _assembled(
-    shards: Sequence[ShardFile], found: Sequence[Census], sources: tuple[int, ...], selection: Selection
-) -> Manifest:
+            progress(len(found))
+    every = [found[number] for number in range(len(shards))]
     dropped: Counter[str] = Counter()
-    for census in found:
+    for census in every:
         dropped.update(census.dropped)
-    return Manifest(
+    manifest = Manifest(
         urls=Strings.of([shard.url for shard in shards]),
         versions=Strings.of([shard.version for shard in shards]),
         sizes=np.array([shard.size for shard in shards], dtype=np.int64),
-        counts=np.array([census.count for census in found], dtype=np.int64),
-        digests=Strings.of([census.digest for census in found]),
-        contents=Strings.of([census.content for census in found]),
-        sources=sources,
+        counts=np.array([census.count for census in every], dtype=np.int64),
+        digests=Strings.of([census.digest for census in every]),
+        contents=Strings.of([census.content for census in every]),
+        sources=tuple(map(len, sources)),
         selection=selection.identity,
         dropped=dict(dropped.most_common()),
-        truncated=tuple((number, one.count) for number, one in enumerate(found) if one.truncated),
+        truncated=tuple((number, one.count) for number, one in enumerate(every) if one.truncated),
     )
+    with suppress(OSError):
+        manifest.save(place)
+    return manifest
 
 
 def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Selection) -> str:
@@ -640,17 +565,9 @@ def _nothing_usable(found: Sequence[Census], first: ShardFile, selection: Select
         extensions.update(census.extensions)
         dropped.update(census.dropped)
     seen = ", ".join(f"{name} ({count})" for name, count in extensions.most_common(8)) or "none"
-    where = f"shard {first.shown} holds" if len(found) == 1 else f"the first {len(found)} shards hold"
-    lacking = {f"without {what}" for what in selection.need}
+    where = f"shard {first.shown} has" if len(found) == 1 else f"the first {len(found)} shards have"
+    lacking = {f"without {member}" for member in selection.need}
     if selection.filters and any(reason not in lacking for reason in dropped):
         because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))
         return f"{where} no sample that passes data.filters: {because}"
     return f"{where} no sample with {' and '.join(selection.need)}; extensions seen: {seen}"
-
-
-def _place(shards: Sequence[ShardFile], sources: Sequence[int], selection: Selection) -> Path:
-    rules = [selection.identity] if selection.truncated == "error" else [selection.identity, "use"]
-    digest = hashlib.sha256(json.dumps([_VERSION, list(sources), *rules]).encode())
-    for shard in shards:
-        digest.update(repr((shard.url, shard.size, shard.version)).encode())
-    return cache_folder() / "manifest" / f"{digest.hexdigest()[:32]}.manifest"

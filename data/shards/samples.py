@@ -1,37 +1,265 @@
 """Shards as one random-access list of samples."""
 
+import json
 import os
+import stat
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from clipkit.errors import DataError
-from data.captions import CaptionRule, Selection
-from data.remote.store import ShardFile
-from data.shards.index import CAPTION, IMAGE, LABEL, META, stored_index
-from data.shards.manifest import Manifest, make_manifest
-from data.shards.shard import OpenShard, label_of, meta_of, text_of
+from clipkit.files.tar import tar_files, tar_files_of
+from data.captions import CaptionRule, Chosen, Selection
+from data.remote.cache import ShardCache
+from data.remote.store import RangedBytes, ShardFile, read_range
+from data.shards.index import (
+    CAPTION,
+    IMAGE,
+    LABEL,
+    META,
+    ShardIndex,
+    index_of_members,
+    index_place,
+    index_shard,
+    keep_index,
+    read_arrays,
+    stored_index,
+    with_content,
+    write_arrays,
+)
 
 if TYPE_CHECKING:
-    from data.remote.cache import ShardCache
+    from data.shards.manifest import Manifest
 
-__all__ = ["Sample", "Shards"]
+__all__ = ["OpenShard", "Sample", "Shards", "label_of", "meta_of", "text_of"]
 
-_MAX_OPEN = 256
-_FETCHING = 4  # shards that one process fetches at a time
+# Limits in bytes of image, caption, label and json. An image beyond this is an attack or an accident; texts become
+# objects many times as large: a json of 4 MiB may take 100 MiB.
+_MAX_BYTES = (256 << 20, 1 << 20, 1 << 20, 4 << 20)
+_CHANGED = "the shard has changed since it was counted: is it being written?"
+_NEAR = 16 << 10  # bytes between members that are read along instead of by another request
+_MAX_OPEN = 256  # shards
+_FETCHING = 4  # shards that one process downloads at a time
+
+
+def text_of(data: bytes | None) -> str | None:
+    """Decode a caption file; invalid UTF-8 becomes lone surrogates, see ``data.captions.is_utf8``."""
+    return None if data is None else data.decode("utf-8", "surrogateescape")
+
+
+def meta_of(data: bytes | None) -> dict[str, Any]:
+    """Parse a sample's json; empty if it is missing or not an object.
+
+    Raises:
+        DataError: invalid JSON.
+    """
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"its json does not parse: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def label_of(data: bytes | None) -> int | None:
+    """Parse a label file.
+
+    Raises:
+        DataError: the label is not a non-negative int64.
+    """
+    text = text_of(data)
+    if text is None:
+        return None
+    if not (text.strip().isdecimal() and len(text.strip()) < 19):
+        raise DataError(f"label {text.strip()[:40]!r} is not a whole number")
+    return int(text)
+
+
+class OpenShard:
+    """One open shard: its index, the samples that are used, and their members' bytes. Thread-safe.
+
+    Args:
+        file: the shard.
+        selection: which samples are used.
+        cache: of remote shards; None reads their members over the network.
+
+    Raises:
+        TruncatedError: the shard is truncated, and the selection does not accept that.
+        DataError: the shard is missing or not a tar, or cannot be downloaded.
+
+    Attributes:
+        file: the shard.
+        shown: its name in messages.
+        index: of all its samples.
+        chosen: those that are used.
+    """
+
+    def __init__(self, file: ShardFile, selection: Selection, cache: ShardCache | None) -> None:
+        self.file = file
+        self.shown = file.shown
+        self._truncated = selection.truncated
+        self._descriptor = -1
+        for retry in (True, True, True, True, False) if not file.is_remote or cache is not None else ():
+            try:
+                path = cache.fetch(file) if cache is not None else file.url
+                # nonblocking: a named pipe may have replaced the file
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                break
+            except OSError as error:
+                # the cache may remove a file between fetching and opening it
+                if cache is None or not isinstance(error, FileNotFoundError) or not retry:
+                    raise DataError(f"shard {file.shown}: {error.strerror}") from error
+        self.index = self._find_index()
+        # size and modification time at which the bytes are known to be as counted, and known to differ
+        self._sound = None if file.is_remote else self._state()
+        self._changed: tuple[int, int] | None = None
+        self._has_large = bool((self.index.sizes > _MAX_BYTES).any())
+        self.chosen = self._choose(selection)
+        self._rows = self.chosen.rows.data
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def key(self, number: int) -> str:
+        """Return the key of the ``number``-th used sample."""
+        return self.index.key(self.row(number))
+
+    def row(self, number: int) -> int:
+        """Return the index row of the ``number``-th used sample.
+
+        Raises:
+            DataError: the shard has fewer samples than stated.
+        """
+        if number >= len(self._rows):
+            raise DataError(f"its shard has only {len(self._rows)} samples, though more were stated")
+        row: int = self._rows[number]
+        return row
+
+    def caption_number(self, number: int) -> int:
+        """Return which of its captions the ``number``-th used sample is trained with."""
+        return 0 if self.chosen.captions is None else int(self.chosen.captions[number])
+
+    def read(self, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
+        """Read members of a row, None for missing ones.
+
+        Raises:
+            DataError: they cannot be read, the shard has changed since it was indexed, or a member is too large.
+        """
+        span, descriptor = self.index.span, self._descriptor
+        if self._has_large:
+            for column in columns:
+                _, size = span(row, column)
+                if size > (limit := _MAX_BYTES[column]):
+                    raise DataError(f"a member of {size} bytes is over the limit of {limit}")
+        if descriptor < 0:
+            return self._read_remote([span(row, column) for column in columns])
+        found: list[bytes | None] = []
+        try:
+            for column in columns:
+                offset, size = span(row, column)
+                data = os.pread(descriptor, size, offset) if offset else None
+                if data is not None and len(data) != size:
+                    raise DataError("the shard is shorter than when it was indexed")
+                found.append(data)
+        except OSError as error:
+            raise DataError(f"the shard cannot be read: {error.strerror}") from error
+        # checked after reading, because the file may be written at any time; a new modification time alone is fine
+        if self._sound is not None and (now := self._state()) != self._sound:
+            if now == self._changed:
+                raise DataError(_CHANGED)
+            self._changed = now
+            try:
+                same = self._scan().is_same(self.index)
+            except DataError:
+                same = False
+            if not same:
+                raise DataError(_CHANGED)
+            self._sound, self._changed = now, None
+        return found
+
+    def _read_remote(self, spans: list[tuple[int, int]]) -> list[bytes | None]:
+        """Read members over the network, with one request if they are close together."""
+        there = [span for span in spans if span[0]]
+        first = min((offset for offset, _ in there), default=0)
+        last = max((offset + size for offset, size in there), default=0)
+        if last - first > sum(size for _, size in there) + _NEAR * len(there):
+            return [read_range(self.file, at, at + size) if at else None for at, size in spans]
+        together = read_range(self.file, first, last) if there else b""
+        return [together[at - first : at - first + size] if at else None for at, size in spans]
+
+    def _state(self) -> tuple[int, int]:
+        """Return size and modification time in nanoseconds."""
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def _scan(self) -> ShardIndex:
+        """Index what the local file contains now."""
+        path = Path(f"/dev/fd/{self._descriptor}")
+        try:
+            members = tar_files(path, called=self.shown)
+            return with_content(index_of_members(self.shown, members, truncated=self._truncated), path)
+        except OSError as error:
+            raise DataError(f"shard {self.shown}: {error.strerror}") from error
+
+    def _find_index(self) -> ShardIndex:
+        file, truncated = self.file, self._truncated
+        if self._descriptor >= 0:
+            status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(f"shard {self.shown} is not a regular file")
+            here = file if file.is_remote else ShardFile.of_status(file.url, status)
+            if here.may_be_copy_of(file):  # another host may have its own copy
+                return index_shard(here, Path(f"/dev/fd/{self._descriptor}"), truncated=truncated)
+            counted = stored_index(file, truncated=truncated)  # only the modification time may differ
+            if counted is None or not self._scan().is_same(counted):
+                raise DataError(f"shard {self.shown}: {_CHANGED}")
+            return counted
+        if file.size < 0:
+            raise DataError(f"shard {self.shown} can be read only once: it needs data.cache_gb above 0")
+        index = stored_index(file, truncated=truncated)
+        if index is None:
+            members = tar_files_of(self.shown, RangedBytes(file))
+            index = index_of_members(self.shown, members, truncated=truncated)
+            keep_index(file, index)
+        return index
+
+    def _choose(self, selection: Selection) -> Chosen:
+        if not selection.reads_json:
+            return selection.choose(self.index, self._content)
+        place = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
+        with suppress(KeyError, TypeError):
+            if (stored := read_arrays(place)) is not None:
+                about, arrays = stored
+                return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
+        chosen = selection.choose(self.index, self._content)
+        arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
+        with suppress(OSError):
+            write_arrays(place, {"dropped": chosen.dropped}, arrays)
+        return chosen
+
+    def _content(self, row: int) -> tuple[str | None, dict[str, Any]]:
+        text, meta = self.read(row, (CAPTION, META))
+        return text_of(text), meta_of(meta)
 
 
 class Sample(NamedTuple):
-    """One sample as it lies in its shard, nothing decoded.
+    """One sample, not decoded.
 
-    ``id`` is its number in the list of shards it was read from. A caption, label or json that nobody asked for
-    (see ``Shards``) is left out. ``caption`` is the caption file's text or, where there is none, the json's
-    "caption"; ``caption_number`` says which of several captions makes this sample, where each is one.
+    ``id`` is its number in the list of shards. A caption, label or json that is not needed (see ``Shards``) is
+    left out. ``caption`` is the text of the caption file or, without one, the json's "caption";
+    ``caption_number`` tells which of several captions makes this sample, if each is a sample.
     """
 
     id: int
@@ -45,29 +273,27 @@ class Sample(NamedTuple):
 
 
 class Shards:
-    """Random access to the samples of a list of tars that count.
+    """Random access to the used samples of a list of tars.
 
-    Reading is safe from several threads; a copy in another process opens files of its own. Nothing is read that
-    nobody needs, so what is wrong with it does no harm; but where only the picture is needed, all that a sample
-    has is read along.
+    Thread-safe; a copy in another process opens its own files. Members that are not needed are not read, so
+    they may be damaged; if only the image is needed, everything is read.
 
     Args:
-        manifest: the shards and how many samples each gives.
-        selection: which samples count, as the manifest was made with.
-        cache: where copies of remote shards are kept; None reads their samples over the network.
+        manifest: the shards and their numbers of samples.
+        selection: which samples are used; the manifest was made with it.
+        cache: of remote shards; None reads their samples over the network.
 
     Attributes:
-        counts: (S,) int64, samples that count by shard.
+        counts: (S,) int64, used samples per shard.
     """
 
     def __init__(
-        self, manifest: Manifest, selection: Selection, *, cache: "ShardCache | None" = None
+        self, manifest: "Manifest", selection: Selection, *, cache: ShardCache | None = None
     ) -> None:
         assert manifest.selection == selection.identity
         self.manifest, self.selection, self.cache = manifest, selection, cache
         self.counts = manifest.counts
         self._starts: array[int] = array("q", [0, *np.cumsum(self.counts).tolist()])
-        self._total = self._starts[-1]
         need = set(selection.need)
         read_all = need <= {"image"}
         self._caption = read_all or "caption" in need
@@ -83,18 +309,20 @@ class Shards:
         *,
         need: Sequence[str] = ("image", "caption"),
         captions: CaptionRule | None = None,
-        cache: "ShardCache | None" = None,
+        cache: ShardCache | None = None,
     ) -> "Shards":
-        """The samples of tars that have everything in ``need``: "image", "caption" and "label".
+        """Open the samples of tars that have every member in ``need``: "image", "caption" and "label".
 
         Raises:
-            DataError: a shard is missing, truncated or not a tar, or none holds a sample with what is needed.
+            DataError: a shard is missing, truncated or not a tar, or no sample has what is needed.
         """
+        from data.shards.manifest import make_manifest
+
         selection = Selection(need=tuple(need), captions=captions or CaptionRule())
         return cls(make_manifest([shards], selection, cache=cache), selection, cache=cache)
 
     def __len__(self) -> int:
-        return self._total
+        return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_open", "_open_lock")}
@@ -109,21 +337,21 @@ class Shards:
         self._open_in = os.getpid()
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change when the set of samples or its order does."""
+        """Return 16 hexadecimal digits that change with the set of samples or its order."""
         return self.manifest.fingerprint
 
     @property
     def skipped(self) -> int:
-        """How many samples do not count."""
+        """Number of samples that are not used."""
         return sum(self.manifest.dropped.values())
 
     def locate(self, number: int) -> tuple[str, str]:
-        """The shard and key of a sample, without reading it; the key is empty where nothing tells it."""
+        """Return shard and key of a sample without reading it; the key is empty if it is unknown."""
         shard, within = self._position(number)
         file = self.manifest.shard(shard)
         try:
             return file.shown, self._opened(shard).key(within)
-        except DataError:  # the shard is gone; its index may still be there
+        except DataError:  # the shard is gone; its index may still exist
             index = stored_index(file, truncated=self.selection.truncated)
             if index is None or self.selection.reads_json:
                 return file.shown, ""
@@ -134,8 +362,7 @@ class Shards:
         """Read sample ``number`` (0 ≤ number < len).
 
         Raises:
-            DataError: the file cannot be read or has shrunk since it was indexed, a member is over the size
-                limit, or a label is not a whole number.
+            DataError: the shard cannot be read or has changed, a member is too large, or a label is not a number.
         """
         shard, within = self._position(number)
         opened = self._opened(shard)
@@ -159,20 +386,20 @@ class Shards:
         )
 
     def fetch_ahead(self, shards: Sequence[int]) -> None:
-        """Have copies of these shards fetched in the background, in this order, and no others any more."""
+        """Download these shards in the background, in this order, instead of those of an earlier call."""
         if self.cache is not None:
             remote = [file for file in map(self.manifest.shard, shards) if file.is_remote]
             if remote:
                 self.cache.prefetch(remote, threads=_FETCHING)
 
     def _position(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < self._total:
-            raise IndexError(f"sample {number} of {self._total}")
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
         shard = bisect_right(self._starts, number) - 1
         return shard, number - self._starts[shard]
 
     def _opened(self, shard: int) -> OpenShard:
-        if self._open_in != os.getpid():  # a forked worker opens its own
+        if self._open_in != os.getpid():  # forked
             self._forget_open()
         with self._open_lock:
             if (opened := self._open.get(shard)) is not None:
@@ -181,6 +408,6 @@ class Shards:
         opened = OpenShard(self.manifest.shard(shard), self.selection, self.cache)
         with self._open_lock:
             self._open[shard] = opened
-            while len(self._open) > _MAX_OPEN:  # whoever still reads one of these holds it
+            while len(self._open) > _MAX_OPEN:  # readers of a removed shard still refer to it
                 self._open.popitem(last=False)
         return opened

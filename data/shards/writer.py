@@ -1,12 +1,12 @@
-"""Writes dataset folders: the layout in which the field publishes evaluation sets, used for training sets too.
+"""Write dataset folders in the layout of published evaluation sets, which training sets use, too.
 
     ROOT/card.json                               name, counts, license, how it was made
-    ROOT/classnames.txt                          one class a line; the line's index is the label
-    ROOT/zeroshot_classification_templates.txt   one prompt template a line, with {c} for the class
-    ROOT/<split>/nshards.txt                     how many shards the split has
+    ROOT/classnames.txt                          one class per line; the index of the line is the label
+    ROOT/zeroshot_classification_templates.txt   one prompt template per line, with {c} for the class
+    ROOT/<split>/nshards.txt                     number of shards of the split
     ROOT/<split>/0.tar …                         WebDataset shards: KEY.png, KEY.txt, KEY.cls, KEY.json
 
-A folder is written aside and renamed when it is whole, so a folder that exists is complete.
+A folder gets its name when it is complete.
 """
 
 import errno
@@ -31,11 +31,10 @@ __all__ = ["DatasetWriter", "Record"]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One sample on its way into a shard: an encoded picture with its caption, its label, or both.
+    """One sample to be written: an encoded image with its caption, its label, or both.
 
-    ``key`` is a path without dots, as a reader takes what follows the first dot for the extension. A picture with
-    several captions has the first as ``caption``, and all of them as "captions" in ``meta``, where evaluation
-    looks for them.
+    ``key`` is a path without dots, because the extension starts at the first dot. An image with several
+    captions has the first as ``caption`` and all of them as "captions" in ``meta``, where evaluation expects them.
     """
 
     key: str
@@ -48,10 +47,10 @@ class Record:
     def __post_init__(self) -> None:
         name = self.key.rpartition("/")[2]
         assert name and "." not in name, f"key {self.key!r} is empty or has a dot"
-        assert self.extension in IMAGE_EXTENSIONS, f"extension {self.extension!r} is no picture's"
+        assert self.extension in IMAGE_EXTENSIONS, f"extension {self.extension!r} is not of an image"
 
     def members(self) -> dict[str, Any]:
-        """The members of this sample as WebDataset's writer takes them."""
+        """Return the members of this sample for WebDataset's writer."""
         members: dict[str, Any] = {"__key__": self.key, self.extension: self.image}
         if self.caption is not None:
             members["txt"] = self.caption.encode()
@@ -63,19 +62,19 @@ class Record:
 
 
 class DatasetWriter:
-    """Writes one dataset folder; nothing appears at ``out`` before ``finish``.
+    """Write one dataset folder; nothing appears at ``out`` before ``finish``.
 
     Args:
-        out: the folder to make. It must not exist, or be empty.
-        samples_per_shard: how many samples go into each tar.
+        out: the folder to create; must be new or empty.
+        samples_per_shard: samples of each tar.
 
     Raises:
-        DataError: ``out`` already holds something, or, on leaving the context, the disk is full.
+        DataError: ``out`` is not empty, or, on leaving the context, the disk is full.
     """
 
     def __init__(self, out: Path, *, samples_per_shard: int = 10_000) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise DataError(f"{out} already exists and is not empty: name a new folder, or remove it first")
+            raise DataError(f"{out} already exists and is not empty: use a new folder, or remove it first")
         self.out = out
         self.samples_per_shard = samples_per_shard
         self.counts: dict[str, int] = {}
@@ -92,24 +91,35 @@ class DatasetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._writers:
-            with suppress(OSError):  # raised again while closing on a full disk
+            with suppress(OSError):  # closing fails, too, on a full disk
                 self._writers.popitem()[1].close()
         shutil.rmtree(self._aside, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(f"cannot write {self.out}: {error.strerror}") from error
 
     def write(self, split: str, record: Record) -> None:
-        """Append one sample to a split ("train", "test", …)."""
-        assert self._last_keys.get(split) != record.key, f"key {record.key!r} twice: a reader sees one sample"
+        """Append a sample to a split ("train", "test", …)."""
+        assert self._last_keys.get(split) != record.key, f"key {record.key!r} twice in a row"
         self._last_keys[split] = record.key
         count = self.counts.get(split, 0)
         if count % self.samples_per_shard == 0:
-            self._open_shard(split, count // self.samples_per_shard)
+            if split in self._writers:
+                self._writers[split].close()
+            folder = self._aside / split
+            folder.mkdir(exist_ok=True)
+            # an integer mtime keeps each header at 512 bytes and the file equal on every machine
+            self._writers[split] = webdataset.TarWriter(
+                str(folder / f"{count // self.samples_per_shard}.tar"),
+                mtime=0,
+                user="",
+                group="",
+                encoder=False,
+            )
         self._writers[split].write(record.members())
         self.counts[split] = count + 1
 
     def extra_file(self, name: str) -> Path:
-        """Where to write one more file of the folder, before ``finish``."""
+        """Return where to write another file of the folder, before ``finish``."""
         return self._aside / name
 
     def finish(
@@ -119,40 +129,27 @@ class DatasetWriter:
         class_names: Sequence[str] | None = None,
         templates: Sequence[str] | None = None,
     ) -> None:
-        """Write the card and the class files, make everything durable, and move the folder into place."""
-        self._close_shards()
+        """Write card and class files, sync everything, and move the folder into place."""
+        while self._writers:
+            self._writers.popitem()[1].close()
         for split, count in self.counts.items():
             shards = -(-count // self.samples_per_shard)
             (self._aside / split / "nshards.txt").write_text(f"{shards}\n", encoding="utf-8")
-        if class_names is not None:
-            self._write_lines("classnames.txt", class_names)
-        if templates is not None:
-            self._write_lines("zeroshot_classification_templates.txt", templates)
+        files = {"classnames.txt": class_names, "zeroshot_classification_templates.txt": templates}
+        for name, lines in files.items():
+            if lines is not None:
+                for line in lines:
+                    if line.splitlines() not in (
+                        [line],
+                        [],
+                    ):  # it would shift the labels of all following lines
+                        raise DataError(f"{name} needs one entry per line, {line[:80]!r} has several lines")
+                (self._aside / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
         text = json.dumps({**card, "samples": self.counts}, indent=2, ensure_ascii=False)
         (self._aside / "card.json").write_text(text + "\n", encoding="utf-8")
         for path in (*self._aside.rglob("*"), self._aside):
             sync(path)
         if self.out.exists():
-            self.out.rmdir()  # empty, as checked at the start
+            self.out.rmdir()  # empty
         self._aside.rename(self.out)
         sync(self.out.parent)
-
-    def _write_lines(self, name: str, lines: Sequence[str]) -> None:
-        for line in lines:
-            if line.splitlines() not in ([line], []):  # it would shift the labels of all after it
-                raise DataError(f"{name} has one entry a line, {line[:80]!r} has several")
-        (self._aside / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    def _open_shard(self, split: str, number: int) -> None:
-        if split in self._writers:
-            self._writers[split].close()
-        folder = self._aside / split
-        folder.mkdir(exist_ok=True)
-        # a whole-number mtime keeps each header at 512 bytes and the file the same on every machine
-        self._writers[split] = webdataset.TarWriter(
-            str(folder / f"{number}.tar"), mtime=0, user="", group="", encoder=False
-        )
-
-    def _close_shards(self) -> None:
-        while self._writers:
-            self._writers.popitem()[1].close()

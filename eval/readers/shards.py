@@ -45,8 +45,7 @@ from data.remote.cache import shard_cache
 from data.remote.store import ShardFile, Unreachable, is_remote
 from data.shards.index import CAPTION, IMAGE, LABEL, META
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.shards.shard import OpenShard, label_of, meta_of, text_of
+from data.shards.samples import OpenShard, Shards, label_of, meta_of, text_of
 from data.shards.sources import find_shards
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (

@@ -17,10 +17,9 @@ from clipkit.errors import ConfigError, DataError
 from data.captions import CaptionRule, Filter, Selection
 from data.order import Order
 from data.remote.store import ShardFile
-from data.shards import shard as open_shard
+from data.shards import samples as open_shard
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.shards.shard import OpenShard
+from data.shards.samples import OpenShard, Shards
 from tests.data.json_shards import of_json, shard_of
 
 
@@ -311,7 +310,7 @@ def test_filters_that_leave_nothing_say_so(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         make_manifest([[file]], Selection(filters=(Filter.of("width >= 1000"),)))
     assert str(caught.value) == (
-        f"shard {file.url} holds no sample that passes data.filters: 1 not width >= 1000, 1 without width"
+        f"shard {file.url} has no sample that passes data.filters: 1 not width >= 1000, 1 without width"
     )
 
 

@@ -19,7 +19,7 @@ from data.captions import Selection
 from data.remote.store import ShardFile
 from data.shards import manifest
 from data.shards.manifest import Census, make_manifest, take_census
-from data.shards.shard import OpenShard
+from data.shards.samples import OpenShard
 
 ROOT = Path(__file__).parents[3]
 SHARDS = 20
@@ -104,7 +104,7 @@ def test_a_process_that_is_killed_is_one_line(
     shards: list[ShardFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "OpenShard", kill_this_process)
-    with pytest.raises(DataError, match="a process that counts shards was killed, often for want of memory"):
+    with pytest.raises(DataError, match="a process that counts shards was killed, probably out of memory"):
         list(take_census(shards, Selection()))
     assert active_children() == []
 
@@ -124,7 +124,7 @@ from pathlib import Path
 from clipkit.errors import run_command
 from data.shards import manifest as census
 from data.shards.manifest import make_manifest
-from data.shards.shard import OpenShard
+from data.shards.samples import OpenShard
 from data.captions import Selection
 from data.remote.store import ShardFile
 

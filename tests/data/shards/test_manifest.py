@@ -22,8 +22,7 @@ from data.remote.store import ShardFile
 from data.shards import manifest
 from data.shards.index import ShardIndex, Strings, index_shard, pack_arrays, write_arrays
 from data.shards.manifest import Manifest, make_manifest
-from data.shards.samples import Shards
-from data.shards.shard import OpenShard
+from data.shards.samples import OpenShard, Shards
 
 
 @pytest.fixture(autouse=True)
@@ -186,8 +185,8 @@ BEFORE = [("/d/0.tar", 10, 5, "aa"), ("/d/1.tar", 20, 6, "bb"), ("/d/2.tar", 30,
         ([*BEFORE[:2], ("/d/9.tar", 30, 7, "cc")], ["2.tar is gone", "9.tar is new"]),
         (BEFORE[::-1], ["the shards are in another order"]),
         ([BEFORE[0], ("/d/1.tar", 21, 6, "bb"), BEFORE[2]], ["1.tar has 21 bytes, it had 20"]),
-        ([BEFORE[0], ("/d/1.tar", 20, 9, "xx"), BEFORE[2]], ["1.tar gives 9 samples, it gave 6"]),
-        ([BEFORE[0], ("/d/1.tar", 20, 6, "xx"), BEFORE[2]], ["1.tar holds other samples"]),
+        ([BEFORE[0], ("/d/1.tar", 20, 9, "xx"), BEFORE[2]], ["1.tar has 9 used samples, it had 6"]),
+        ([BEFORE[0], ("/d/1.tar", 20, 6, "xx"), BEFORE[2]], ["1.tar has other samples"]),
         ([BEFORE[0], ("/d/1.tar", 20, 9, ""), BEFORE[2]], []),  # only stated: nobody knows better
         ([BEFORE[0], ("/d/1.tar", 20, 9, ""), ("/d/2.tar", 31, 7, "")], ["2.tar has 31 bytes, it had 30"]),
         ([("https://h/0.tar?signature=a/b", 10, 5, "aa"), *BEFORE[1:]], []),
@@ -210,7 +209,7 @@ def test_other_rules_and_other_sources_are_said() -> None:
         "2.tar is gone",
     ]
     assert made_of(BEFORE, sources=(1, 2)).changes_since(one) == [
-        "the shards are divided into sources in another way"
+        "the shards are divided into sources differently"
     ]
 
 
@@ -243,7 +242,7 @@ def test_real_changes_of_files_are_said(tmp_path: Path) -> None:
     now = [ShardFile.at(Path(shard.url)) for shard in shards]
     assert [one.size for one in now] == [one.size for one in shards]
     second = make_manifest([now], Selection())
-    assert second.changes_since(first) == ["1.tar holds other samples"]
+    assert second.changes_since(first) == ["1.tar has other samples"]
     os.utime(tmp_path / "a" / "2.tar", ns=(1, 1))  # touched, and still the same
     third = make_manifest([[ShardFile.at(Path(shard.url)) for shard in shards]], Selection())
     assert third.changes_since(second) == [] and third.fingerprint == second.fingerprint
@@ -260,7 +259,7 @@ def test_other_captions_of_the_same_sizes_are_said(tmp_path: Path) -> None:
             os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))
         now = make_manifest([[shards[0], ShardFile.at(changed)]], Selection())
         assert now.fingerprint == first.fingerprint  # earlier versions wrote the same into checkpoints
-        said = ["1.tar holds other captions or images of the same names and sizes"]
+        said = ["1.tar has other captions or images of the same names and sizes"]
         assert now.changes_since(first) == said and now.not_compared(first) == 0
     assert Shards(now, Selection()).read(3).caption == "last"
 
@@ -421,7 +420,7 @@ def test_nothing_usable_is_said_after_a_few_shards(tmp_path: Path, opened: list[
         make_manifest([shards], Selection())
     assert time.perf_counter() - began < 10
     assert str(caught.value) == (
-        "the first 8 shards hold no sample with image and caption; extensions seen: npy (8), txt (8)"
+        "the first 8 shards have no sample with image and caption; extensions seen: npy (8), txt (8)"
     )
     indexed = list((Path(os.environ["CLIPKIT_CACHE"]) / "index").rglob("*.index"))
     processes = len(os.sched_getaffinity(0))

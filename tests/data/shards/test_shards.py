@@ -14,8 +14,8 @@ import webdataset
 
 from clipkit.errors import DataError
 from data.remote.store import ShardFile
+from data.shards import samples as open_shard
 from data.shards import samples as shards_module
-from data.shards import shard as open_shard
 from data.shards.samples import Sample, Shards
 from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record
@@ -282,7 +282,7 @@ def test_no_pair_names_the_extensions_seen(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         shards_of(path)
     assert str(caught.value) == (
-        f"shard {path} holds no sample with image and caption; extensions seen: caption (3), npy (3), jpg (1)"
+        f"shard {path} has no sample with image and caption; extensions seen: caption (3), npy (3), jpg (1)"
     )
     with pytest.raises(DataError, match="no sample with image and label; extensions seen: none"):
         shards_of(write_tar(tmp_path / "1.tar"), need=("image", "label"))

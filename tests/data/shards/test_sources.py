@@ -14,7 +14,7 @@ from clipkit.errors import DataError
 from clipkit.files import patterns
 from data.remote import store
 from data.remote.store import ShardFile, is_remote
-from data.shards.sources import find_shards, hint_of_remote
+from data.shards.sources import find_shards, remote_hint
 from data.shards.writer import DatasetWriter, Record
 
 
@@ -140,9 +140,9 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("no*.tar", "no tar on this disk has a name as 'no*.tar'"),
-        ("tr*", "'tr*' names folders: end it with /*.tar"),
-        ("{train,none}/*.tar", "no tar on this disk has a name as 'none/*.tar'"),
+        ("no*.tar", "no local tar matches 'no*.tar'"),
+        ("tr*", "'tr*' matches folders: append /*.tar"),
+        ("{train,none}/*.tar", "no local tar matches 'none/*.tar'"),
         (
             "*.csv",
             "pairs.csv is a table, not a tar: make shards of it with python -m data pack pairs.csv OUT",
@@ -151,7 +151,7 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
             "pairs.csv",
             "pairs.csv is a table, not a tar: make shards of it with python -m data pack pairs.csv OUT",
         ),
-        ("a cat.jpg", "a cat.jpg is a picture, not a tar: write a table of paths and captions"),
+        ("a cat.jpg", "a cat.jpg is an image, not a tar: write a table of paths and captions"),
         ("*.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
         ("packed.tgz", "packed.tgz is compressed: unpack it with gunzip -k packed.tgz"),
         ("train/1.tar::train/2.tar", "2 sources in one text: give them as a list, "),
@@ -172,8 +172,8 @@ def test_wildcards_on_a_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         ("train::s3://pairs/a,s3://pairs/b", "2 sources in one text"),
         ("https://u:Zq@h/1.tar?s=Zq,https://h/2.tar?s=Zq", """'["https://h/1.tar","https://h/2.tar"]'"""),
         ("pipe:cat 1.tar::pipe:cat 2.tar", """["pipe:cat … 1.tar","pipe:cat … 2.tar"]"""),
-        ("s3://pairs/*.tar", "s3://pairs/*.tar: a store knows no wildcards; name the folder"),
-        ("https://h/a*/{0..3}.tar?s=Zq", "https://h/a*/{0..3}.tar: a store knows no wildcards"),
+        ("s3://pairs/*.tar", "s3://pairs/*.tar: stores do not support wildcards; name the folder"),
+        ("https://h/a*/{0..3}.tar?s=Zq", "https://h/a*/{0..3}.tar: stores do not support wildcards"),
     ],
 )
 def test_what_is_meant(source: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_names_that_only_look_so(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         "s3://pairs/my data/0.tar", "s3://pairs/a,b.tar", "s3://pairs/{1.tar,2.tar}", "https://h/0.tar?s=a,b.tar*",
         "https://[::1]/0.tar", "pipe:cat a.tar,b.tar *.tar", "pipe:curl -s https://h/0.tar",
     ):  # fmt: skip
-        assert hint_of_remote(source) is None
+        assert remote_hint(source) is None
     assert [one.url for one in find_shards("pipe:cat {1,2}.tar *")] == [
         "pipe:cat 1.tar *",
         "pipe:cat 2.tar *",
@@ -222,14 +222,14 @@ def test_a_folder_of_other_things(tmp_path: Path) -> None:
         ("0.tar.zst", "the tars in {0} are compressed: unpack them with unzstd '{0}'/*.zst"),
         (
             "0.parquet",
-            "{0} holds a table, not tars: make shards of it with python -m data pack '{0}/0.parquet' OUT",
+            "{0} has a table, not tars: make shards of it with python -m data pack '{0}/0.parquet' OUT",
         ),
         (
             "all.csv",
-            "{0} holds a table, not tars: make shards of it with python -m data pack '{0}/all.csv' OUT",
+            "{0} has a table, not tars: make shards of it with python -m data pack '{0}/all.csv' OUT",
         ),
-        ("0.JPG", "{0} holds pictures, not tars: write a table of paths and captions"),
-        ("cats/0.webp", "{0} holds pictures, not tars: write a table of paths and captions"),
+        ("0.JPG", "{0} has images, not tars: write a table of paths and captions"),
+        ("cats/0.webp", "{0} has images, not tars: write a table of paths and captions"),
         ("notes.txt", "no tar of split 'train' in {0}"),
         ("cats/x/0.webp", "no tar of split 'train' in {0}; it has the folders cats"),
     ):

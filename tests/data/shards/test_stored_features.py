@@ -130,7 +130,7 @@ def test_each_sample_has_its_features(
         bad |= {one.key for one in batch.bad}
         seen |= set(batch.ids.tolist())
     assert bad == {"0005"} and seen == set(range(SAMPLES))
-    assert "13 stored features of pictures, 14 of texts, by a teacher from" in features.describe()
+    assert "13 stored features of images, 14 of texts, by a teacher from" in features.describe()
 
 
 def test_batches_are_else_the_same_and_move_with_their_features(
@@ -221,11 +221,11 @@ def test_a_run_that_was_stopped_is_told_too(pairs: Path, stored: tuple[Path, Pat
     (copy / ".parts" / "1.jsonl").unlink()  # that part's files may be of other items
     with pytest.raises(DataError, match="of 14 samples have no features"):
         StoredFeatures(copy).check(shards)
-    with pytest.raises(DataError, match="no stored feature: its image is not there"):
+    with pytest.raises(DataError, match="no stored feature: its image is missing"):
         StoredFeatures(copy).find(f"{pairs}/train/1.tar", "0007")
     (copy / ".parts" / "0.jsonl").unlink()
     (copy / ".parts" / "2.jsonl").unlink()
-    with pytest.raises(DataError, match="no embeddings yet"):
+    with pytest.raises(DataError, match="no complete embeddings"):
         StoredFeatures(copy)
 
 
@@ -233,7 +233,7 @@ def test_features_of_other_data_of_the_same_names_are_refused(
     stored: tuple[Path, Path], tmp_path: Path
 ) -> None:
     other = Shards.of(find_shards(str(write_pairs(tmp_path / "set", first=3))))
-    with pytest.raises(DataError, match=r"of another shard than .*0.tar, which lacks 3 of the keys"):
+    with pytest.raises(DataError, match=r"of another shard than .*0.tar, which lacks 3 of the encoded keys"):
         StoredFeatures(stored[0]).check(other)
 
 
@@ -279,13 +279,13 @@ def test_two_teachers_are_refused(pairs: Path, stored: tuple[Path, Path], tmp_pa
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda out: shutil.rmtree(out), "holds no embeddings that clipkit encode wrote"),
+        (lambda out: shutil.rmtree(out), "has no embeddings written by clipkit encode"),
         (lambda out: (out / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
-        (lambda out: set_kind(out, "caption"), "holds embeddings of texts, not of pictures"),
+        (lambda out: set_kind(out, "caption"), "has embeddings of texts, not of images"),
         (lambda out: (out / "img_emb" / "img_emb_1.npy").write_bytes(b"x"), "img_emb_1.npy is damaged"),
         (lambda out: np.save(out / "img_emb" / "img_emb_1.npy", np.zeros((5, 3), "f2")), "different widths"),
         (lambda out: cut_rows(out / "img_emb" / "img_emb_1.npy"), "has 6 rows for 2 embeddings"),
-        (lambda out: np.save(out / "img_emb" / "img_emb_1.npy", np.zeros(5, "f2")), "holds no rows"),
+        (lambda out: np.save(out / "img_emb" / "img_emb_1.npy", np.zeros(5, "f2")), "has no rows"),
         (lambda out: (out / "metadata" / "metadata_0.parquet").write_bytes(b"x"), "cannot be read"),
         (lambda out: (out / "failures.jsonl").write_text("{}\n"), "failures.jsonl cannot be read"),
     ],

@@ -9,9 +9,9 @@ import pytest
 
 from clipkit.errors import DataError
 from data.captions import CaptionRule, Filter, Selection, leaf_fields, value_at
-from data.shards import shard
+from data.shards import samples as shard
 from data.shards.manifest import make_manifest
-from data.shards.shard import OpenShard
+from data.shards.samples import OpenShard
 from tests.data.json_shards import of_json, shard_of
 
 

@@ -85,7 +85,7 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lines", [["cat\ndog"], ["cat", "dog\n"], ["a\u2028b"], ["a\rb"]])
 def test_a_class_name_of_two_lines_is_refused(lines: list[str], tmp_path: Path) -> None:
     with (
-        pytest.raises(DataError, match=r"classnames\.txt has one entry a line"),
+        pytest.raises(DataError, match=r"classnames\.txt needs one entry per line"),
         DatasetWriter(tmp_path / "set") as writer,
     ):
         writer.write("train", record(0))
