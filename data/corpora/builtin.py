@@ -1,5 +1,6 @@
-"""The built-in data sets: nothing to download, made on first use and kept in the user's cache."""
+"""The built-in datasets: made on first use and kept in the user's cache; nothing is downloaded."""
 
+import io
 import os
 import shutil
 import time
@@ -13,47 +14,38 @@ from clipkit.errors import DataError, nearest
 from clipkit.files.atomic import FileLock
 from data.remote.cache import cache_folder
 
-__all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent"]
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Processes that work for another one: they end with it, however it ends.
+__all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent", "make_digits"]
 
 
 def end_with_parent() -> None:
-    """From here on this process, a child of ``multiprocessing``, is gone as soon as its parent is."""
-    Thread(target=_wait_for_parent, daemon=True).start()
+    """End this process, a child of ``multiprocessing``, as soon as its parent ends."""
 
+    def wait() -> None:
+        parent = parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
 
-def _wait_for_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-# --------------------------------------------------------------------------------------------------------------
+    Thread(target=wait, daemon=True).start()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """How one built-in set is made; a new revision is made anew beside the old one."""
+    """A built-in dataset.
 
-    make: Callable[[Path, bool], None]  # (the folder to make, whether to show progress)
+    Attributes:
+        make: called with the folder to create, and whether to show progress.
+        revision: changes whenever its content does; each revision has its own folder.
+    """
+
+    make: Callable[[Path, bool], None]
     revision: str
 
 
-# The makers are imported when they are needed: they bring fonts, pictures and scikit-learn with them.
 def _make_glyphs(out: Path, progress: bool) -> None:
     from data.corpora import glyphs
 
     glyphs.make(out, progress=progress)
-
-
-def _make_digits(out: Path, progress: bool) -> None:
-    from data.corpora import digits
-
-    digits.make(out)
 
 
 def _make_icons(out: Path, progress: bool) -> None:
@@ -62,26 +54,76 @@ def _make_icons(out: Path, progress: bool) -> None:
     icons.make(out, progress=progress)
 
 
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_DIGIT_TEMPLATES = (
+    "the digit {c}",
+    "the number {c}",
+    "a photo of the digit {c}",
+    "a photo of the number {c}",
+    "a scan of the digit {c}",
+    "a handwritten digit {c}",
+    "the handwritten number {c}",
+)
+
+
+def make_digits(out: Path, progress: bool = False) -> None:
+    """Write the evaluation set ``digits``: real handwriting, for models trained on printed characters.
+
+    It has the 1,797 digits of the UCI machine learning repository that scikit-learn ships, as 8 x 8 grayscale PNGs,
+    light ink on black (E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", 1998, CC BY 4.0).
+    There is only a test split.
+
+    Raises:
+        DataError: scikit-learn is not installed, or ``out`` is not empty.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError("the digits come with scikit-learn: run pip install -e '.[eval]'") from error
+    from PIL import Image
+
+    from data.shards.writer import DatasetWriter, Record
+
+    bunch = load_digits()
+    images = (bunch.images * 255 / 16).round().astype("uint8")  # (1797, 8, 8)
+    with DatasetWriter(out) as writer:
+        for number, (image, label) in enumerate(zip(images, bunch.target.tolist(), strict=True)):
+            file = io.BytesIO()
+            Image.fromarray(image).save(file, "png")
+            caption = f"a handwritten digit {_DIGITS[label]}"
+            key = f"{number:08d}"
+            writer.write(
+                "test", Record(key=key, image=file.getvalue(), extension="png", caption=caption, label=label)
+            )
+        card = {
+            "name": "digits",
+            "revision": BUILTIN["digits"].revision,
+            "license": "CC BY 4.0",
+            "source": "UCI Optical Recognition of Handwritten Digits, test part, as scikit-learn ships it",
+            "how": "8 x 8 counts of ink from 0 to 16, times 255 / 16; light ink on black",
+            "metric": "accuracy",
+        }
+        writer.finish(card, class_names=_DIGITS, templates=_DIGIT_TEMPLATES)
+
+
 BUILTIN: dict[str, BuiltIn] = {
     "glyphs": BuiltIn(make=_make_glyphs, revision="3"),
-    "digits": BuiltIn(make=_make_digits, revision="1"),
+    "digits": BuiltIn(make=make_digits, revision="1"),
     "icons": BuiltIn(make=_make_icons, revision="1"),
 }
 
 
 def built_in(name: str, *, progress: bool = True) -> Path:
-    """The folder of a built-in set, which is made now if it is not there yet.
-
-    Several processes may ask at once: one makes the set, the others wait for it.
+    """Return the folder of a built-in dataset, and make it if it does not exist; one of several processes makes it.
 
     Raises:
-        DataError: there is no such set, or it cannot be made here.
+        DataError: the name is unknown, or the dataset cannot be made here.
     """
     if name not in BUILTIN:
-        raise DataError(f"there is no built-in data set {name!r}: {nearest(name, BUILTIN)}")
+        raise DataError(f"unknown built-in dataset {name!r}: {nearest(name, BUILTIN)}")
     chosen = BUILTIN[name]
     folder = cache_folder() / f"{name}-{chosen.revision}"
-    if folder.is_dir():  # a folder appears by renaming, so it is whole
+    if folder.is_dir():  # folders are renamed when complete
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

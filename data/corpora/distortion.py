@@ -1,10 +1,10 @@
-"""What happens to a printed character between the type and the pixel, for a batch of pictures at once.
+"""Distortions between a printed character and an image of it, for a batch at once.
 
-Strokes first, on fields of distances: slant, turn, stretch, elastic warp, pen width. Then the frame: the em
-box, or a crop to the ink with its aspect ratio kept. Then the camera: uneven ink, blur, few pixels, few grey
-levels, noise, contrast, light on dark. Each has its own random strength, and some pictures stay nearly clean.
+First the strokes, as distance fields: shear, rotation, stretch, warp, pen width. Then the frame: the em box,
+or a crop to the ink. Then the camera: uneven ink, blur, low resolution, few gray levels, noise, contrast,
+inversion. Each has its own random strength, and some images stay nearly clean.
 
-N pictures, S pixels a side of a result, W pixels a side of the work canvas, K knots of a grid.
+N images, S pixels per side of the result, W pixels per side of the working canvas, K knots of a grid.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from data.corpora.fonts import CANVAS, EM
 
-__all__ = ["Distortion", "draw_distortions", "draw_pictures", "mild", "visible_words"]
+__all__ = ["Distortion", "draw_distortions", "draw_images", "mild", "visible_words"]
 
-_WORK = 64  # W: strokes are warped on a canvas of this many pixels …
-_GLYPH = 40.0  # … where the longer side of a glyph takes up this many
-_EM_STEP = CANVAS / _WORK * 1.1  # canvas pixels of a work pixel where the em box is the frame
+_WORK = 64  # W
+_GLYPH = 40.0  # pixels of a glyph's longer side on the working canvas
+_EM_STEP = CANVAS / _WORK * 1.1  # canvas pixels per working pixel if the em box is the frame
 _LOW_SIDES = (8, 10, 12, 14, 16, 20)
 _KNOTS = (3, 5, 9)
 
@@ -33,29 +33,29 @@ _Array: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Distortion:
-    """The numbers drawn for N pictures; every array is float32 of shape (N,) unless it says otherwise."""
+    """Random numbers for N images; arrays are float32 of shape (N,) unless noted."""
 
-    pen: NDArray[np.bool_]  # drawn along the skeleton with a pen instead of filled
-    crop: NDArray[np.bool_]  # framed by the ink instead of by the em box
-    width: _Array  # pen: stroke width / glyph size; filled: what is added to either side / glyph size
-    pressure: _Array  # how far the width varies along the strokes
+    pen: NDArray[np.bool_]  # drawn along the skeleton with a pen rather than filled
+    crop: NDArray[np.bool_]  # framed by the ink rather than by the em box
+    width: _Array  # pen: stroke width / glyph size; filled: growth on each side / glyph size
+    pressure: _Array  # variation of the width along the strokes
     rotation: _Array  # radians
-    shear: _Array  # how far the top leans to the right
-    aspect: _Array  # log of width over height, against the original
-    zoom: _Array  # log of the size, em box only
+    shear: _Array  # shift of the top to the right
+    aspect: _Array  # log of width / height, relative to the original
+    zoom: _Array  # log of the size; em box only
     margin: _Array  # empty border / side
     shift: _Array  # (N, 2) of the frame / side
     warp: _Array  # (N, 3) displacement at the coarse, middle and fine grid / glyph size
     knots: tuple[_Array, ...]  # the displacements themselves, (N, 2, K, K) for K of _KNOTS, standard normal
-    unevenness: _Array  # how much of the ink fades in places
+    unevenness: _Array  # local fading of the ink
     blur: _Array  # sigma / side
-    low_side: NDArray[np.int64]  # pixels a side of the camera; 0: as many as the picture
+    low_side: NDArray[np.int64]  # pixels per side of the camera; 0: those of the image
     upscale: NDArray[np.int64]  # 0 box, 1 bilinear, 2 bicubic
-    levels: NDArray[np.int64]  # grey levels; 0: all
-    noise: _Array  # sigma; the picture's range is 1
+    levels: NDArray[np.int64]  # gray levels; 0: all
+    noise: _Array  # sigma, for a range of 1
     contrast: _Array  # ink minus paper, in (0, 1]
-    brightness: _Array  # where the range lies, in [0, 1]
-    slope: _Array  # (N, 2) of the light across the paper
+    brightness: _Array  # position of the range, in [0, 1]
+    slope: _Array  # (N, 2) gradient of the light
     dark: NDArray[np.bool_]  # light ink on dark paper
 
 
@@ -66,24 +66,24 @@ def _sometimes(rng: np.random.Generator, count: int, chance: float, values: NDAr
 def draw_distortions(
     rng: np.random.Generator, *, pen: NDArray[np.bool_], crop: NDArray[np.bool_]
 ) -> Distortion:
-    """Strengths for training pictures, (N,) bool each for which are written by a pen and which are cropped."""
+    """Draw distortions of training images; ``pen`` and ``crop`` are (N,) bool."""
     n = len(pen)
     f32 = np.float32
-    # how much is done to a picture at all: every eighth is nearly clean
+    # one image in eight is nearly clean
     strength = np.where(rng.random(n) < 0.125, 0.1, rng.uniform(0.3, 1.0, n))
-    loose = strength * np.where(crop, 1.0, 0.6)  # the em box has to keep small and capital letters apart
+    loose = strength * np.where(crop, 1.0, 0.6)  # with the em box, letter case must remain visible
     width = np.where(
         pen, np.exp(rng.uniform(np.log(0.05), np.log(0.2), n)), rng.normal(0, 0.012, n) * strength
     )
-    bold = loose * np.where(pen, 1.0, 0.6)  # a hand takes more liberties than a bent sheet of print
+    bold = loose * np.where(pen, 1.0, 0.6)  # handwriting varies more than print
     warp = rng.uniform(0, 1, (n, 3)) * np.array([0.13, 0.07, 0.02]) * bold[:, None]
     low = np.where(rng.random(n) < 0.4 * strength, rng.choice(_LOW_SIDES, n), 0)
-    low = np.where(crop | (low == 0), low, np.maximum(low, 14))  # the em box leaves little to a character
-    harm = np.where((low > 0) & (low < 12), 0.4, 1.0) * strength  # few pixels bear little more
+    low = np.where(crop | (low == 0), low, np.maximum(low, 14))  # with the em box, a character has few pixels
+    harm = np.where((low > 0) & (low < 12), 0.4, 1.0) * strength  # low resolution allows little more
     unevenness = _sometimes(rng, n, 0.4, rng.uniform(0, 0.6, n) * harm)
     blur = _sometimes(rng, n, 0.5, rng.uniform(0, 0.06, n) * harm)
     levels = np.where(rng.random(n) < 0.25 * strength, rng.choice([2, 4, 8, 16, 17], n), 0)
-    soft = (blur > 0) | (low > 0) | (unevenness > 0.4)  # black and white alone would swallow soft strokes
+    soft = (blur > 0) | (low > 0) | (unevenness > 0.4)  # soft strokes need gray levels
     levels = np.where(soft & (levels == 2), 4, levels)
     return Distortion(
         pen=pen,
@@ -112,7 +112,7 @@ def draw_distortions(
 
 
 def mild(distortion: Distortion) -> Distortion:
-    """The same draw with little done to it: for unseen type, where the type is the question."""
+    """Weaken distortions for the test split, which is about unseen fonts."""
     n = len(distortion.pen)
     return replace(
         distortion,
@@ -134,7 +134,7 @@ def mild(distortion: Distortion) -> Distortion:
 
 
 def visible_words(distortion: Distortion, index: int) -> list[str]:
-    """What a person would notice of what was done to picture ``index``."""
+    """Return words for the visible distortions of image ``index``."""
     d = distortion
     words = []
     if d.pen[index]:
@@ -155,7 +155,7 @@ def visible_words(distortion: Distortion, index: int) -> list[str]:
     return words
 
 
-def draw_pictures(
+def draw_images(
     rng: np.random.Generator,
     fields: _Array,
     reach: _Array,
@@ -164,22 +164,22 @@ def draw_pictures(
     *,
     size: int,
 ) -> NDArray[np.uint8]:
-    """Distort and photograph N glyphs.
+    """Draw N distorted glyphs.
 
     Args:
-        rng: where noise and unevenness come from.
+        rng: random generator of noise and unevenness.
         fields: (N, CANVAS, CANVAS) float32 distances in canvas pixels, to the outline or (pen) the skeleton.
-        reach: (N,) float32, the largest distance from the outline that lies in the ink.
+        reach: (N,) float32, the largest distance from the outline within the ink.
         boxes: (N, 4) float32, left, top, right and bottom of the ink on the canvas.
-        distortion: what to do.
+        distortion: strengths.
         size: S.
 
     Returns:
-        (N, S, S) uint8 grey pictures.
+        (N, S, S) uint8, grayscale.
     """
     cover = _strokes(rng, fields, reach, boxes, distortion, size=size)
-    pictures = _photograph(rng, cover, distortion)
-    return (pictures * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+    images = _photograph(rng, cover, distortion)
+    return (images * 255).round().clamp(0, 255).to(torch.uint8).numpy()
 
 
 def _column(values: NDArray[Any]) -> Tensor:
@@ -188,13 +188,13 @@ def _column(values: NDArray[Any]) -> Tensor:
 
 @cache
 def _spline(knots: int, size: int) -> Tensor:
-    """Weights (size, knots) that spread values at knots over a line as a smooth curve."""
+    """Weights (size, knots) that interpolate values at knots smoothly along a line."""
     eye = torch.eye(knots)[None, :, :, None]
     return F.interpolate(eye, size=(size, 1), mode="bicubic", align_corners=True)[0, :, :, 0].T.contiguous()
 
 
 def _spread(knots: Tensor, size: int) -> Tensor:
-    """Knots of a coarse grid (…, K, K) to a smooth surface (…, size, size)."""
+    """Interpolate knots of a coarse grid: (…, K, K) → (…, size, size)."""
     weights = _spline(knots.shape[-1], size)
     return weights @ knots @ weights.T
 
@@ -208,22 +208,22 @@ def _strokes(
     *,
     size: int,
 ) -> Tensor:
-    """How much of each pixel the warped strokes cover, (N, S, S) in [0, 1]."""
+    """The coverage of each pixel by the warped strokes: (N, S, S) in [0, 1]."""
     n = len(fields)
     longer = np.maximum(boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1])
-    # canvas pixels of one work pixel: cropped glyphs all get the same size to work on
+    # canvas pixels per working pixel; cropped glyphs have equal sizes on the working canvas
     step = np.where(d.crop, longer / _GLYPH, _EM_STEP).astype(np.float32)
     warped = _warp(fields, boxes, d, step=step, glyph=longer / step)
-    # pen: half the width; filled: grow or shrink, but never eat up a hairline
+    # pen: half the width; filled: grow or shrink, but keep hairlines
     pen = np.maximum(d.width * longer / 2, 0.5 * step)
     half = np.where(d.pen, pen, np.maximum(d.width * longer, -0.55 * reach))
     knots = torch.from_numpy(rng.standard_normal((n, 4, 4), dtype=np.float32)).clamp(-1.2, 1.2)
     edge = warped - _spread(
         _column(half) * (1 + _column(d.pressure) * knots), _WORK
     )  # (N, W, W), ink below 0
-    centre, side = _frame(edge, d)
+    center, side = _frame(edge, d)
     line = (torch.arange(size, dtype=torch.float32) + 0.5) / size - 0.5
-    ends = (centre + 0.5)[:, :, None] + line * side[:, None, None]  # (N, 2, S): columns, then rows
+    ends = (center + 0.5)[:, :, None] + line * side[:, None, None]  # (N, 2, S): columns, then rows
     ends = ends * (2 / _WORK) - 1
     grid = torch.empty(n, size, size, 2)
     grid[..., 0] = ends[:, 0, None, :]
@@ -233,13 +233,13 @@ def _strokes(
 
 
 def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: _Array) -> Tensor:
-    """The fields on the work canvas, (N, W, W), still in canvas pixels."""
+    """The fields on the working canvas, (N, W, W), in canvas pixels."""
     n, finest = len(fields), _KNOTS[-1]
-    bend = torch.zeros(n, 2, finest, finest)  # displacements in work pixels
+    bend = torch.zeros(n, 2, finest, finest)  # displacements in working pixels
     for scale, knots in enumerate(d.knots):
         amount = torch.from_numpy(d.warp[:, scale] * glyph)[:, None, None, None]
         bend += _spread(torch.from_numpy(knots).clamp(-2, 2) * amount, finest)
-    # work pixel -> canvas pixel: turn, then lean, then stretch
+    # working pixel → canvas pixel: rotate, then shear, then stretch
     cosine, sine = np.cos(d.rotation), np.sin(d.rotation)
     zoom = step * np.where(d.crop, 1, np.exp(-d.zoom))
     wide, high = zoom * np.exp(-d.aspect / 2), zoom * np.exp(d.aspect / 2)
@@ -247,7 +247,7 @@ def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: 
     affine = torch.from_numpy((lean * np.array([wide, high])[:, None]).transpose(2, 0, 1).astype(np.float32))
     middle = np.stack([boxes[:, 0] + boxes[:, 2], boxes[:, 1] + boxes[:, 3]], axis=1) / 2
     middle = np.where(d.crop[:, None], middle, CANVAS / 2).astype(np.float32)
-    # bends and affine map in one product: beside the spline's weights stand a constant and a slope
+    # warp and affine map in one product: a constant and a slope follow the spline's weights
     line = torch.arange(_WORK, dtype=torch.float32) + 0.5 - _WORK / 2
     weights = torch.cat([_spline(finest, _WORK), torch.ones(_WORK, 1), line[:, None]], dim=1)
     terms = torch.zeros(n, 2, finest + 2, finest + 2)
@@ -262,13 +262,15 @@ def _warp(fields: _Array, boxes: _Array, d: Distortion, *, step: _Array, glyph: 
 
 
 def _frame(edge: Tensor, d: Distortion) -> tuple[Tensor, Tensor]:
-    """Centre (N, 2) and side (N,) of the square, in work pixels, that the picture shows."""
+    """Center (N, 2) and side (N,) of the square in the image, in working pixels."""
     where = torch.arange(_WORK, dtype=torch.float32)
 
     def ends(line: Tensor) -> tuple[Tensor, Tensor]:
         first = torch.where(line, where, _WORK).amin(1)
         last = torch.where(line, where, -1).amax(1)
-        return torch.where(last < 0, 0, first), torch.where(last < 0, _WORK - 1, last)  # no ink: everything
+        return torch.where(last < 0, 0, first), torch.where(
+            last < 0, _WORK - 1, last
+        )  # without ink, everything
 
     left, right = ends(edge.amin(1) < 0)
     top, bottom = ends(edge.amin(2) < 0)
@@ -283,54 +285,54 @@ def _frame(edge: Tensor, d: Distortion) -> tuple[Tensor, Tensor]:
 
 
 def _photograph(rng: np.random.Generator, cover: Tensor, d: Distortion) -> Tensor:
-    """From how much ink there is to how light each pixel is, (N, S, S) in [0, 1]."""
+    """Convert ink to brightness: (N, S, S) in [0, 1]."""
     n, size = cover.shape[:2]
     knots = torch.from_numpy(rng.uniform(0, 1, (n, 5, 5)).astype(np.float32))
     ink = cover * (1 - _column(d.unevenness) * _spread(knots, size).clamp(0, 1))
     ink = _blur(ink, d.blur * size)
-    ink = _few_pixels(ink, d)
+    ink = _reduce(ink, d)
     line = torch.linspace(-1, 1, size)
     slope = torch.from_numpy(d.slope)
     light = slope[:, 0, None, None] * line + slope[:, 1, None, None] * line[:, None]
     contrast = _column(d.contrast)
     low = (1 - contrast) * _column(d.brightness)
-    picture = torch.where(torch.from_numpy(d.dark)[:, None, None], ink, 1 - ink) + light * 0.5
+    image = torch.where(torch.from_numpy(d.dark)[:, None, None], ink, 1 - ink) + light * 0.5
     noise = torch.from_numpy(rng.standard_normal((n, size, size), dtype=np.float32))
-    picture = (picture + noise * _column(d.noise)).clamp(0, 1)
+    image = (image + noise * _column(d.noise)).clamp(0, 1)
     levels = _column((d.levels - 1).clip(1))
     few = torch.from_numpy(d.levels > 0)[:, None, None]
-    picture = torch.where(few, (picture * levels).round() / levels, picture)
-    return low + contrast * picture  # last, or few levels could leave a faint picture blank
+    image = torch.where(few, (image * levels).round() / levels, image)
+    return low + contrast * image  # last, because few levels could make a faint image blank
 
 
-def _blur(pictures: Tensor, sigmas: NDArray[np.float32]) -> Tensor:
-    """Gaussian blur of each picture by its own sigma in pixels; below a quarter pixel it stays as it is."""
+def _blur(images: Tensor, sigmas: NDArray[np.float32]) -> Tensor:
+    """Blur each image with its own sigma in pixels; sigmas up to 0.25 have no effect."""
     rows = np.flatnonzero(sigmas > 0.25)
     if not len(rows):
-        return pictures
+        return images
     reach = 5
     offsets = torch.arange(-reach, reach + 1, dtype=torch.float32)
     kernels = torch.exp(-0.5 * (offsets / torch.from_numpy(sigmas[rows])[:, None]) ** 2)
     kernels = kernels / kernels.sum(1, keepdim=True)
-    some = F.pad(pictures[rows][None], (reach,) * 4, mode="replicate")
+    some = F.pad(images[rows][None], (reach,) * 4, mode="replicate")
     some = F.conv2d(some, kernels[:, None, :, None], groups=len(rows))
     some = F.conv2d(some, kernels[:, None, None, :], groups=len(rows))
-    blurred = pictures.clone()
+    blurred = images.clone()
     blurred[rows] = some[0]
     return blurred
 
 
-def _few_pixels(pictures: Tensor, d: Distortion) -> Tensor:
-    """Pictures through a camera of few pixels and up again."""
-    size = pictures.shape[-1]
-    result = pictures.clone()
+def _reduce(images: Tensor, d: Distortion) -> Tensor:
+    """Reduce images to few pixels and enlarge them again."""
+    size = images.shape[-1]
+    result = images.clone()
     modes: Sequence[str] = ("nearest", "bilinear", "bicubic")
     for side in _LOW_SIDES:
         for kind, mode in enumerate(modes):
             rows = np.flatnonzero((d.low_side == side) & (d.upscale == kind))
             if not len(rows) or side >= size:
                 continue
-            small = F.interpolate(pictures[rows][:, None], size=(side, side), mode="area")
+            small = F.interpolate(images[rows][:, None], size=(side, side), mode="area")
             corners = None if mode == "nearest" else False
             large = F.interpolate(small, size=(size, size), mode=mode, align_corners=corners)
             result[rows] = large[:, 0].clamp(0, 1)

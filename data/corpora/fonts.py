@@ -1,11 +1,11 @@
-"""The letters behind the `glyphs` corpus: which fonts there are, which characters they have, and their shapes.
+"""Fonts of the ``glyphs`` dataset: their characters, and the shapes of the glyphs.
 
-The fonts are those that matplotlib installs. A glyph's shape is kept as two fields of distances, in pixels of
-a canvas on which the font's em square measures ``EM`` pixels, because a field of distances can be stretched,
-cropped and thresholded at any stroke width without going blocky:
+The fonts are those that matplotlib installs. The shape of a glyph is stored as two distance fields, in pixels of a
+canvas on which the em square has ``EM`` pixels. Distance fields can be stretched, cropped, and thresholded at any
+stroke width without artifacts.
 
-- the outline field: signed distance to the outline, negative in the ink: the printed form;
-- the skeleton field: distance to the centre line of the strokes: what a pen of one width would follow.
+- outline field: signed distance to the outline, negative inside: the printed form;
+- skeleton field: distance to the center line of the strokes: the path of a pen.
 """
 
 import unicodedata
@@ -37,15 +37,15 @@ __all__ = [
 ]
 
 EM = 48  # pixels of the em square
-CANVAS = 72  # pixels of the square canvas
-BASELINE = 51  # the row on which letters stand
-REACH = 9  # distances are exact up to here, and not larger
-PRUNED = (0, 3, 6)  # by how many pixels the ends of a skeleton's strokes may be shortened
+CANVAS = 72  # pixels per side
+BASELINE = 51  # row
+PRUNED = (0, 3, 6)  # pixels by which the ends of a skeleton's strokes may be shortened
+_REACH = 9  # largest distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Face:
-    """One font file: a style of a family."""
+    """A font file: one style of a family."""
 
     file: str
     family: str
@@ -54,10 +54,10 @@ class Face:
 
 @dataclass(frozen=True, kw_only=True)
 class Glyph:
-    """One character in one face.
+    """A character in a face.
 
-    ``draw`` is what to ask of the font, ``character`` what one then sees: an old font may keep a Greek letter
-    at the place of an accented one, and a "mathematical bold digit one" is a digit one.
+    ``draw`` is the character to request from the font, ``character`` the visible one: an old font may have a Greek
+    letter at the code of an accented one, and a "mathematical bold digit one" is a digit one.
     """
 
     face: Face
@@ -66,43 +66,40 @@ class Glyph:
     styles: tuple[str, ...]
 
 
-def _faces() -> tuple[Face, ...]:
-    faces = []
-    for family, stem, style, slanted in (
-        ("DejaVu Sans", "DejaVuSans", "sans", "Oblique"),
-        ("DejaVu Serif", "DejaVuSerif", "serif", "Italic"),
-        ("DejaVu Sans Mono", "DejaVuSansMono", "monospace", "Oblique"),
-    ):
-        slant = slanted.lower()
-        faces += [
-            Face(file=f"{stem}.ttf", family=family, styles=(style,)),
-            Face(file=f"{stem}-Bold.ttf", family=family, styles=("bold", style)),
-            Face(file=f"{stem}-{slanted}.ttf", family=family, styles=(slant, style)),
-            Face(file=f"{stem}-Bold{slanted}.ttf", family=family, styles=("bold", slant, style)),
-        ]
-    for name, styles in (
-        ("", ("serif",)),
-        ("Bol", ("bold", "serif")),
-        ("Italic", ("italic", "serif")),
-        ("BolIta", ("bold", "italic", "serif")),
-    ):
-        faces.append(Face(file=f"STIXGeneral{name}.ttf", family="STIX", styles=styles))
-    for file, family, styles in (
-        ("cmr10", "Computer Modern Roman", ("serif",)),
-        ("cmb10", "Computer Modern Roman", ("bold", "serif")),
-        ("cmti10", "Computer Modern Roman", ("italic", "serif")),
-        ("cmmi10", "Computer Modern Roman", ("italic", "serif")),
-        ("cmsy10", "Computer Modern Roman", ("script",)),
-        ("cmtt10", "Computer Modern Typewriter", ("typewriter",)),
-        ("cmss10", "Computer Modern Sans", ("sans",)),
-    ):
-        faces.append(Face(file=f"{file}.ttf", family=family, styles=styles))
-    return tuple(faces)
+FACES = (
+    *(
+        Face(file=f"{stem}-{weight}{slant}.ttf".replace("-.", "."), family=family, styles=(*styles, style))
+        for family, stem, style, slanted in (
+            ("DejaVu Sans", "DejaVuSans", "sans", "Oblique"),
+            ("DejaVu Serif", "DejaVuSerif", "serif", "Italic"),
+            ("DejaVu Sans Mono", "DejaVuSansMono", "monospace", "Oblique"),
+        )
+        for weight, slant, styles in (
+            ("", "", ()),
+            ("Bold", "", ("bold",)),
+            ("", slanted, (slanted.lower(),)),
+            ("Bold", slanted, ("bold", slanted.lower())),
+        )
+    ),
+    *(
+        Face(file=f"{file}.ttf", family=family, styles=styles)
+        for file, family, styles in (
+            ("STIXGeneral", "STIX", ("serif",)),
+            ("STIXGeneralBol", "STIX", ("bold", "serif")),
+            ("STIXGeneralItalic", "STIX", ("italic", "serif")),
+            ("STIXGeneralBolIta", "STIX", ("bold", "italic", "serif")),
+            ("cmr10", "Computer Modern Roman", ("serif",)),
+            ("cmb10", "Computer Modern Roman", ("bold", "serif")),
+            ("cmti10", "Computer Modern Roman", ("italic", "serif")),
+            ("cmmi10", "Computer Modern Roman", ("italic", "serif")),
+            ("cmsy10", "Computer Modern Roman", ("script",)),
+            ("cmtt10", "Computer Modern Typewriter", ("typewriter",)),
+            ("cmss10", "Computer Modern Sans", ("sans",)),
+        )
+    ),
+)
 
-
-FACES = _faces()
-
-#: Families that are never trained on: a fixed-width sans in four styles, and a sans of another designer.
+# Test families: a monospaced sans in four styles, and a sans by another designer.
 HELD_OUT = frozenset({"DejaVu Sans Mono", "Computer Modern Sans"})
 
 LICENSES = {
@@ -111,7 +108,7 @@ LICENSES = {
     "Computer Modern": "BaKoMa Fonts license",
 }
 
-# What a person may meet in print: no combining marks, no scripts that need shaping.
+# Characters common in print, without combining marks and scripts that need shaping.
 _BLOCKS = (
     (0x0021, 0x007E),  # ASCII
     (0x00A1, 0x017F),  # Latin-1, Latin Extended-A
@@ -132,7 +129,7 @@ _BLOCKS = (
     (0x25A0, 0x25FF),  # geometric shapes
     (0x2605, 0x266F),  # stars, planets, chess, cards, music
     (0x2701, 0x27BF),  # dingbats
-    (0x1D400, 0x1D7FF),  # mathematical letters and digits, which are letters and digits in a style
+    (0x1D400, 0x1D7FF),  # mathematical letters and digits, drawn as letters and digits in a style
 )
 _ALPHANUMERIC_STYLES = {
     "bold": "bold",
@@ -150,12 +147,12 @@ _STYLE_ORDER = (
 )
 _OLD_STYLE = {
     f"{unicodedata.name(figure).split()[1].lower()}oldstyle": figure for figure in "0123456789"
-}  # glyph names of figures with ascenders and descenders
+}  # by glyph name, figures with ascenders and descenders
 
 
 @cache
 def font_folder() -> Path:
-    """The folder of matplotlib's font files."""
+    """Return the folder of matplotlib's font files."""
     import matplotlib
 
     return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
@@ -163,10 +160,7 @@ def font_folder() -> Path:
 
 @cache
 def glyphs_of(face: Face) -> tuple[Glyph, ...]:
-    """Every glyph of a face that the corpus may show, in the order of its codes.
-
-    Only what the font itself lists is there, so a box for a missing character is never drawn.
-    """
+    """Return the glyphs of a face that the dataset may contain, in the order of their codes."""
     from fontTools import agl  # type: ignore[import-untyped]
     from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
 
@@ -174,33 +168,36 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
         names: dict[int, str] = font.getBestCmap()
     found: dict[tuple[str, tuple[str, ...]], Glyph] = {}
     for code, name in sorted(names.items()):
-        # Computer Modern's files keep TeX's own encodings: the glyph's name is the truth, its place is not
+        # Computer Modern's files use TeX's encodings: the glyph's name is right, its code is not
         truth = _OLD_STYLE.get(name) or (agl.toUnicode(name) if face.file.startswith("cm") else chr(code))
-        if name == ".notdef" or len(truth) != 1 or not _is_shown(truth):
+        title = unicodedata.name(truth, "") if len(truth) == 1 and name != ".notdef" else ""
+        if (
+            not 1 <= len(title.split()) <= 7
+            or not any(first <= ord(truth) <= last for first, last in _BLOCKS)
+            or unicodedata.category(truth)[0] not in "LNPS"
+        ):
             continue
         character, styles = _plain(truth, face)
         glyph = Glyph(face=face, draw=chr(code), character=character, styles=styles)
         found.setdefault((character, styles), glyph)
-    return tuple(glyph for glyph in found.values() if glyph.draw.strip() and _fits(glyph))
-
-
-def _is_shown(character: str) -> bool:
-    code = ord(character)
-    if not any(first <= code <= last for first, last in _BLOCKS):
-        return False
-    name = unicodedata.name(character, "")
-    return bool(name) and len(name.split()) <= 7 and unicodedata.category(character)[0] in "LNPS"
+    fitting = []
+    for glyph in found.values():
+        left, top, right, bottom = _place(glyph)[1]
+        inside = left >= 1 and top >= 1 and max(right, bottom) < CANVAS
+        if glyph.draw.strip() and left < right and top < bottom and inside:
+            fitting.append(glyph)
+    return tuple(fitting)
 
 
 def _plain(character: str, face: Face) -> tuple[str, tuple[str, ...]]:
-    """A mathematical letter or digit as the plain one and its style; anything else as it is."""
+    """Map a mathematical letter or digit to the plain one and its style; others are unchanged."""
     folded = unicodedata.normalize("NFKC", character)
     words = unicodedata.name(character).lower().split()
     styles = tuple(style for word, style in _ALPHANUMERIC_STYLES.items() if word in words)
     styled = words[0] == "mathematical" or (styles and 0x2100 <= ord(character) <= 0x214F)
     if not styled or len(folded) != 1 or not folded.isalnum():
         return character, face.styles
-    # the face's weight stays; a serif face may hold a sans alphabet, which then is sans
+    # the weight of the face remains; a sans alphabet in a serif face is sans
     kept = {*face.styles} - ({*_STYLE_ORDER[3:]} if {*styles} & {*_STYLE_ORDER[3:]} else set())
     either = kept | {*styles}
     if "italic" in either:
@@ -215,13 +212,8 @@ def _truetype(file: str) -> "FreeTypeFont":
     return ImageFont.truetype(str(font_folder() / file), EM, layout_engine=ImageFont.Layout.BASIC)
 
 
-def _fits(glyph: Glyph) -> bool:
-    left, top, right, bottom = _place(glyph)[1]
-    return left < right and top < bottom and left >= 1 and top >= 1 and max(right, bottom) < CANVAS
-
-
 def _place(glyph: Glyph) -> tuple[int, tuple[float, float, float, float]]:
-    """The pen's starting column that centres the advance width, and the ink's box then."""
+    """The starting column that centers the advance width, and the ink's box."""
     font = _truetype(glyph.face.file)
     start = round((CANVAS - font.getlength(glyph.draw)) / 2)
     box = font.getbbox(glyph.draw, anchor="ls")
@@ -229,7 +221,7 @@ def _place(glyph: Glyph) -> tuple[int, tuple[float, float, float, float]]:
 
 
 def rasterize(glyph: Glyph) -> NDArray[np.uint8]:
-    """Ink of a glyph, (CANVAS, CANVAS) uint8, 255 where it is full."""
+    """Render a glyph: (CANVAS, CANVAS) uint8, 255 for full ink."""
     from PIL import Image, ImageDraw
 
     image = Image.new("L", (CANVAS, CANVAS))
@@ -240,8 +232,8 @@ def rasterize(glyph: Glyph) -> NDArray[np.uint8]:
 
 
 def outline_field(ink: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Signed distance to the outline, (N, H, W) uint8 ink -> (N, H, W) float32 within ±REACH, ink negative."""
-    # a grey pixel is cut by the outline: its cover says how far from its centre
+    """Compute the signed distance to the outline: (N, H, W) uint8 ink → (N, H, W) float32 within ±9."""
+    # the outline crosses gray pixels; coverage gives the distance from their center
     offset = ink.astype(np.float32) / 255 - 0.5
     squares = np.round(offset * offset * _FINE).astype(np.int16)
     outside = np.where(ink == 255, 0, np.where(ink == 0, _FAR, np.where(offset < 0, squares, 0)))
@@ -250,10 +242,10 @@ def outline_field(ink: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def skeleton_fields(ink: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
-    """Distances to the strokes' centre lines, (N, H, W) uint8 ink -> (N, H, W) float32 in [0, REACH] each.
+    """Compute the distance to the strokes' center lines: (N, H, W) uint8 ink → (N, H, W) float32 in [0, 9] each.
 
-    One field for each of ``PRUNED``: that many pixels are taken off every free end, which also takes off short
-    spurs like serifs.
+    There is one field for each of ``PRUNED``: that many pixels are removed from every free end, and with them short
+    spurs such as serifs.
     """
     lines, done, fields = _thin(ink > 127), 0, []
     for pixels in PRUNED:
@@ -262,26 +254,26 @@ def skeleton_fields(ink: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
     return fields
 
 
-_FINE = 64  # squares of distances are kept in these fractions, so that they fit into 16 bits
-_FAR = np.int16(REACH * REACH * _FINE)
+_FINE = 64  # units per squared pixel, so that squared distances fit into 16 bits
+_FAR = np.int16(_REACH * _REACH * _FINE)
 
 
 def _root_of_nearest(squares: NDArray[np.int16]) -> NDArray[np.float32]:
-    """Square root of min over pixels of (value there + squared distance to there), within REACH."""
+    """Square root of min over pixels of (value there + squared distance to there), within the largest distance."""
     best = squares.astype(np.int16)
-    for start in range(0, len(best), 32):  # a few at a time, so that they stay in the processor's cache
+    for start in range(0, len(best), 32):  # a few at a time, for the CPU cache
         some = best[start : start + 32]
         for axis in (1, 2):
             near, values = np.moveaxis(some, axis, 0), np.moveaxis(some.copy(), axis, 0)
-            for step in range(1, REACH + 1):
+            for step in range(1, _REACH + 1):
                 more = values + np.int16(step * step * _FINE)
                 np.minimum(near[step:], more[:-step], out=near[step:])
                 np.minimum(near[:-step], more[step:], out=near[:-step])
-    return np.minimum(np.sqrt(best.astype(np.float32) / _FINE), np.float32(REACH))
+    return np.minimum(np.sqrt(best.astype(np.float32) / _FINE), np.float32(_REACH))
 
 
-def _neighbours(lines: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """The eight neighbours of each pixel as bits, clockwise from the one above; outside the canvas is empty."""
+def _neighbors(lines: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """The eight neighbors of each pixel as bits, clockwise from the top; outside the canvas is empty."""
     height, width = lines.shape[1:]
     padded = np.pad(lines.view(np.uint8), ((0, 0), (1, 1), (1, 1)))
     code = np.zeros(lines.shape, np.uint8)
@@ -291,8 +283,8 @@ def _neighbours(lines: NDArray[np.bool_]) -> NDArray[np.uint8]:
 
 
 @cache
-def _goes() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """For each of the 256 neighbourhoods whether its pixel goes, in the two turns of a round of thinning."""
+def _removed() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """For each of the 256 neighborhoods, whether its pixel is removed in the two steps of a round of thinning."""
     bits = (np.arange(256)[:, None] >> np.arange(8)) & 1 == 1  # (256, 8)
     count = bits.sum(1)
     rises = (~bits & np.roll(bits, -1, axis=1)).sum(1)
@@ -304,13 +296,13 @@ def _goes() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def _thin(ink: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Thinning to lines of one pixel (Zhang and Suen, "A fast parallel algorithm for thinning", 1984)."""
+    """Thin to lines of one pixel (Zhang and Suen, "A fast parallel algorithm for thinning", 1984)."""
     lines = ink.copy()
-    left = np.arange(len(lines))  # those that are not thin yet
+    left = np.arange(len(lines))  # not thin yet
     while len(left):
         some = before = lines[left]
-        for table in _goes():
-            some = some & ~table[_neighbours(some)]
+        for table in _removed():
+            some = some & ~table[_neighbors(some)]
         lines[left] = some
         left = left[(some != before).any(axis=(1, 2))]
     return lines
@@ -319,7 +311,7 @@ def _thin(ink: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def _prune(lines: NDArray[np.bool_], pixels: int) -> NDArray[np.bool_]:
     single = np.array([value.bit_count() == 1 for value in range(256)])
     for _ in range(pixels):
-        ends = lines & single[_neighbours(lines)]
-        alone = ends & (_neighbours(ends) > 0)  # two pixels are left: keep them, or a dot would vanish
+        ends = lines & single[_neighbors(lines)]
+        alone = ends & (_neighbors(ends) > 0)  # the last two pixels of a dot remain
         lines = lines & ~(ends & ~alone)
     return lines

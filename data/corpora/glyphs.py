@@ -1,12 +1,10 @@
-"""The built-in corpus `glyphs`: printed characters, distorted as handwriting and cameras do, with captions.
+"""The built-in dataset ``glyphs``: printed characters, distorted like handwriting and photographs, with captions.
 
-Characters come from the fonts that matplotlib installs; half and more are digits and Latin letters, the rest
-is what else those fonts hold: accented Latin, Greek, Cyrillic, punctuation, mathematics, arrows, symbols.
-Whole families are kept out of training (`data.corpora.fonts.HELD_OUT`) and make up the test split, in which
-the 62 digits and letters of unseen type are to be named.
+Characters come from the fonts that matplotlib installs: mostly digits and Latin letters, also accented Latin,
+Greek, Cyrillic, punctuation, mathematics, arrows and symbols. Whole families are held out (``HELD_OUT`` in
+``data.corpora.fonts``); the test split consists of their 62 digits and letters.
 
-Every picture follows from the seed and its place in the corpus, so the files are the same however many
-processes make them.
+Every image depends only on the seed and its position, so the files are the same for any number of processes.
 """
 
 import os
@@ -19,7 +17,6 @@ import unicodedata
 import zlib
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -47,18 +44,17 @@ __all__ = [
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What the `glyphs` corpus says about a picture: names of characters, style words, and ways to put them.
+# Captions
 #
-# Names are Unicode's, in small letters, and the shorter ones that people use. Every digit comes by word and by
-# figure. A caption is a few words, since every token costs time in training.
+# Characters are called by their Unicode names in lower case, and by shorter common names. Every digit occurs as a
+# word and as a figure. Captions are short, because every token costs training time.
 
-#: The classes of the test split, in the order of their labels.
-CLASS_CHARACTERS = string.digits + string.ascii_lowercase + string.ascii_uppercase
-
-#: Prompts for the class names, which training captions use as well.
+CLASS_CHARACTERS = (
+    string.digits + string.ascii_lowercase + string.ascii_uppercase
+)  # in the order of the labels
 TEMPLATES = ("{c}", "the {c}", "a photo of the {c}", "a scan of the {c}", "a picture of the {c}")
 
-# Letters whose small and capital forms differ in size alone: a picture cropped to the ink cannot tell them apart.
+# Letters that differ from their capitals only in size, so that an image cropped to the ink is ambiguous.
 _SAME_IN_BOTH_CASES = frozenset("cosuvwxzCOSUVWXZ")
 
 _DIGIT_NAMES = (
@@ -84,26 +80,20 @@ _Choices: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def character_name(character: str) -> str:
-    """The name that a caption or a class gives a character: "digit seven", "greek small letter alpha"."""
+    """Return the name of a character in lower case: "digit seven", "greek small letter alpha"."""
     return unicodedata.name(character).lower()
 
 
-#: The names of the classes, one for each of ``CLASS_CHARACTERS``.
 CLASS_NAMES = tuple(character_name(character) for character in CLASS_CHARACTERS)
 
 
 def _pick(rng: np.random.Generator, choices: _Choices) -> str:
-    ends = _ends(choices)
+    ends = list(accumulate(weight for _, weight in choices))
     return choices[bisect(ends, rng.random() * ends[-1])][0]
 
 
-@cache
-def _ends(choices: _Choices) -> list[int]:
-    return list(accumulate(weight for _, weight in choices))
-
-
-def _called(rng: np.random.Generator, character: str, *, cropped: bool) -> str:
-    """One of the names that a character goes by."""
+def _name(rng: np.random.Generator, character: str, *, cropped: bool) -> str:
+    """One of the names of a character."""
     name = character_name(character)
     if character in string.digits:
         return _pick(rng, _DIGIT_NAMES).format(w=name.split()[-1], f=character)
@@ -119,11 +109,6 @@ def _called(rng: np.random.Generator, character: str, *, cropped: bool) -> str:
     return name
 
 
-def _article(phrase: str) -> str:
-    # sounds, not letters: "an 8", "an uppercase a", but "a union"
-    return "an" if phrase[0] in "aeio8" or phrase.startswith(("up", "un ")) else "a"
-
-
 def write_caption(
     rng: np.random.Generator,
     character: str,
@@ -132,38 +117,39 @@ def write_caption(
     visible: Sequence[str] = (),
     cropped: bool = False,
 ) -> str:
-    """A caption for one picture.
+    """Return a random caption.
 
     Args:
-        rng: where the choice among the ways to say it comes from.
-        character: what the picture shows.
-        styles: the words for the type ("bold", "serif"), named now and then.
-        visible: what the picture went through ("blurred", "handwritten", "white on black"), named now and then.
-        cropped: the picture is cropped to the ink, so that the size of the letter cannot be seen.
+        rng: random generator.
+        character: the character in the image.
+        styles: words for the type ("bold", "serif"), sometimes mentioned.
+        visible: words for the distortion ("blurred", "handwritten", "white on black"), sometimes mentioned.
+        cropped: whether the image is cropped to the ink, so that the size of the letter cannot be seen.
     """
-    phrase = _called(rng, character, cropped=cropped)
+    phrase = _name(rng, character, cropped=cropped)
     after = [word for word in visible if " on " in word and rng.random() < 0.12]
     before = [word for word in visible if " on " not in word and rng.random() < 0.35]
     if styles and rng.random() < 0.3:
         before += styles if rng.random() < 0.6 else [styles[int(rng.integers(len(styles)))]]
     phrase = " ".join([*before, phrase])
-    caption = _pick(rng, _PHRASES).format(p=phrase, a=_article(phrase))
+    # by sound: "an 8", "an uppercase a", but "a union"
+    article = "an" if phrase[0] in "aeio8" or phrase.startswith(("up", "un ")) else "a"
+    caption = _pick(rng, _PHRASES).format(p=phrase, a=article)
     return ", ".join([caption, *after])
 
 
 # --------------------------------------------------------------------------------------------------------------
 
-#: Changes whenever the same seed gives other pictures or captions.
-REVISION = "3"
+REVISION = "3"  # changes whenever the same seed gives other images or captions
 
 _CHUNK = 500
-_IN_A_MINUTE = 60_000  # about, on two cores
-_TEST_VIEWS = 10  # pictures of each held-out glyph
+_PER_MINUTE = 60_000  # approximate, on two cores
+_TEST_VIEWS = 10  # images per held-out glyph
 _ORNATE = frozenset({"script", "fraktur", "double-struck"})
-_STEPS = 14  # of a stored distance within a pixel, so that it fits into a byte
+_STEPS = 14  # per pixel, so that a stored distance fits into a byte
 
-# the shares of the corpus, and of each how much is written by a pen and how much is cropped to the ink
-_SHARES = {
+# by kind of character: its fraction of the dataset, and the fractions of it drawn with a pen and cropped to the ink
+_KINDS = {
     "digit": (0.30, 0.55, 0.75),
     "letter": (0.40, 0.4, 0.45),
     "latin": (0.06, 0.0, 0.4),
@@ -183,19 +169,18 @@ def make(
     processes: int | None = None,
     progress: bool = True,
 ) -> None:
-    """Write the corpus: a split to train on and a split of held-out font families.
+    """Write the dataset: a training split, and a test split of held-out font families.
 
     Args:
-        out: the dataset folder to make.
-        samples: how many training samples; the test split always has ten of each held-out glyph.
-        size: the pictures' side in pixels; they are 8-bit grey PNGs.
-        seed: other seeds give other pictures.
-        processes: how many at once; all cores if None. It does not change the files.
-        progress: show a bar on stderr; where that is no terminal, a line at the start, every ten seconds and at
-            the end.
+        out: the dataset folder to create.
+        samples: number of training samples; the test split always has ten images per held-out glyph.
+        size: pixels per side; the images are 8-bit grayscale PNGs.
+        seed: random seed.
+        processes: number of processes; None for all cores. It does not affect the files.
+        progress: show a bar on stderr, or lines if stderr is not a terminal.
 
     Raises:
-        DataError: ``out`` already holds something, or a number is out of range.
+        DataError: ``out`` is not empty, or a number is out of range.
     """
     if samples < 1 or seed < 0 or not 16 <= size <= 512:
         raise DataError(
@@ -211,24 +196,21 @@ def make(
         for chunk, records in _made(chunks, processes or os.cpu_count() or 1, progress=progress):
             for record in records:
                 writer.write(chunk.split, record)
-        writer.finish(_card(seed=seed, size=size), class_names=CLASS_NAMES, templates=TEMPLATES)
-
-
-def _card(*, seed: int, size: int) -> dict[str, object]:
-    return {
-        "name": "glyphs",
-        "revision": REVISION,
-        "license": LICENSES,
-        "source": "characters drawn with the fonts that matplotlib installs",
-        "how": "rendered, warped, redrawn with a pen along the skeleton or with other stroke widths, framed by "
-        "the em box or by the ink, then blurred, resampled, faded and made noisy at random strengths; the test "
-        "split shows held-out families, framed by the em box, with mild distortion",
-        "seed": seed,
-        "size": size,
-        "held_out_families": sorted(HELD_OUT),
-        "families": sorted({face.family for face in FACES} - HELD_OUT),
-        "metric": "accuracy",
-    }
+        card = {
+            "name": "glyphs",
+            "revision": REVISION,
+            "license": LICENSES,
+            "source": "characters drawn with the fonts that matplotlib installs",
+            "how": "rendered, warped, redrawn with a pen along the skeleton or with other stroke widths, framed by "
+            "the em box or by the ink, then blurred, resampled, faded and made noisy at random strengths; the test "
+            "split shows held-out families, framed by the em box, with mild distortion",
+            "seed": seed,
+            "size": size,
+            "held_out_families": sorted(HELD_OUT),
+            "families": sorted({face.family for face in FACES} - HELD_OUT),
+            "metric": "accuracy",
+        }
+        writer.finish(card, class_names=CLASS_NAMES, templates=TEMPLATES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +229,14 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
     from concurrent.futures.process import BrokenProcessPool
 
     if processes == 1:
-        with _one_thread():
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
             yield from _shown(chunks, map(_make_chunk, chunks), progress=progress)
+        finally:
+            torch.set_num_threads(threads)
         return
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     try:
@@ -257,9 +245,7 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
             yield from _shown(chunks, pool.map(_make_chunk, chunks), progress=progress)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-    except (
-        BrokenProcessPool
-    ) as error:  # a script that is no main module cannot be started again by its children
+    except BrokenProcessPool as error:  # spawned processes import the script, which must have a main guard
         raise DataError(
             "the processes that draw glyphs did not start: run 'python -m data make glyphs OUT' first, "
             "or put your script's code under if __name__ == '__main__'"
@@ -269,7 +255,7 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
 def _shown(
     chunks: list[_Chunk], results: Iterable[list[Record]], *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
-    """The chunks with their records, while stderr tells how far it is."""
+    """Pass on the chunks with their records, and report progress on stderr."""
     from rich.console import Console
     from rich.progress import track
 
@@ -281,7 +267,7 @@ def _shown(
         )
         return
     count, start = sum(chunk.count for chunk in chunks), time.monotonic()
-    minutes = round(count / _IN_A_MINUTE)
+    minutes = round(count / _PER_MINUTE)
     long = f", about {minutes} min on two cores" if minutes else ""
     print(f"drawing {count:,} glyphs{long}", file=sys.stderr, flush=True)
     drawn = 0
@@ -294,7 +280,7 @@ def _shown(
 
 
 def _start_process() -> None:
-    """A signal that all get is the parent's to answer: who dies while it hands glyphs over leaves it waiting."""
+    """Leave signals to the parent, which would wait forever for a process that died while sending glyphs."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -303,21 +289,9 @@ def _start_process() -> None:
     torch.set_num_threads(1)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @dataclass(kw_only=True)
 class _Pool:
-    """The glyphs of one share of the corpus by character; ornate alphabets apart, since they are many."""
+    """The glyphs of one kind by character; ornate alphabets are separate, because they are many."""
 
     plain: dict[str, list[Glyph]] = field(default_factory=dict)
     ornate: dict[str, list[Glyph]] = field(default_factory=dict)
@@ -337,54 +311,59 @@ class _Pool:
 
 @cache
 def _pools() -> dict[str, _Pool]:
-    pools = {share: _Pool() for share in _SHARES}
+    pools = {kind: _Pool() for kind in _KINDS}
     for face in FACES:
-        if face.family not in HELD_OUT:
-            for glyph in glyphs_of(face):
-                pools[_share_of(glyph.character)].add(glyph)
+        for glyph in glyphs_of(face) if face.family not in HELD_OUT else ():
+            kind = character_name(glyph.character).split()[0]
+            if glyph.character in string.digits:
+                kind = "digit"
+            elif glyph.character in string.ascii_letters:
+                kind = "letter"
+            elif kind not in ("latin", "greek", "cyrillic"):
+                kind = "punctuation" if unicodedata.category(glyph.character)[0] == "P" else "symbol"
+            pools[kind].add(glyph)
     return pools
-
-
-def _share_of(character: str) -> str:
-    if character in string.digits:
-        return "digit"
-    if character in string.ascii_letters:
-        return "letter"
-    first = character_name(character).split()[0]
-    if first in ("latin", "greek", "cyrillic"):
-        return first
-    return "punctuation" if unicodedata.category(character)[0] == "P" else "symbol"
 
 
 @cache
 def _held_out() -> tuple[Glyph, ...]:
-    """The test split's glyphs: every class in every face of the held-out families."""
-    found = [
+    """The glyphs of the test split: every class in every face of the held-out families."""
+    return tuple(
         glyph
         for face in FACES
         if face.family in HELD_OUT
         for glyph in glyphs_of(face)
         if glyph.character in CLASS_CHARACTERS and glyph.draw == glyph.character
-    ]
-    return tuple(found)
+    )
 
 
 def _make_chunk(chunk: _Chunk) -> list[Record]:
-    from data.corpora.distortion import draw_distortions, draw_pictures, mild, visible_words
+    from data.corpora.distortion import draw_distortions, draw_images, mild, visible_words
 
     training = chunk.split == "train"
     rng = np.random.default_rng([chunk.seed, int(training), chunk.start])
-    glyphs, pen, crop = _drawn_glyphs(rng, chunk)
+    pen, crop = np.zeros(chunk.count, bool), np.zeros(chunk.count, bool)
+    if training:
+        pools, names = _pools(), list(_KINDS)
+        weights, pens, crops = (np.array(column) for column in zip(*_KINDS.values(), strict=True))
+        kinds = rng.choice(len(names), size=chunk.count, p=weights / weights.sum())
+        glyphs = [pools[names[kind]].draw(rng) for kind in kinds]
+        ornate = np.array([bool(_ORNATE & {*glyph.styles}) for glyph in glyphs])
+        pen = (rng.random(chunk.count) < pens[kinds]) & ~ornate
+        crop = rng.random(chunk.count) < crops[kinds]
+    else:
+        held_out = _held_out()
+        glyphs = [held_out[(chunk.start + index) % len(held_out)] for index in range(chunk.count)]
     distortion = draw_distortions(rng, pen=pen, crop=crop)
     if not training:
         distortion = mild(distortion)
     shortened = rng.choice(PRUNED, size=chunk.count, p=[0.5, 0.35, 0.15])
     fields, reach, boxes = _shapes(glyphs, np.where(pen, shortened, -1).tolist())
-    pictures = _pngs(draw_pictures(rng, fields, reach, boxes, distortion, size=chunk.size))
+    images = _pngs(draw_images(rng, fields, reach, boxes, distortion, size=chunk.size))
     records = []
-    for index, (glyph, picture) in enumerate(zip(glyphs, pictures, strict=True)):
+    for index, (glyph, image) in enumerate(zip(glyphs, images, strict=True)):
         visible = visible_words(distortion, index)
-        # of the type's style a pen leaves the slant
+        # a pen keeps only the slant of the type
         styles = [style for style in glyph.styles if not pen[index] or style in ("italic", "oblique")]
         if training:
             label, cropped = None, bool(crop[index])
@@ -399,31 +378,8 @@ def _make_chunk(chunk: _Chunk) -> list[Record]:
             "styles": [*styles, *visible],
         }
         key = f"{chunk.start + index:08d}"
-        records.append(
-            Record(key=key, image=picture, extension="png", caption=caption, label=label, meta=meta)
-        )
+        records.append(Record(key=key, image=image, extension="png", caption=caption, label=label, meta=meta))
     return records
-
-
-def _drawn_glyphs(
-    rng: np.random.Generator, chunk: _Chunk
-) -> tuple[list[Glyph], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which glyphs a chunk shows, which of them a pen writes, and which are cropped to the ink."""
-    if chunk.split == "test":
-        held_out = _held_out()
-        glyphs = [
-            held_out[number % len(held_out)] for number in range(chunk.start, chunk.start + chunk.count)
-        ]
-        return glyphs, np.zeros(chunk.count, bool), np.zeros(chunk.count, bool)
-    pools = _pools()
-    shares = list(_SHARES)
-    weights, pens, crops = (np.array(column) for column in zip(*_SHARES.values(), strict=True))
-    kinds = rng.choice(len(shares), size=chunk.count, p=weights / weights.sum())
-    glyphs = [pools[shares[kind]].draw(rng) for kind in kinds]
-    ornate = np.array([bool(_ORNATE & {*glyph.styles}) for glyph in glyphs])
-    pen = (rng.random(chunk.count) < pens[kinds]) & ~ornate
-    crop = rng.random(chunk.count) < crops[kinds]
-    return glyphs, pen, crop
 
 
 _Shape: TypeAlias = tuple[NDArray[np.int8], float, tuple[int, int, int, int]]
@@ -433,9 +389,9 @@ _shape_cache: dict[tuple[Glyph, int], _Shape] = {}
 def _shapes(
     glyphs: list[Glyph], shorten: list[int]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """Distance fields (N, CANVAS, CANVAS), reach of the ink (N,) and ink boxes (N, 4) of some glyphs.
+    """Distance fields (N, CANVAS, CANVAS), reach of the ink (N,) and ink boxes (N, 4).
 
-    A field is the outline's where ``shorten`` is -1, else the skeleton's with its ends that much shorter.
+    Fields are distances to the outline where ``shorten`` is -1, else to the skeleton with its ends shortened.
     """
     from data.corpora.fonts import outline_field, rasterize, skeleton_fields
 
@@ -459,11 +415,11 @@ def _shapes(
     return stacked, reach, np.array([box for _, _, box in found], np.float32)
 
 
-def _pngs(pictures: NDArray[np.uint8]) -> list[bytes]:
-    """Grey pictures (N, S, S) as PNG files: four times as fast as a library that must be ready for anything."""
-    count, size = pictures.shape[:2]
-    lines = np.zeros((count, size, size + 1), np.uint8)  # each line starts with its filter: none
-    lines[:, :, 1:] = pictures
+def _pngs(images: NDArray[np.uint8]) -> list[bytes]:
+    """Encode grayscale images (N, S, S) as PNG, four times as fast as Pillow."""
+    count, size = images.shape[:2]
+    lines = np.zeros((count, size, size + 1), np.uint8)  # each line starts with its filter type, 0
+    lines[:, :, 1:] = images
 
     def part(kind: bytes, content: bytes) -> bytes:
         return (
@@ -472,4 +428,4 @@ def _pngs(pictures: NDArray[np.uint8]) -> list[bytes]:
 
     start = b"\x89PNG\r\n\x1a\n" + part(b"IHDR", struct.pack(">IIBBBBB", size, size, 8, 0, 0, 0, 0))
     end = part(b"IEND", b"")
-    return [start + part(b"IDAT", zlib.compress(picture.tobytes(), 3)) + end for picture in lines]
+    return [start + part(b"IDAT", zlib.compress(image.tobytes(), 3)) + end for image in lines]

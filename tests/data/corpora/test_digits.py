@@ -12,11 +12,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from clipkit.errors import DataError
-from data.corpora import digits
+from data.corpora.builtin import BUILTIN, make_digits
 
 
 def test_pictures_and_labels_are_scikit_learns(tmp_path: Path) -> None:
-    digits.make(tmp_path / "digits")
+    make_digits(tmp_path / "digits")
     bunch = load_digits()
     pictures, labels = [], []
     with tarfile.open(tmp_path / "digits" / "test" / "0.tar") as tar:
@@ -32,25 +32,30 @@ def test_pictures_and_labels_are_scikit_learns(tmp_path: Path) -> None:
 
 
 def test_there_is_a_test_split_only_and_a_card(tmp_path: Path) -> None:
-    digits.make(tmp_path / "digits")
+    make_digits(tmp_path / "digits")
     names = sorted(path.name for path in (tmp_path / "digits").iterdir())
     assert names == ["card.json", "classnames.txt", "test", "zeroshot_classification_templates.txt"]
     card = json.loads((tmp_path / "digits" / "card.json").read_text())
-    assert card["samples"] == {"test": 1797} and card["license"] and card["revision"] == digits.REVISION
+    assert (
+        card["samples"] == {"test": 1797}
+        and card["license"]
+        and card["revision"] == BUILTIN["digits"].revision
+    )
     names = (tmp_path / "digits" / "classnames.txt").read_text().split()
     assert names == ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    assert all("{c}" in template for template in digits.TEMPLATES)
+    templates = (tmp_path / "digits" / "zeroshot_classification_templates.txt").read_text().splitlines()
+    assert len(templates) == 7 and all("{c}" in template for template in templates)
 
 
 def test_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match=r"pip install -e '\.\[eval\]'"):
-        digits.make(tmp_path / "digits")
+        make_digits(tmp_path / "digits")
     assert not (tmp_path / "digits").exists()
 
 
 def test_the_pictures_are_small_grey_pngs(tmp_path: Path) -> None:
-    digits.make(tmp_path / "digits")
+    make_digits(tmp_path / "digits")
     with tarfile.open(tmp_path / "digits" / "test" / "0.tar") as tar:
         content = tar.extractfile("00000000.png")
         assert content is not None

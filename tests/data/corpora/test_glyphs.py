@@ -27,7 +27,7 @@ from PIL import Image
 
 from clipkit.errors import DataError
 from data.corpora import glyphs
-from data.corpora.distortion import Distortion, draw_distortions, draw_pictures
+from data.corpora.distortion import Distortion, draw_distortions, draw_images
 from data.corpora.fonts import (
     CANVAS,
     FACES,
@@ -252,7 +252,7 @@ def clean(count: int) -> Distortion:
 
 def drawn(some: list[Glyph]) -> NDArray[np.uint8]:
     shape, reach, boxes = glyphs._shapes(some, [-1] * len(some))
-    return draw_pictures(np.random.default_rng(0), shape, reach, boxes, clean(len(some)), size=32)
+    return draw_images(np.random.default_rng(0), shape, reach, boxes, clean(len(some)), size=32)
 
 
 def test_cropping_keeps_the_aspect_ratio() -> None:
