@@ -312,7 +312,7 @@ def test_without_a_share_there_is_no_test_split(pictures: Path) -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan")])
 def test_a_share_is_from_0_to_1(pictures: Path, share: float) -> None:
-    with pytest.raises(ConfigError, match=r"must be a share from 0 to 1, such as 0\.1"):
+    with pytest.raises(ConfigError, match=r"expected a fraction from 0 to 1, such as 0\.1"):
         pack(pictures / "t.csv", pictures / "out", test=share)
 
 
