@@ -1,10 +1,7 @@
-"""``python -m eval``: score models on datasets, and build pages of the results.
-
-The modules that do the work, and with them torch, are imported after the command line has been parsed.
-"""
+"""``python -m eval``: score models on datasets, and build pages of the results. Imports no torch until parsed."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +20,6 @@ from eval.tasks import TASKS, Task
 
 __all__ = ["COMMANDS", "main"]
 
-PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # by option, torch's name
-TABLES = {
-    "csv": "scores.csv",
-    "latex": "scores.tex",
-    "markdown": "scores.md",
-}  # by option, an example of a file
 _EPILOG = """examples:
   python -m eval zero-shot --model runs/quickstart --data digits --data glyphs
   python -m eval retrieval --model runs/icons --data icons --data my_folder
@@ -42,11 +33,7 @@ _EPILOG = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
-
-    Raises:
-        ClipkitError: the user made a mistake, or data are broken.
-    """
+    """Run one command and return the exit status; raises ClipkitError for user errors."""
     return chosen_command(COMMANDS, _parser().parse_args(arguments))()
 
 
@@ -60,53 +47,36 @@ def _parser() -> Parser:
 
 
 def _program() -> int:
-    """The command that the process was started with, among all ranks that torchrun has started."""
+    """Run the command of the process, together with all ranks that torchrun started."""
     command = chosen_command(COMMANDS, _parser().parse_args())
     from clipkit import distributed
 
     return distributed.together(command)()
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Options that several commands share.
-
-
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    add = parser.add_argument
+    what = "a run folder, a checkpoint, any other argument of clipkit.load, or timm:NAME"
+    add(
         "--data",
         action="append",
         default=[],
         metavar="NAME|FOLDER",
         help="a dataset's name, a dataset folder or URL, or a folder of images by class; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--suite",
         action="append",
         default=[],
         metavar="SUITE",
         help="the datasets of a suite; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--data-root",
         metavar="FOLDER",
         help="folder or store that holds datasets by name; hf://datasets/clip-benchmark for the published ones",
     )
-
-
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompts",
-        default="",
-        metavar="SET",
-        help="prompt set, for datasets that have it (openai, clip_benchmark …)",
-    )
-
-
-def _add_model(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
-    add = parser.add_argument
-    what = "a run folder, a checkpoint, anything else that clipkit.load takes, or timm:NAME"
-    again = "; may be repeated" if several else ""
-    add("--model", required=True, action="append", help=what + again)
+    add("--model", required=True, action="append", help=f"{what}; may be repeated" if several else what)
     add(
         "--name",
         default="",
@@ -138,38 +108,33 @@ def _add_model(parser: argparse.ArgumentParser, *, several: bool = True) -> None
     add_decoding_options(parser, default="as in the model's training")
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The commands.
-
-
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_data(parser)
-    _add_model(parser)
-    parser.add_argument(
-        "--task",
-        action="append",
-        default=[],
-        choices=[*TASKS],
-        metavar="TASK",
-        help=f"{', '.join(TASKS)}; may be repeated (default: each dataset's own)",
-    )
-    _add_prompts(parser)
-    for task in TASKS.values():
+def _task_arguments(tasks: Mapping[str, Task], parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a command that runs one task, or any of several."""
+    _scoring_options(parser, several=True)
+    if len(tasks) == 1:
+        parser.set_defaults(prompts="", task=[*tasks])
+    else:
+        parser.add_argument(
+            "--task",
+            action="append",
+            default=[],
+            choices=[*tasks],
+            metavar="TASK",
+            help=f"{', '.join(tasks)}; may be repeated (default: each dataset's own)",
+        )
+    if any(task.by_prompts for task in tasks.values()):
+        parser.add_argument(
+            "--prompts",
+            default="",
+            metavar="SET",
+            help="prompt set, for datasets that have it (openai, clip_benchmark …)",
+        )
+    for task in tasks.values():
         task.add_options(parser)
 
 
-def _task_arguments(name: str, task: Task, parser: argparse.ArgumentParser) -> None:
-    _add_data(parser)
-    _add_model(parser)
-    parser.set_defaults(prompts="", task=[name])
-    if task.by_prompts:
-        _add_prompts(parser)
-    task.add_options(parser)
-
-
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_data(parser)
-    _add_model(parser, several=False)
+    _scoring_options(parser, several=False)
     parser.add_argument(
         "--as",
         dest="known_as",
@@ -177,7 +142,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the name under which cards list its scores (default: MODEL)",
     )
-    parser.set_defaults(skip_existing=False)  # what is checked is measured
+    parser.set_defaults(skip_existing=False)
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -234,13 +199,13 @@ def _new_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "run": Command(
         summary="score models on datasets and suites, by each dataset's main task or by the tasks given",
-        arguments=_run_arguments,
+        arguments=partial(_task_arguments, TASKS),
         run="eval.commands:score",
     ),
     **{
         name: Command(
             summary=task.summary,
-            arguments=partial(_task_arguments, name, task),
+            arguments=partial(_task_arguments, {name: task}),
             run="eval.commands:score",
         )
         for name, task in TASKS.items()

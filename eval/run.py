@@ -1,4 +1,4 @@
-"""Scores models on many datasets and tasks: everything is encoded once, and lines are appended as they come."""
+"""Score models on datasets: images are encoded once for all tasks, and results are written as they come."""
 
 import hashlib
 import json
@@ -34,15 +34,15 @@ __all__ = ["Scored", "Scorer", "check_tasks", "evaluate", "run_model"]
 def check_tasks(
     dataset: EvalDataset, tasks: Sequence[str] | None = None, *, classes: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the tasks, or those of the dataset, after checking that it has what they need.
+    """Check that a dataset has what tasks need, and return the tasks.
 
     Args:
         dataset: to score on.
         tasks: None for the dataset's own.
-        classes: all texts that the model can read, if it has a classification head; empty for any text.
+        classes: all texts that the model can read if it has a classification head; empty for any text.
 
     Raises:
-        DataError: the dataset lacks labels, class names or captions for a task, or the model cannot read its texts.
+        DataError: the dataset lacks labels, class names or captions, or the model cannot read its texts.
         ConfigError: a task is unknown.
     """
     chosen = dataset.tasks if tasks is None else tuple(tasks)
@@ -64,8 +64,21 @@ def check_tasks(
     return chosen
 
 
-# --------------------------------------------------------------------------------------------------------------
-# ``eval.evaluate``: one model on one dataset, from Python.
+@dataclass(kw_only=True)
+class Scored:
+    """The results of scoring a model.
+
+    Attributes:
+        scores: new scores.
+        found: number of scores that the results file had already.
+        trouble: why a dataset or task has no scores.
+        counts: number of transparent and rotated images, by dataset and split.
+    """
+
+    scores: list[Score] = field(default_factory=list)
+    found: int = 0
+    trouble: list[ClipkitError] = field(default_factory=list)
+    counts: dict[tuple[str, str], TraitCounts] = field(default_factory=dict)
 
 
 def evaluate(
@@ -81,102 +94,63 @@ def evaluate(
     origin: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Score]:
-    """Score a model on a dataset; the images are encoded once for all tasks.
+    """Score a model on a dataset.
 
-    With several ranks all of them call this, share the work, and return the same scores. It draws no random
-    numbers and leaves the model in the mode it had, so a training may call it between two steps.
+    All ranks call it, share the work, and return the same scores. It draws no random numbers and restores the
+    model's mode, so a training may call it between steps.
 
     Args:
-        model: to be scored; or a subject, which is a model on a dataset, what it has encoded included. Under
-            autocast the towers run in its type, similarities never do.
-        data: a dataset, or what ``open_dataset`` takes; None for a subject's own.
-        tasks: of ``TASKS``; None for those that the dataset itself names.
-        batch_size: images that the model takes at a time.
-        ranks: who shares the work.
-        out: a results file to which rank 0 appends a line a score.
-        step: of the training, for those lines.
-        weights: what the weights are, for those lines; else the model's hash tells.
-        origin: further facts for them, such as the name of the model.
+        model: a model, or a subject with its dataset and encoded features. Under autocast the towers run in its
+            dtype, similarities in float32.
+        data: a dataset, or an argument of ``open_dataset``; None for a subject's own.
+        tasks: of ``TASKS``; None for the dataset's own.
+        batch_size: images encoded at a time.
+        ranks: the ranks that share the work.
+        out: a results file to which rank 0 appends one line per score.
+        step: of the training, for the results.
+        weights: identity of the weights, for the results; by default the model's hash.
+        origin: further provenance for the results, such as the model's name.
         progress: called with the number of images after each batch.
 
     Warns:
         UserWarning: images are transparent or have an EXIF orientation, and the model's preprocessing has neither a
-            background nor ``upright`` (see ``clipkit.load``). Not of a subject, whose encoder has the counts.
+            background nor ``upright`` (see ``clipkit.load``). Not for a subject, whose encoder has the counts.
 
     Raises:
-        DataError: the dataset is missing or broken, or has not what a task needs.
+        DataError: the dataset is missing or damaged, or lacks what a task needs.
         ConfigError: a task is unknown.
-        TypeError: the model is none, or there is no dataset.
+        TypeError: the model is not a model, or there is no dataset.
     """
-    reported = isinstance(model, Subject)  # by whoever made it
-    if not isinstance(model, Subject):
+    if isinstance(model, Subject):
+        subject = model
+    else:
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
+            raise TypeError(f"model must be a CLIP, as clipkit.load returns, not {type(model).__name__}")
         if data is None:
-            raise TypeError("a model needs data to be scored on: a dataset, its name or its folder")
+            raise TypeError("a model needs data: a dataset, its name or its folder")
         encoder = Encoder(model, ranks=ranks, batch_size=batch_size, progress=progress)
         dataset = data if isinstance(data, EvalDataset) else open_dataset(data)
         others = None if isinstance(data, EvalDataset) else lambda split: open_dataset(data, split=split)
-        model = Subject(encoder, dataset, open_split=others)
-    subject, facts = model, dict[str, Any]()
-    tasks = check_tasks(subject.dataset, tasks)
-    if out is not None and subject.encoder.ranks.rank == 0:
-        named = {} if weights else {"model": "in memory", "model_hash": model_hash(subject.encoder.model)}
-        facts = {
-            **provenance(subject.encoder.model, subject.dataset, weights=weights),
-            **named,
-            **(origin or {}),
-        }
+        subject = Subject(encoder, dataset, open_split=others)
+    tasks, facts = check_tasks(subject.dataset, tasks), dict[str, Any]()
+    encoder = subject.encoder
+    if out is not None and encoder.ranks.rank == 0:
+        facts = provenance(encoder.model, subject.dataset, weights=weights)
+        if not weights:
+            facts |= {"model": "in memory", "model_hash": model_hash(encoder.model)}
+        facts |= origin or {}
     works = [_Work(subject=subject, task=task, facts=facts) for task in tasks]
     scored = Scored()
-    _run_tasks(
-        works, Options(details=False), out=None if out is None else Path(out), step=step, scored=scored
-    )
-    for (name, split), counts in () if reported else subject.encoder.counts.items():
+    path = None if out is None else Path(out)
+    _run_tasks(works, Options(details=False), out=path, step=step, scored=scored)
+    for (name, split), counts in encoder.counts.items() if subject is not model else ():
         for line in counts.lines(
-            subject.encoder.model.preprocess.decoding,
+            encoder.model.preprocess.decoding,
             background="background='white' in clipkit.load",
             upright="upright=True in clipkit.load",
         ).values():
             warnings.warn(f"dataset {name}, split {split}: {line}", stacklevel=2)
     return scored.scores
-
-
-# --------------------------------------------------------------------------------------------------------------
-
-_DIGITS = 16
-
-
-@dataclass(kw_only=True)
-class Scored:
-    """What came of scoring a model.
-
-    Attributes:
-        scores: new ones.
-        found: how many scores the results file had already.
-        trouble: why a dataset, or a task on one, has no scores.
-        counts: how many images are transparent or rotated by EXIF, by dataset and split.
-    """
-
-    scores: list[Score] = field(default_factory=list)
-    found: int = 0
-    trouble: list[ClipkitError] = field(default_factory=list)
-    counts: dict[tuple[str, str], TraitCounts] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Work:
-    """One task on one dataset, with the facts that go into its lines."""
-
-    subject: Subject
-    task: str
-    facts: Mapping[str, Any]
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What tells its lines from those of other work."""
-        dataset = self.subject.dataset
-        return _key({"dataset": dataset.name, "split": dataset.split, "task": self.task, **self.facts})
 
 
 def run_model(
@@ -195,41 +169,63 @@ def run_model(
     started: Callable[[EvalDataset], Callable[[int], None]] | None = None,
     scored: Scored,
 ) -> None:
-    """Score one model on datasets, one after the other; each task's lines are appended as soon as they are there.
+    """Score one model on datasets, and append the results of each task as soon as they are computed.
 
-    A dataset that turns out to be broken costs its own scores, not those of the others.
+    An error of a dataset or task is recorded in ``scored.trouble``; the others are scored.
 
     Args:
-        model: to be scored, perhaps under autocast.
+        model: to score, perhaps under autocast.
         targets: the datasets.
         out: a results file, to which rank 0 appends.
-        tasks: on each dataset; none for its main one.
+        tasks: on each dataset; empty for its main one.
         options: of the tasks.
-        skip_existing: whether scores that the file has of the same weights, data, prompts and options are left as
-            they are.
-        store: where features are kept; None keeps them in memory while this runs.
-        ranks: who shares the work.
-        batch_size: images that the model takes at a time.
-        origin: facts for the lines: what the user calls the model, which weights they are.
-        step: of the training, for the lines.
-        started: told of each dataset before its images are encoded; gives what is told of each batch.
-        scored: what came of it is added here, so that it is there too where something ends the work early.
+        skip_existing: skip results of the same weights, data, prompts and options that are in the file.
+        store: folder of encoded features; None keeps them in memory.
+        ranks: the ranks that share the work.
+        batch_size: images encoded at a time.
+        origin: provenance for the results: name and identity of the weights.
+        step: of the training, for the results.
+        started: called with each dataset before its images are encoded; returns a progress callback.
+        scored: receives the results, so that they are available if the run ends early.
 
     Raises:
-        DataError: the results cannot be written, or the model gives numbers that are not finite for its prompts.
+        DataError: the results cannot be written, or features of the prompts are not finite.
     """
     options = options or Options()
     encoder = Encoder(model, store=store, ranks=ranks, batch_size=batch_size)
-    origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": _gflops(model)}
-    works = _planned(encoder, targets, tasks, options, origin, scored)
+    gflops = None
+    if (counted := counted_flops(model)) is not None:
+        flops = counted.get("image") or image_flops(model.architecture)
+        gflops = float(f"{flops.forward / 1e9:.4g}")
+    origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": gflops}
+    works: list[_Work] = []
+    for target in targets:
+        subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
+        main = target.dataset.tasks if target.card is None else target.card.tasks[:1]
+        for task in dict.fromkeys(tasks or main):
+            try:
+                check_tasks(subject.dataset, [task], classes=model.architecture.text.classes)
+                facts = {**provenance(model, subject.dataset, weights=""), **origin}
+                facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
+            except (ConfigError, DataError) as error:
+                scored.trouble.append(error)
+            else:
+                works.append(_Work(subject=subject, task=task, facts=facts))
     if skip_existing:
         works = _not_done(works, out, ranks, scored)
-    texts: dict[str, None] = {}  # of all tasks, each once, to be encoded in one pass sorted by length
-    for work in works:
-        for own in TASKS[work.task].texts_of(work.subject.dataset):
-            texts.update(dict.fromkeys(own))
-    encoder.texts(list(texts), whose="the prompts")
+    # the texts of all tasks in one pass, sorted by length
+    texts = (texts for work in works for texts in TASKS[work.task].texts_of(work.subject.dataset))
+    encoder.texts(list(dict.fromkeys(text for own in texts for text in own)), whose="the prompts")
     _run_tasks(works, options, out=out, step=step, scored=scored, started=started, go_on=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Work:
+    """One task on one dataset, and the provenance of its results."""
+
+    subject: Subject
+    task: str
+    facts: Mapping[str, Any]
 
 
 def _run_tasks(
@@ -242,13 +238,13 @@ def _run_tasks(
     started: Callable[[EvalDataset], Callable[[int], None]] | None = None,
     go_on: bool = False,
 ) -> None:
-    """The evaluation loop: run each task, and append its lines on rank 0 as soon as they are there.
+    """The evaluation loop: run each task, and append its results on rank 0 as soon as they are computed.
 
     Args:
         works: consumed, so that the features of a dataset are released after the last of its tasks.
         options: of the tasks.
         out: a results file; None writes nothing.
-        step: of the training, for the lines.
+        step: of the training, for the results.
         scored: receives scores, errors and counts.
         started: called with each dataset; returns its progress callback.
         go_on: whether an error costs only its own task.
@@ -282,38 +278,12 @@ def _run_tasks(
             write_details(out, details, weights=str(work.facts["weights"]))
 
 
-def _planned(
-    encoder: Encoder,
-    targets: Sequence[Target],
-    tasks: Sequence[str],
-    options: Options,
-    origin: Mapping[str, Any],
-    scored: Scored,
-) -> list[_Work]:
-    """Each task on each dataset that has what it needs; the others are told in ``scored``."""
-    model, works = encoder.model, []
-    classes = model.architecture.text.classes
-    for target in targets:
-        subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
-        main = target.dataset.tasks if target.card is None else target.card.tasks[:1]
-        for task in dict.fromkeys(tasks or main):
-            try:
-                check_tasks(subject.dataset, [task], classes=classes)
-                facts = {**provenance(model, subject.dataset, weights=""), **origin}
-                facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
-            except (ConfigError, DataError) as error:
-                scored.trouble.append(error)
-            else:
-                works.append(_Work(subject=subject, task=task, facts=facts))
-    return works
-
-
 def _inputs(subject: Subject, task: str, options: Options) -> str:
-    """A digest of all that a task's scores depend on besides the model: images, labels, texts, metrics, options.
+    """Return a digest of what a task's scores depend on besides the model: images, labels, texts, metrics, options.
 
     Raises:
         Lacks: the task learns from a split that the dataset does not have.
-        DataError: that split is broken.
+        DataError: that split is damaged.
     """
     known = [subject.metrics, subject.dataset.superclasses, options.text_of(task)]
     digest = hashlib.sha256(json.dumps(known).encode())
@@ -331,63 +301,50 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
             digest.update(b"" if values is None else values.numpy().tobytes())
     for texts in TASKS[task].texts_of(subject.dataset):
         digest.update(json.dumps(texts).encode())
-    return digest.hexdigest()[:_DIGITS]
+    return digest.hexdigest()[:16]
 
 
 def _not_done(works: Sequence[_Work], out: Path, ranks: Ranks, scored: Scored) -> list[_Work]:
-    """The work whose lines are not all in the results file, as rank 0 finds it: others may see another file."""
+    """Return the work with incomplete results in the file, as rank 0 reads it: others may see another file."""
+
+    def key(line: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(
+            str(line.get(name)) for name in ("dataset", "split", "task", "model_hash", "dtype", "inputs")
+        )
+
     counts = torch.zeros(len(works))
     if ranks.rank == 0:
-        there: dict[tuple[str, ...], dict[tuple[str, str], Any]] = {}
+        known: dict[tuple[str, ...], dict[tuple[str, str], Any]] = {}
         for line in read_results(out):
-            of = there.setdefault(_key(line), {})
+            of = known.setdefault(key(line), {})
             of[str(line.get("setting")), str(line.get("metric"))] = line.get("lines")
-        whole = {key: len(lines) for key, lines in there.items() if len(lines) in lines.values()}
-        counts = torch.tensor([float(whole.get(work.key, 0)) for work in works])
+        complete = {one: len(lines) for one, lines in known.items() if len(lines) in lines.values()}
+        for i, work in enumerate(works):
+            dataset = work.subject.dataset
+            facts = {"dataset": dataset.name, "split": dataset.split, "task": work.task, **work.facts}
+            counts[i] = complete.get(key(facts), 0)
     found = [int(count) for count in ranks.gather(counts).tolist()]
     scored.found += sum(found)
     return [work for work, count in zip(works, found, strict=True) if not count]
 
 
-def _key(line: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a line of results."""
-    return tuple(
-        str(line.get(name)) for name in ("dataset", "split", "task", "model_hash", "dtype", "inputs")
-    )
-
-
-def _gflops(model: CLIP) -> float | None:
-    """Of one image through the image tower, in 10⁹ FLOPs; None where that cannot be counted."""
-    counted = counted_flops(model)
-    if counted is None:
-        return None
-    flops = counted.get("image") or image_flops(model.architecture)
-    return float(f"{flops.forward / 1e9:.4g}")
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Scores one model again and again while it changes, and keeps what a run's page shows of it.
-#
-# RUN/results.jsonl             a line a score, see eval/results/scores.py
-# RUN/snapshots/                images and guesses of each moment, see eval/results/records.py
-
-_TOLD = ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1")
+_PRINTED = ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """Scores a model on some datasets, by all ranks together.
+    """Scores a model during training, on all ranks, into the run's ``results.jsonl`` and ``snapshots/``.
 
     Attributes:
-        model: as it is at each call.
-        datasets: what it is scored on.
-        run: the folder that rank 0 writes to.
-        ranks: who shares the work.
+        model: in its state at each call.
+        datasets: to score on.
+        run: the run folder, to which rank 0 writes.
+        ranks: the ranks that share the work.
         batch_size: images encoded at a time on each rank.
         bf16: whether the towers run in bfloat16.
-        say: is given a line for each of the main scores.
-        record: is given the step and all scores of a dataset by ``dataset/task/metric``; called on rank 0 only.
-        note: is given, for each dataset and split, how many of its images are transparent or rotated by EXIF.
+        say: called with a line for each of the main scores.
+        record: called on rank 0 with the step and the scores of a dataset by ``dataset/task/metric``.
+        note: called for each dataset and split with the number of transparent and rotated images.
         as_scored: puts the model into the state that is scored, and back.
     """
 
@@ -403,53 +360,44 @@ class Scorer:
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def score_if_owed(self, step: int) -> None:
-        """Score this step unless rank 0 finds it in the results already."""
+        """Score this step unless rank 0 finds its results."""
         owed = 0.0
         if self.ranks.rank == 0:
-            lines = read_results(self._results)
+            lines = read_results(self.run / "results.jsonl")
             done = {str(line.get("dataset")) for line in lines if line.get("step") == step}
             owed = float(any(dataset.name not in done for dataset in self.datasets))
         if self.ranks.gather(torch.tensor(owed)).item():
             self.score(step)
 
     def score(self, step: int) -> None:
-        """Append a line a score to the results, and take a snapshot."""
-        weights = self._weights(step)
+        """Append the scores to the results, and write a snapshot."""
+        # the hash of the checkpoint if it is written, as other scores of it say; it is at the end of a training
+        folder = self.run / "checkpoints" / f"step_{step:08d}"
+        weights = f"{self.run.name} at step {step}"
+        if self.ranks.rank == 0 and is_complete(folder):
+            weights = weights_id(str(folder))[0]
         with self.as_scored():
             for dataset in self.datasets:
                 self._score(dataset, step, weights)
-
-    def _weights(self, step: int) -> str:
-        """What other scores of these weights call them: the hash of their file, where it is written already.
-
-        At the end of a training it is; before, the run and the step tell which they are.
-        """
-        folder = self.run / "checkpoints" / f"step_{step:08d}"
-        if self.ranks.rank == 0 and is_complete(folder):
-            return weights_id(str(folder))[0]
-        return f"{self.run.name} at step {step}"
-
-    @property
-    def _results(self) -> Path:
-        return self.run / "results.jsonl"
 
     def _score(self, dataset: EvalDataset, step: int, weights: str) -> None:
         with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
             subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
             scores = evaluate(
-                subject, out=self._results, step=step, weights=weights, origin={"model": str(self.run)}
+                subject,
+                out=self.run / "results.jsonl",
+                step=step,
+                weights=weights,
+                origin={"model": str(self.run)},
             )
-            # every rank takes it, since they share the texts; one writes it
-            snapshot = take_snapshot(subject, step=step)
+            snapshot = take_snapshot(subject, step=step)  # by all ranks, which share the texts
         for (name, split), counts in subject.encoder.counts.items():
             self.note(f"dataset {name}, split {split}", counts)
-        if self.ranks.rank == 0:
-            write_snapshot(self.run, snapshot)
-            self._tell(scores, step)
-
-    def _tell(self, scores: Sequence[Score], step: int) -> None:
+        if self.ranks.rank > 0:
+            return
+        write_snapshot(self.run, snapshot)
         for score in scores:
-            if score.metric in _TOLD:
+            if score.metric in _PRINTED:
                 self.say(
                     f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
                     f"[{score.low or 0:.1%}, {score.high or 1:.1%}] chance {score.chance or 0:.1%}"

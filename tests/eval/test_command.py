@@ -78,7 +78,7 @@ def test_what_cannot_be_done_is_told_and_the_rest_goes_on(
     assert sorted(line.partition(": ")[0] for line in said) == ["not scored"] * 2
     assert "no captions" in "".join(said) and "no train split" in "".join(said)
     assert main([*asked, "--shots", "1", "2", "--model", f"{run}/checkpoints", "--skip-existing"]) == 0
-    assert capsys.readouterr().err.splitlines()[0] == f"{run} has not all of its scores:"
+    assert capsys.readouterr().err.splitlines()[0] == f"{run} does not have all of its scores:"
     assert len(read_results(out)) == 4
 
 
@@ -160,7 +160,7 @@ def test_mistakes_are_one_line_and_exit_1(
         (["zero-shot", "--model", "~nouser/x", "--data", data], "no model at '~nouser/x'"),
         (["zero-shot", "--model", "x" * 5000, "--data", data], "File name too long"),
         (["zero-shot", "--model", run, "--data", "~nouser/x"], "no dataset '~nouser/x'"),
-        (["zero-shot", "--model", run, "--data", data, "--device", "toaster"], "is not a device"),
+        (["zero-shot", "--model", run, "--data", data, "--device", "toaster"], "unknown --device 'toaster'"),
         (["zero-shot", "--data", data], "required: --model"),
     ):
         with pytest.raises(SystemExit) as left:

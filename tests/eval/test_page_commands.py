@@ -28,7 +28,7 @@ def test_what_the_report_command_writes_and_says(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     assert said.out == as_csv([path])
     assert said.err.startswith(f"wrote {tmp_path / 'page.html'}\nnote: results.jsonl: one line")
-    with pytest.raises(ConfigError, match="--csv - and --latex - would mix"):
+    with pytest.raises(ConfigError, match="--csv - and --latex - both print"):
         main(["report", str(path), "--csv", "-", "--latex", "-"])
 
 
@@ -124,7 +124,7 @@ def test_what_is_written_takes_the_place_of_nothing_else(tmp_path: Path, option:
     with pytest.raises(ConfigError, match=f"^{option} .: name the file to write, such as scores"):
         main(["report", str(results), option, ""])
     other = "--markdown" if option == "--latex" else "--latex"
-    with pytest.raises(ConfigError, match=r"would replace what .* writes there: name two files"):
+    with pytest.raises(ConfigError, match=r"would overwrite the file of --.*: name two files"):
         main(["report", str(results), option, str(tmp_path / "a"), other, str(tmp_path / "a")])
     assert read_results(results) and config.read_text() == "steps = 3\n" and linked.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linked.html", "plain", "run"]

@@ -81,7 +81,7 @@ def test_all_tasks_of_a_dataset_and_nothing_twice(
     capsys.readouterr()
     assert main([*arguments, "--shots", "1", "2", "--layers", "--skip-existing"]) == 0
     assert out.read_bytes() == before
-    assert f"wrote 0 lines to {out}, {len(found)} were there already" in capsys.readouterr().out
+    assert f"wrote 0 lines to {out}, skipped {len(found)} that exist" in capsys.readouterr().out
     assert main([*arguments, "--shots", "1", "--layers", "--skip-existing"]) == 0  # another choice of shots
     added = read_results(out)[len(found) :]
     assert {line["task"] for line in added} == {"few-shot"}
@@ -167,7 +167,7 @@ def test_a_suite_goes_on_without_what_is_not_here_or_broken(
     assert main([*arguments, "--data", str(write_dataset("mine"))]) == 1  # of the pets there are too few
     said = capsys.readouterr().err
     assert "not scored: dataset pets: split 'test' has 50 images, its card says 3,669" in said
-    assert f"not here: mnist: not under {root}; published at hf://datasets/clip-benchmark/wds_mnist" in said
+    assert f"not found: mnist: not under {root}; published at hf://datasets/clip-benchmark/wds_mnist" in said
     assert {line["dataset"] for line in read_results(out)} == {"mine"}
 
 
