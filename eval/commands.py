@@ -93,18 +93,15 @@ def report(options: argparse.Namespace) -> int:
     for line in (line for file in files for line in read_results(file)):
         counts.setdefault(str(line["dataset"]), set()).add(whole(line.get("n")))
     datasets = [name for name, own in counts.items() if is_of_card(name, own)]
-    facts = {
-        "published": published_scores(datasets),
-        "suites": suites_of(datasets),
-        "primary": primary_metrics(datasets),
-    }
+    published, suites, primary = published_scores(datasets), suites_of(datasets), primary_metrics(datasets)
     log = sys.stderr if printed else sys.stdout  # a printed table may be piped into another program
     if options.out is not None or not tables:
         out = options.out or files[0].with_name("scores.html")  # report.html is the page of a run
-        print(f"wrote {build_comparison(files, out, **facts)}", file=log)
+        page = build_comparison(files, out, published=published, suites=suites, primary=primary)
+        print(f"wrote {page}", file=log)
     writers: Mapping[str, Callable[..., str]] = {"csv": as_csv, "latex": as_latex, "markdown": as_markdown}
     for form, path in tables.items():
-        text = writers[form](files, **facts)
+        text = writers[form](files, published=published, suites=suites, primary=primary)
         if form in printed:
             print(text, end="" if text.endswith("\n") else "\n")
         else:
