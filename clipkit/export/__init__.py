@@ -1,4 +1,4 @@
-"""Writing models for other libraries, with tokenizer, preprocessing, model card and known scores.
+"""Write models for other libraries, with tokenizer, preprocessing, model card and known scores.
 
     open_clip                open_clip_config.json, open_clip_model.safetensors
     transformers             config.json, model.safetensors, preprocessor_config.json, the tokenizer's files
@@ -6,11 +6,8 @@
     timm                     config.json, model.safetensors: the image tower alone
     onnx                     visual.onnx, textual.onnx, onnx_config.json, tokenizer.json (unless it has classes)
 
-One folder can hold the exports for all of them, except timm together with transformers or sentence-transformers,
-whose files have the same names. ``clipkit_export.json`` records which files belong to which library, and a digest
-of the weights.
-
-``EXPORTS`` registers the targets. Importing this package does not import torch.
+One folder can hold all exports, except timm together with transformers or sentence-transformers, whose files have
+the same names. ``EXPORTS`` registers the targets. Importing this package does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,15 +33,15 @@ class ExportTarget:
 
     Attributes:
         display: name in a model card.
-        package: the package that loads the export back, as it is imported.
-        distribution: the same as it is installed.
-        obstacle: why a model cannot be exported, or "".
-        write: writes a model with its float32 weights to a folder; returns the files' names.
-        check: loads that folder back; returns the largest difference of embeddings.
-        example: Python code for a model card that loads the folder ``{folder}``.
-        needs: packages without which ``write`` cannot work, as they are imported.
+        package: import name of the package that loads the export.
+        distribution: name to install it by.
+        obstacle: returns why a model cannot be exported, or "".
+        write: writes a model with its weights, float32 on the CPU, to a folder; returns the files' names.
+        check: loads that folder with the library; returns the largest difference of embeddings.
+        example: returns Python code for a model card that loads the folder ``{folder}``.
+        needs: import names of packages that ``write`` needs.
         apart: targets that use the same file names.
-        default: whether it is chosen where nothing is, for models without an obstacle.
+        default: whether it is exported to by default.
         texts: whether it includes the text tower.
         loads: whether ``clipkit.load`` reads the folder.
         resizes: whether its library resizes images in its own way and does not repair texts.
@@ -66,9 +63,9 @@ class ExportTarget:
 
 
 def _target(
-    module: str, display: str, *, distribution: str = "", package: str = "", **facts: Any
+    module: str, display: str, *, distribution: str = "", package: str = "", suffix: str = "", **facts: Any
 ) -> ExportTarget:
-    """A target with the functions of ``clipkit.export.MODULE``, which is imported at the first call."""
+    """Create a target with the functions of ``clipkit.export.MODULE``, which is imported at the first call."""
 
     def function(name: str) -> Callable[..., Any]:
         return lambda *arguments: getattr(import_module(f"clipkit.export.{module}"), name)(*arguments)
@@ -79,9 +76,9 @@ def _target(
         package=package,
         distribution=distribution or package,
         obstacle=function("obstacle"),
-        write=function("write"),
-        check=function("check"),
-        example=function("example"),
+        write=function(f"write{suffix}"),
+        check=function(f"check{suffix}"),
+        example=function(f"example{suffix}"),
         **facts,
     )
 
@@ -92,8 +89,10 @@ EXPORTS: dict[str, ExportTarget] = {
         "transformers", "transformers", apart=frozenset({"timm"}), default=True, loads=True, resizes=True
     ),
     "sentence-transformers": _target(
-        "sentence_transformers",
+        "transformers",
         "sentence-transformers",
+        suffix="_sentence",
+        package="sentence_transformers",
         distribution="sentence-transformers",
         apart=frozenset({"timm"}),
         loads=True,

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, how each library loads it, and what is known about it."""
+"""The README.md of an exported model: its architecture, how each library loads it, its scores and training."""
 
 import json
 import re

@@ -3,20 +3,18 @@
     visual.onnx     pixel_values  float32 (B, 3, S, S), normalized    →  image_embeds  float32 (B, O), unit norm
     textual.onnx    input_ids     int64 (B, L)                        →  text_embeds   float32 (B, O), unit norm
 
-The batch has any size. So has L, up to the context length; where the text tower is one of open_clip's, L is the
-context length. Rows may be padded by 0 or by more ends of text. Of a head of classes L is 1: a class's number.
-``onnx_config.json`` holds what else is needed: how pictures are resized and normalized, where the tokens come from,
-or the names of the classes, and exp(t), by which similarities are multiplied.
+B is any size, and so is L up to the context length; for text towers of open_clip L is the context length. Rows may
+be padded by 0 or by more ends of text. For a head of classes L is 1: the number of a class. ``onnx_config.json``
+holds what else is needed: how images are resized and normalized, the file of the tokenizer or the names of the
+classes, and exp(t), which multiplies similarities.
 
-Weights of more than 1.5 GiB lie in a file of their own beside the graph: in one file ONNX cannot have over 2 GiB.
+Weights of more than 1.5 GiB are stored in a separate file, as one ONNX file holds at most 2 GiB.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,33 +36,24 @@ _BATCHES = (1, 3, 8)  # that the check runs
 
 
 def obstacle(model: CLIP) -> str:
-    """Always ""; whether a library's tower can be exported is only known after trying."""
+    """Return "": whether a library's tower can be exported is only known after trying."""
     return ""
 
 
-class _ImageEncoder(nn.Module):
-    def __init__(self, model: CLIP) -> None:
+class _Normalized(nn.Module):
+    """A tower with unit-norm output."""
+
+    def __init__(self, tower: nn.Module) -> None:
         super().__init__()
-        self.visual = model.visual
+        self.tower = tower
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """(B, 3, S, S) → (B, O)."""
-        return F.normalize(self.visual(pixel_values), dim=-1)
-
-
-class _TextEncoder(nn.Module):
-    def __init__(self, model: CLIP) -> None:
-        super().__init__()
-        assert model.text is not None
-        self.text = model.text
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """(B, L) → (B, O)."""
-        return F.normalize(self.text(input_ids), dim=-1)
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, …) → (B, O)."""
+        return F.normalize(self.tower(x), dim=-1)
 
 
 class _OwnTextEncoder(nn.Module):
-    """The text transformer at the top of a CLIP, without grouping by length, which a graph cannot express."""
+    """The text transformer of a plain CLIP, without grouping by length, which a graph cannot express."""
 
     def __init__(self, model: CLIP) -> None:
         super().__init__()
@@ -82,35 +71,29 @@ class _OwnTextEncoder(nn.Module):
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
     """Write the graphs, their configuration and tokenizer; return the files' names.
 
-    Args:
-        model: to export, float32 on the CPU, in evaluation mode.
-        tensors: unused, as the graphs take the weights from the model.
-        folder: to write to.
+    The graphs take the weights from the model, float32 on the CPU, in evaluation mode.
 
     Raises:
         ConfigError: the exporter does not support this tower.
     """
-    size = model.preprocess.image_size
-    pixels = torch.zeros(2, 3, size, size)
-    tokens = model.tokenizer(texts_of(model)[:2])
-    text = _OwnTextEncoder(model) if model.text is None else _TextEncoder(model)
-    classes, any_length = model.architecture.text.classes, model.architecture.text.any_length
-    lengths = {0: "batch", 1: "tokens"} if any_length else {0: "batch"}
+    size, shape = model.preprocess.image_size, model.architecture.text
+    length, classes = shape.context_length, list(shape.classes)
+    text = _OwnTextEncoder(model) if model.text is None else _Normalized(model.text)
     names = _graph(
-        _ImageEncoder(model), pixels, {0: "batch"}, ("pixel_values", "image_embeds"), folder / VISUAL
+        _Normalized(model.visual),
+        torch.zeros(2, 3, size, size),
+        {0: "batch"},
+        ("pixel_values", "image_embeds"),
+        folder / VISUAL,
     )
-    names += _graph(text, tokens, lengths, ("input_ids", "text_embeds"), folder / TEXTUAL)
-    tokenizer = [] if classes else store_tokenizer(model, folder) or write_clip_tokenizer(folder)
-    (folder / CONFIG).write_text(json.dumps(_config(model, any_length), indent=2) + "\n", encoding="utf-8")
-    return [*names, CONFIG, *tokenizer]
-
-
-def _config(model: CLIP, any_length: bool) -> dict[str, Any]:
-    size, text = model.preprocess.image_size, model.architecture.text
-    length = text.context_length
-    classes = list(text.classes) or None
-    shape = ["batch", "tokens" if any_length else length]
-    return {
+    names += _graph(
+        text,
+        model.tokenizer(texts_of(model)[:2]),
+        {0: "batch", 1: "tokens"} if shape.any_length else {0: "batch"},
+        ("input_ids", "text_embeds"),
+        folder / TEXTUAL,
+    )
+    config = {
         "opset": OPSET,
         "image": {
             "file": VISUAL,
@@ -119,63 +102,61 @@ def _config(model: CLIP, any_length: bool) -> dict[str, Any]:
         },
         "text": {
             "file": TEXTUAL,
-            "input": {"name": "input_ids", "dtype": "int64", "shape": shape},
+            "input": {
+                "name": "input_ids",
+                "dtype": "int64",
+                "shape": ["batch", "tokens" if shape.any_length else length],
+            },
             "output": {"name": "text_embeds", "dtype": "float32"},
         },
         "embed_dim": model.architecture.embed_dim,
         "preprocess": model.preprocess.to_dict(),
-        "tokenizer": "tokenizer.json" if classes is None else None,
-        **({} if classes is None else {"classes": classes}),
+        "tokenizer": None if classes else "tokenizer.json",
+        **({"classes": classes} if classes else {}),
         "context_length": length,
         "logit_scale": float(model.logit_scale.detach().exp()),
         "logit_bias": None if model.logit_bias is None else float(model.logit_bias.detach()),
     }
+    tokenizer = [] if classes else store_tokenizer(model, folder) or write_clip_tokenizer(folder)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return [*names, CONFIG, *tokenizer]
 
 
+@torch.no_grad()
 def _graph(
     encoder: nn.Module, example: Tensor, dynamic: dict[int, str], names: tuple[str, str], path: Path
 ) -> list[str]:
     """Write one encoder as a graph; return the files' names."""
-    with _quietly(), torch.no_grad():
-        try:
-            program = torch.onnx.export(
-                encoder.eval(),
-                (example,),
-                input_names=names[:1],
-                output_names=names[1:],
-                opset_version=OPSET,
-                dynamic_shapes=(dynamic,),
-                dynamo=True,
-                verbose=False,
-            )
-        except torch.onnx.OnnxExporterError as error:
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ConfigError(
-                f"torch cannot make an ONNX graph of this {path.stem} tower: {first}"
-            ) from error
+    logger = logging.getLogger("onnxscript")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # no remarks about missed optimizations
+    try:
+        program = torch.onnx.export(
+            encoder.eval(),
+            (example,),
+            input_names=names[:1],
+            output_names=names[1:],
+            opset_version=OPSET,
+            dynamic_shapes=(dynamic,),
+            dynamo=True,
+            verbose=False,
+        )
         assert program is not None
         for graph in (program.model.graph, *program.model.functions.values()):
             for node in graph:
                 node.metadata_props.clear()  # paths of source files on this machine
         outside = sum(t.numel() * t.element_size() for t in encoder.state_dict().values()) > _INSIDE
         program.save(path, external_data=outside)
+    except torch.onnx.OnnxExporterError as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(f"torch cannot make an ONNX graph of this {path.stem} tower: {first}") from error
+    finally:
+        logger.setLevel(level)
     return [path.name, *([f"{path.name}.data"] if outside else [])]
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Hide the exporter's remarks about missed optimizations."""
-    logger = logging.getLogger("onnxscript")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def check(model: CLIP, folder: Path, samples: Samples) -> float:
-    """Run the graphs by onnxruntime at several batch sizes; the largest difference of unit-norm embeddings."""
+    """Run the graphs at several batch sizes; return the largest difference of unit-norm embeddings."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -207,36 +188,36 @@ visual, textual = (
     onnxruntime.InferenceSession(folder / config[kind]["file"], providers=["CPUExecutionProvider"])
     for kind in ("image", "text")
 )
-{picture}
-values = (np.asarray(picture.convert("RGB"), np.float32) / 255 - how["mean"]) / how["std"]
+{resize}
+values = (np.asarray(image.convert("RGB"), np.float32) / 255 - how["mean"]) / how["std"]
 pixels = values.transpose(2, 0, 1)[None].astype(np.float32)
 {tokens}
 image = visual.run(None, {"pixel_values": pixels})[0]
 text = textual.run(None, {"input_ids": ids})[0]
 logits = config["logit_scale"] * image @ text.T
-chances = np.exp(logits - logits.max())
-print(chances / chances.sum())
+probabilities = np.exp(logits - logits.max())
+print(probabilities / probabilities.sum())
 """
-_PICTURE = """
-picture, how = Image.open("cat.jpg"), config["preprocess"]
+_OPEN = """
+image, how = Image.open("cat.jpg"), config["preprocess"]
 size, resample = how["image_size"], Image.Resampling[how["interpolation"].upper()]
 """
-_PICTURES = {  # by resize mode
+_RESIZES = {  # by resize mode
     "shortest": """
-short, (width, height) = min(picture.size), picture.size
+short, (width, height) = min(image.size), image.size
 wide, high = size * width // short, size * height // short
 left, top = round((wide - size) / 2), round((high - size) / 2)
-picture = picture.resize((wide, high), resample).crop((left, top, left + size, top + size))
+image = image.resize((wide, high), resample).crop((left, top, left + size, top + size))
 """,
     "squash": """
-picture = picture.resize((size, size), resample)
+image = image.resize((size, size), resample)
 """,
     "longest": """
-long, (width, height) = max(picture.size), picture.size
+long, (width, height) = max(image.size), image.size
 wide, high = max(1, round(size * width / long)), max(1, round(size * height / long))
 canvas = Image.new("RGB", (size, size), (how["fill_color"],) * 3)
-canvas.paste(picture.resize((wide, high), resample), ((size - wide) // 2, (size - high) // 2))
-picture = canvas
+canvas.paste(image.resize((wide, high), resample), ((size - wide) // 2, (size - high) // 2))
+image = canvas
 """,
 }
 _CLIP_TOKENS = """
@@ -252,18 +233,18 @@ ids = AutoTokenizer.from_pretrained(folder)(
 )["input_ids"]
 """
 _CLASSES = """
-ids = np.arange(len(config["classes"]))[:, None]  # in the order of the names there
+ids = np.arange(len(config["classes"]))[:, None]  # in the order of these names
 """
 
 
 def example(model: CLIP) -> str:
-    """Code that loads the export and compares an image with texts, or with classes."""
+    """Return code that loads the export and compares an image with texts, or with classes."""
     tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer\n"
     if isinstance(model.tokenizer, ClassTokenizer):
         tokens, needed = _CLASSES, ""
     if isinstance(model.tokenizer, ClipTokenizer):
         length = "None" if model.tokenizer.trim else 'config["context_length"]'
         tokens, needed = _CLIP_TOKENS.replace("{length}", length), "from tokenizers import Tokenizer\n"
-    picture = _PICTURE.strip() + "\n" + _PICTURES[model.preprocess.resize_mode].strip()
+    resize = _OPEN.strip() + "\n" + _RESIZES[model.preprocess.resize_mode].strip()
     code = _ONNX.replace("{import}", needed)
-    return code.replace("{picture}", picture).replace("{tokens}", tokens.strip())
+    return code.replace("{resize}", resize).replace("{tokens}", tokens.strip())

@@ -1,12 +1,13 @@
-"""A model as open_clip reads it: ``open_clip_config.json`` and ``open_clip_model.safetensors``.
+"""Export to open_clip: ``open_clip_config.json`` and ``open_clip_model.safetensors``.
 
     open_clip.create_model_and_transforms("local-dir:OUT"), open_clip.get_tokenizer("local-dir:OUT")
 
-Parameter names are open_clip's own already. A tokenizer of the transformers library goes along; CLIP's own comes
-with open_clip.
+Parameter names are open_clip's. A tokenizer of the transformers library is exported too; CLIP's own comes with
+open_clip.
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,7 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 def obstacle(model: CLIP) -> str:
-    """Why open_clip cannot hold this model, or ""."""
+    """Return why open_clip cannot hold this model, or ""."""
     try:
         to_open_clip(model.architecture)
     except ConfigError as error:
@@ -38,17 +39,11 @@ def obstacle(model: CLIP) -> str:
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the model's files; returns their names.
-
-    Args:
-        model: to export.
-        tensors: its weights, float32 on the CPU.
-        folder: to write to.
-    """
+    """Write the model with its weights, float32 on the CPU; return the files' names."""
     config = to_open_clip(model.architecture)
     names = store_tokenizer(model, folder)
     if names and (given := config["text_cfg"].get("hf_tokenizer_name")):
-        # for a local folder, open_clip reads the tokenizer beside the config, whatever this name is
+        # for a local folder, open_clip ignores this name and reads the tokenizer beside the config
         name = folder.name if Path(given).exists() else given
         config["text_cfg"] = {**config["text_cfg"], "hf_tokenizer_name": name}
     preprocess = model.preprocess.to_dict()
@@ -60,34 +55,34 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 
 def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
-    """The files of a tokenizer of the transformers library; none for CLIP's own. Returns their names."""
+    """Write a tokenizer of the transformers library, or nothing for CLIP's own; return the files' names."""
     if not isinstance(model.tokenizer, LibraryTokenizer | TransformersTokenizer):
         return []
     inner = folder / ".tokenizer"
     model.tokenizer.store(inner)
-    names = []
-    for path in sorted(path for path in inner.rglob("*") if path.is_file()):
+    files = sorted(path for path in inner.rglob("*") if path.is_file())
+    for path in files:
         path.replace(folder / path.name)
-        names.append(path.name)
-    for path in sorted([inner, *inner.rglob("*")], reverse=True):
-        path.rmdir()
-    return names
+    shutil.rmtree(inner)
+    return [path.name for path in files]
 
 
 @torch.no_grad()
 def check(model: CLIP, folder: Path, samples: Samples) -> float:
-    """Load the folder by open_clip, as a user would; the largest difference of unit-norm embeddings."""
-    with torch.random.fork_rng(devices=[]):  # it draws weights before it reads them
+    """Load the folder with open_clip as a user would; return the largest difference of unit-norm embeddings."""
+    with torch.random.fork_rng(devices=[]):  # weights are initialized before they are read
         theirs, transform, tokenize = load_folder(folder)
     theirs.eval()
-    pixels = torch.stack([transform(picture) for picture in samples.images])
+    pixels = torch.stack([transform(image) for image in samples.images])
     tokens = tokenize(list(samples.texts))
     images = difference(theirs.encode_image(pixels, normalize=True), samples.image_embeddings)
     texts = difference(theirs.encode_text(tokens, normalize=True), samples.text_embeddings)
     return max(images, texts)
 
 
-_EXAMPLE = """
+def example(model: CLIP) -> str:
+    """Return code that loads the export and compares an image with texts."""
+    return """
 import open_clip, torch
 from PIL import Image
 
@@ -99,8 +94,3 @@ with torch.no_grad():
     text = model.encode_text(tokenizer(["a photo of a cat", "a photo of a dog"]), normalize=True)
 print((model.logit_scale.exp() * image @ text.T).softmax(dim=-1))
 """
-
-
-def example(model: CLIP) -> str:
-    """Code that loads the export and compares an image with texts."""
-    return _EXAMPLE

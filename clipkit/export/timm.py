@@ -1,10 +1,10 @@
-"""A model's image tower as timm reads it: ``config.json`` and ``model.safetensors``.
+"""Export of the image tower to timm: ``config.json`` and ``model.safetensors``.
 
     timm.create_model("local-dir:OUT", pretrained=True)
 
-Its output, (B, O), is what ``CLIP.encode_image`` gives with ``normalize=False``: the projection to the embedding
-space is timm's classifier, with a bias of 0. Our own ViTs become timm's ``vit_*_clip_*``, a backbone of timm keeps
-its name. Letters: B batch, D width of the tower, O embedding dimension, P patches.
+Its output, (B, O), is that of ``CLIP.encode_image`` with ``normalize=False``: the projection to the embedding space
+is timm's classifier, with a bias of 0. clipkit's ViTs become timm's ``vit_*_clip_*``; a backbone of timm keeps its
+name. Letters: B batch, D width of the tower, O embedding dimension, P patches.
 """
 
 import json
@@ -51,7 +51,7 @@ class _Backbone:
 
 
 def obstacle(model: CLIP) -> str:
-    """Why timm has no such image tower, or ""."""
+    """Return why timm has no such image tower, or ""."""
     vision = model.architecture.vision
     if vision.plain is not None:
         return ""
@@ -71,13 +71,7 @@ def obstacle(model: CLIP) -> str:
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the image tower's files; returns their names.
-
-    Args:
-        model: to export.
-        tensors: its weights, float32 on the CPU.
-        folder: to write to.
-    """
+    """Write the image tower with its weights, float32 on the CPU; return the files' names."""
     import timm
 
     visual = {name.removeprefix("visual."): t for name, t in tensors.items() if name.startswith("visual.")}
@@ -107,7 +101,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 
 def timm_name(shape: Architecture) -> tuple[str, dict[str, Any]]:
-    """Name and arguments with which timm builds an architecture's plain ViT."""
+    """Return the name and arguments with which timm builds an architecture's plain ViT."""
     import timm
 
     vision = shape.vision.plain
@@ -149,9 +143,7 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
     assert origin is not None
     name, arguments = origin
     tensors = {key.removeprefix("trunk."): t for key, t in visual.items() if key.startswith("trunk.")}
-    if (
-        arguments.get("global_pool") == "token"
-    ):  # then open_clip has the same norm before pooling or behind it
+    if arguments.get("global_pool") == "token":  # the norm is the same before and after pooling
         tensors = {key.replace("fc_norm.", "norm."): t for key, t in tensors.items()}
     if "head.proj.weight" not in visual:
         classes: int = model.visual.get_submodule("trunk").num_classes  # type: ignore[assignment]
@@ -160,9 +152,15 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
         name=name, arguments=arguments, classes=model.architecture.embed_dim, tensors=tensors
     )
     bias = visual.get("head.proj.bias", torch.zeros(backbone.classes))
-    for place in _classifiers(_build(backbone)):
-        # copies, as two classifiers must not lie in one memory when they are stored
-        tensors |= {f"{place}.weight": visual["head.proj.weight"].clone(), f"{place}.bias": bias.clone()}
+    trunk = _build(backbone)
+    found: Any = trunk.get_classifier()  # type: ignore[operator]
+    layers = list(found) if isinstance(found, tuple | list) else [found]  # distilled models average two
+    if all(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers):
+        for place, module in trunk.named_modules():
+            if any(module is layer for layer in layers):
+                # copies, as safetensors stores no shared memory
+                tensors[f"{place}.weight"] = visual["head.proj.weight"].clone()
+                tensors[f"{place}.bias"] = bias.clone()
     return backbone
 
 
@@ -176,18 +174,9 @@ def _build(backbone: _Backbone) -> nn.Module:
     return made
 
 
-def _classifiers(trunk: nn.Module) -> list[str]:
-    """The names of the linear layers of its classifier; distilled models have two and average them."""
-    found: Any = trunk.get_classifier()  # type: ignore[operator]
-    layers = list(found) if isinstance(found, tuple | list) else [found]
-    if not all(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers):
-        return []
-    return [name for name, module in trunk.named_modules() if any(module is layer for layer in layers)]
-
-
 @torch.no_grad()
 def check(model: CLIP, folder: Path, samples: Samples) -> float:
-    """Load the folder by timm, as a user would; the largest difference of features, by the longest one's norm."""
+    """Load the folder with timm as a user would; return the largest difference of features relative to the norm."""
     import timm
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
@@ -197,12 +186,14 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     theirs.eval()
     config: dict[str, Any] = resolve_model_data_config(theirs)  # type: ignore[no-untyped-call]
     transform = create_transform(**config, is_training=False)
-    features = theirs(torch.stack([transform(picture) for picture in samples.images]))
+    features = theirs(torch.stack([transform(image) for image in samples.images]))
     scale = samples.image_features.norm(dim=-1).max()
     return difference(features / scale, samples.image_features / scale)
 
 
-_EXAMPLE = """
+def example(model: CLIP) -> str:
+    """Return code that loads the export and compares an image with texts."""
+    return """
 import timm, torch
 from PIL import Image
 
@@ -211,10 +202,5 @@ config = timm.data.resolve_model_data_config(model)
 transform = timm.data.create_transform(**config, is_training=False)
 with torch.no_grad():
     features = model(transform(Image.open("cat.jpg").convert("RGB")).unsqueeze(0))
-print(torch.nn.functional.normalize(features, dim=-1))  # the picture's embedding
+print(torch.nn.functional.normalize(features, dim=-1))  # the image's embedding
 """
-
-
-def example(model: CLIP) -> str:
-    """Code that loads the export and compares an image with texts."""
-    return _EXAMPLE

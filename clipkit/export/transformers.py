@@ -1,21 +1,22 @@
-"""A model as transformers and sentence-transformers read it: ``config.json``, ``model.safetensors`` and their like.
+"""Export to transformers and sentence-transformers: ``config.json``, ``model.safetensors`` and others.
 
     transformers.CLIPModel.from_pretrained("OUT"), transformers.AutoProcessor.from_pretrained("OUT")
     sentence_transformers.SentenceTransformer("OUT")
 
-Plain ViT CLIPs only. The second library reads the files of the first and three small ones of its own.
+Plain ViT CLIPs only. sentence-transformers reads the files of transformers and four small ones of its own.
 
-Embeddings of the same pixels are clipkit's. Their image processor resizes by another library: on 60 drawn pictures
-at 224 pixels its values were 0.005 of 255 off in the mean and 20 at most, and 12 of the pictures, with their middle
-between two pixels, were cut one beside. It makes palette and transparent pictures RGB before resizing, not after:
-20 drawn pictures of other sizes differed by 0.003 of 255 in the median of their means, as palettes by 16, with an
-alpha channel and made RGB first by 8, and with the alpha channel left to the processor by 26.
+Embeddings of the same pixels are clipkit's. Their image processor resizes with another library: for 60 drawn images
+at 224 pixels its values differed by 0.005 of 255 in the mean and 20 at most, and 12 of the images, with their
+middle between two pixels, were cropped one pixel beside. It converts palette and transparent images to RGB before
+resizing, not after: 20 drawn images of other sizes differed by 0.003 of 255 in the median of their means, as
+palettes by 16, with an alpha channel and converted to RGB first by 8, and with the alpha channel left to the
+processor by 26.
 
 Token ids are clipkit's, with these differences. Padding is end of text (49407) there and 0 here, and neither
-reaches the features. Their tokenizer does not repair texts: one with HTML entities, typographic quotes,
+affects the features. Their tokenizer does not repair texts: one with HTML entities, typographic quotes,
 ligatures, full-width letters or a wrong encoding should go through ``ftfy.fix_text`` and ``html.unescape`` first.
 Inside a text ``<|startoftext|>`` and ``<|endoftext|>`` are special there, ``<start_of_text>`` and ``<end_of_text>``
-here. A model that came with a tokenizer of its own takes that along.
+here. A model's own tokenizer is exported with it.
 """
 
 import json
@@ -43,7 +44,16 @@ from clipkit.model.tokenizer import (
     tokens_in_order,
 )
 
-__all__ = ["check", "example", "obstacle", "without_bars", "write", "write_clip_tokenizer", "write_json"]
+__all__ = [
+    "check",
+    "check_sentence",
+    "example",
+    "example_sentence",
+    "obstacle",
+    "write",
+    "write_clip_tokenizer",
+    "write_sentence",
+]
 
 WEIGHTS = "model.safetensors"
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -52,7 +62,7 @@ _WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p
 
 
 def obstacle(model: CLIP) -> str:
-    """Why transformers' ``CLIPModel`` cannot hold this model, or ""."""
+    """Return why transformers' ``CLIPModel`` cannot hold this model, or ""."""
     shape = model.architecture
     for tower in (shape.vision, shape.text):
         if tower.plain is None:
@@ -70,61 +80,42 @@ def obstacle(model: CLIP) -> str:
 
 
 def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the model's files; returns their names.
-
-    Args:
-        model: to export.
-        tensors: its weights, float32 on the CPU.
-        folder: to write to.
-    """
+    """Write the model with its weights, float32 on the CPU; return the files' names."""
     configs = transformers_configs(model.architecture, model.preprocess)
-    _fit_processor(configs["preprocessor_config.json"], model)
-    _fit_special_tokens(configs["config.json"]["text_config"], model)
-    for name, content in configs.items():
-        write_json(folder / name, content)
-    if not (folder / WEIGHTS).exists():  # the other library's target may have written it
-        save_file(to_transformers(tensors), folder / WEIGHTS, metadata={"format": "pt"})
-    tokenizer = store_tokenizer(model, folder) or _write_clips(model, folder)
-    return [*configs, WEIGHTS, *tokenizer]
-
-
-def _write_clips(model: CLIP, folder: Path) -> list[str]:
-    """Write CLIP's tokenizer and its settings."""
-    special = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
-    write_json(folder / "special_tokens_map.json", special)
-    write_json(
-        folder / "tokenizer_config.json",
-        {
+    processor, preprocess = configs["preprocessor_config.json"], model.preprocess
+    processor["processor_class"] = "CLIPProcessor"
+    processor["resample"] = {"bilinear": 2, "bicubic": 3}[preprocess.interpolation]
+    if preprocess.resize_mode == "squash":
+        processor["size"] = {"height": preprocess.image_size, "width": preprocess.image_size}
+        processor["do_center_crop"] = False
+    if isinstance(own := model.tokenizer, TransformersTokenizer):
+        # features are read at the end of text, or at the largest token if there is none
+        library, end = own.library(), end_of_texts(own)
+        configs["config.json"]["text_config"].update(
+            bos_token_id=library.bos_token_id,
+            pad_token_id=library.pad_token_id,
+            eos_token_id=ANY_END if end is None else end,
+        )
+    tokenizer = store_tokenizer(model, folder)
+    if not tokenizer:
+        special = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
+        configs["special_tokens_map.json"] = special
+        configs["tokenizer_config.json"] = {
             "tokenizer_class": "CLIPTokenizer",
             "processor_class": "CLIPProcessor",
             "model_max_length": model.architecture.text.context_length,
             **special,
-        },
-    )
-    return ["special_tokens_map.json", "tokenizer_config.json", *write_clip_tokenizer(folder)]
-
-
-def _fit_special_tokens(config: dict[str, Any], model: CLIP) -> None:
-    """Set the ids of special tokens for a tokenizer of the model's own; texts are read at their largest token."""
-    if isinstance(own := model.tokenizer, TransformersTokenizer):
-        library = own.library()
-        numbers = {name: getattr(library, name) for name in ("bos_token_id", "pad_token_id")}
-        end = end_of_texts(own)
-        config.update({**numbers, "eos_token_id": ANY_END if end is None else end})
-
-
-def _fit_processor(config: dict[str, Any], model: CLIP) -> None:
-    """Set what differs from CLIP's preprocessing."""
-    preprocess = model.preprocess
-    config["processor_class"] = "CLIPProcessor"
-    config["resample"] = {"bilinear": 2, "bicubic": 3}[preprocess.interpolation]
-    if preprocess.resize_mode == "squash":
-        config["size"] = {"height": preprocess.image_size, "width": preprocess.image_size}
-        config["do_center_crop"] = False
+        }
+        tokenizer = write_clip_tokenizer(folder)
+    for name, content in configs.items():
+        _write_json(folder / name, content)
+    if not (folder / WEIGHTS).exists():  # the other target may have written it
+        save_file(to_transformers(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    return [*configs, WEIGHTS, *tokenizer]
 
 
 def write_clip_tokenizer(folder: Path) -> list[str]:
-    """CLIP's vocabulary, as ``Tokenizer.from_file`` and as older libraries read it; returns the files' names."""
+    """Write CLIP's vocabulary for ``Tokenizer.from_file`` and for older libraries; return the files' names."""
     from tokenizers import (
         AddedToken,
         Regex,
@@ -154,23 +145,22 @@ def write_clip_tokenizer(folder: Path) -> list[str]:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (START, END)])
     made.save(str(folder / "tokenizer.json"))
-    write_json(folder / "vocab.json", vocabulary)
+    _write_json(folder / "vocab.json", vocabulary)
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return ["tokenizer.json", "vocab.json", "merges.txt"]
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write a configuration file."""
+def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
 def check(model: CLIP, folder: Path, samples: Samples) -> float:
-    """Load the folder by transformers, as a user would; the largest difference of unit-norm embeddings."""
+    """Load the folder with transformers as a user would; return the largest difference of unit-norm embeddings."""
     from transformers import AutoProcessor, CLIPModel
 
-    with without_bars():
+    with _without_bars():
         theirs, found = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     assert not any(found.values()), found  # missing or unexpected names are only a warning there
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
@@ -187,7 +177,7 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def _without_bars() -> Iterator[None]:
     """Hide transformers' progress bars."""
     from transformers.utils import logging
 
@@ -200,20 +190,75 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-_EXAMPLE = """
+def example(model: CLIP) -> str:
+    """Return code that loads the export and compares an image with texts."""
+    return """
 import torch
 from PIL import Image
 from transformers import AutoProcessor, CLIPModel
 
 model, processor = CLIPModel.from_pretrained("{folder}"), AutoProcessor.from_pretrained("{folder}")
 texts = ["a photo of a cat", "a photo of a dog"]
-picture = Image.open("cat.jpg").convert("RGB")
-inputs = processor(text=texts, images=picture, return_tensors="pt", padding=True, truncation=True)
+image = Image.open("cat.jpg").convert("RGB")
+inputs = processor(text=texts, images=image, return_tensors="pt", padding=True, truncation=True)
 with torch.no_grad():
     print(model(**inputs).logits_per_image.softmax(dim=-1))
 """
 
 
-def example(model: CLIP) -> str:
-    """Code that loads the export and compares an image with texts."""
-    return _EXAMPLE
+def write_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the files of transformers and those of sentence-transformers; return their names."""
+    names = write(model, tensors, folder)
+    package = "sentence_transformers.base.modules"
+    modules = [("", "transformer.Transformer"), ("1_Normalize", "normalize.Normalize")]
+    features = {"text": "get_text_features", "image": "get_image_features"}
+    own: dict[str, Any] = {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
+            for i, (path, kind) in enumerate(modules)
+        ],
+        "sentence_bert_config.json": {
+            "transformer_task": "feature-extraction",
+            "modality_config": {
+                kind: {"method": method, "method_output_name": "pooler_output"}
+                for kind, method in features.items()
+            },
+            "module_output_name": "sentence_embedding",
+        },
+        "config_sentence_transformers.json": {
+            "model_type": "SentenceTransformer",
+            "similarity_fn_name": "cosine",
+        },
+        "1_Normalize/config.json": {
+            "module_input_name": "sentence_embedding",
+            "module_output_name": "sentence_embedding",
+        },
+    }
+    for name, content in own.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        _write_json(folder / name, content)
+    return [*names, *own]
+
+
+def check_sentence(model: CLIP, folder: Path, samples: Samples) -> float:
+    """Load the folder with sentence-transformers; return the largest difference of unit-norm embeddings."""
+    from sentence_transformers import SentenceTransformer
+
+    with _without_bars():
+        theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    images = theirs.encode(list(samples.images), show_progress_bar=False)
+    texts = theirs.encode(list(samples.texts), show_progress_bar=False)
+    return max(difference(images, samples.image_embeddings), difference(texts, samples.text_embeddings))
+
+
+def example_sentence(model: CLIP) -> str:
+    """Return code that loads the export and compares an image with texts."""
+    return """
+from PIL import Image
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{folder}")
+image = model.encode([Image.open("cat.jpg").convert("RGB")])
+text = model.encode(["a photo of a cat", "a photo of a dog"])
+print(model.similarity(image, text))  # cosines, not multiplied by exp(t)
+"""

@@ -1,15 +1,20 @@
-"""``clipkit export``: write a model for other libraries, load it back by each of them, and compare.
+"""``clipkit export``: write a model for other libraries, load it back with each of them, and compare.
 
-The export is written to a temporary folder and only moved to its place once each library has loaded it. An earlier
-export of the same weights to other libraries stays in the folder, and so do files that a user has added.
+``clipkit_export.json`` lists the files of each library and has a digest of the weights, so that a folder never
+holds two models. The export is written to a temporary folder and moved to its place once each library has loaded
+it. An earlier export of the same weights to other libraries stays in the folder, and so do files that a user has
+added or changed (a license, the card).
 """
 
 import argparse
+import hashlib
 import importlib.util
+import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,19 +23,24 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from clipkit import __version__
 from clipkit.api import load
 from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export import EXPORTS
-from clipkit.export.checks import CARD, NEW_CARD, complete, draw_samples, earlier_export, place, recover
+from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, by_caller, model_card, source_of
+from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import evaluating
 
 __all__ = ["Exported", "export", "run"]
 
+MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
 TOLERANCE = 1e-5  # of embeddings
-# what a library of another version than clipkit was tested with may raise
+_FORMAT = 1
+_LARGEST = 2**20  # bytes of a manifest
+# what a library of an untested version may raise
 _LIBRARY_ERRORS = (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -41,8 +51,8 @@ class Exported:
     Attributes:
         target: key of ``EXPORTS``.
         files: its files, relative to the folder.
-        library: the library that loaded them back, such as "timm 1.0.31"; "" if it is not installed.
-        difference: the largest between its embeddings and clipkit's; None if not checked.
+        library: library that loaded them back, such as "timm 1.0.31"; "" if it is not installed.
+        difference: largest difference between its embeddings and clipkit's; None if not checked.
     """
 
     target: str
@@ -52,12 +62,12 @@ class Exported:
 
 
 def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | None = None) -> list[Exported]:
-    """Write a model for other libraries, load it back by each, and compare.
+    """Write a model for other libraries, load it back with each, and compare.
 
     Args:
-        model: is not changed.
+        model: the model, which is not changed.
         out: a folder that does not exist, is empty, or holds an earlier export.
-        to: keys of ``EXPORTS``; empty: the default ones, as far as the model has no obstacle.
+        to: keys of ``EXPORTS``; by default those targets with ``default`` to which the model can be exported.
         source: scores and configuration for the model card; None for those beside the checkpoint.
 
     Raises:
@@ -65,28 +75,48 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         CheckpointError: a library gives other embeddings than clipkit, or the folder cannot be written.
     """
     wanted = _wanted(model, to)
-    out = _place(out)
+    out = output_folder(out)
     if not out.name:
         raise ConfigError(f"{out} is not empty and no earlier export: give another folder")
-    model = _plain(model)
-    aside = out.with_name(f".{out.name}.partial")
+    if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in model.parameters()):
+        model = deepcopy(model).float().cpu()
+        model.reset_constants()
+    aside, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former")
     with evaluating(model), torch.no_grad():
-        tensors = _weights(model)
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in model.state_dict().items():  # safetensors stores no shared memory, so it is copied
+            memory = value.untyped_storage().data_ptr()
+            copied = value.clone(memory_format=torch.contiguous_format) if memory in seen else value
+            tensors[name] = copied.contiguous()
+            seen.add(memory)
         weights = model_hash(model)
         try:
-            recover(out)
-            earlier = earlier_export(out, wanted, weights)
+            if former.exists() and not out.exists():  # an export was killed between two renames
+                former.rename(out)
+            shutil.rmtree(former, ignore_errors=True)
+            earlier = _earlier_export(out, wanted, weights)
             _check_apart([*earlier.kept, *wanted])
             shutil.rmtree(aside, ignore_errors=True)  # left by a killed export
             inner = aside / out.name  # some files contain the name of their folder
             inner.mkdir(parents=True)
             done = _write(model, tensors, wanted, inner)
-            records = {one.target: _record(one) for one in done}
+            records = {
+                one.target: {
+                    "files": list(one.files),
+                    "checked_by": one.library,
+                    "difference": one.difference,
+                }
+                for one in done
+            }
             every = {**earlier.kept, **records}
             targets = {name: every[name] for name in EXPORTS if name in every}
             card = model_card(model, targets, source or source_of(model), name=out.name)
-            complete(inner, out, earlier, records, card=card, weights=weights)
-            place(inner, out)
+            _complete(inner, out, earlier, every, card=card, weights=weights)
+            if out.exists():
+                out.rename(former)
+            inner.rename(out)
+            shutil.rmtree(former, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot write {out}: {error}") from error
         finally:
@@ -94,21 +124,8 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
     return done
 
 
-def _place(out: Path) -> Path:
-    try:
-        return out.expanduser().resolve()
-    except RuntimeError as error:
-        raise ConfigError(f"cannot create the folder {out}: there is no such user") from error
-    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
-        raise ConfigError(f"cannot create the folder {str(out)[:200]!r}: {error}") from error
-
-
-def _record(one: Exported) -> dict[str, Any]:
-    return {"files": list(one.files), "checked_by": one.library, "difference": one.difference}
-
-
 def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
-    """The targets without repetition; refuse those that cannot be exported to or not to one folder."""
+    """Return the targets without repetition; refuse impossible ones and those that need separate folders."""
     for name in to:
         if name not in EXPORTS:
             raise ConfigError(f"no export to {name!r}: {nearest(name, EXPORTS)}")
@@ -129,36 +146,14 @@ def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _plain(model: CLIP) -> CLIP:
-    """The model, or a float32 copy on the CPU."""
-    if all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()):
-        return model
-    copied = deepcopy(model).float().cpu()
-    copied.reset_constants()
-    return copied
-
-
-def _weights(model: CLIP) -> dict[str, Tensor]:
-    """The state dict; what lies in one memory under two names is copied, as safetensors does not share."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, value in model.state_dict().items():
-        place = value.untyped_storage().data_ptr()
-        tensors[name] = (
-            value.clone(memory_format=torch.contiguous_format) if place in seen else value.contiguous()
-        )
-        seen.add(place)
-    return tensors
-
-
 def _check_apart(names: Sequence[str]) -> None:
     for name in names:
         for other in EXPORTS[name].apart.intersection(names):
-            raise ConfigError(f"{name} and {other} name their files alike: export them to a folder each")
+            raise ConfigError(f"{name} and {other} name their files alike: export them to separate folders")
 
 
 def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], folder: Path) -> list[Exported]:
-    """Write the files of all targets, then load them back one library after the other."""
+    """Write the files of all targets, then load them with each library."""
     files = {name: EXPORTS[name].write(model, tensors, folder) for name in names}
     samples = draw_samples(model)
     for what, features in (("image", samples.image_features), ("text", samples.text_features)):
@@ -189,6 +184,81 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
     return done
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Earlier:
+    """An earlier export in the same folder.
+
+    Attributes:
+        kept: records of the targets that stay, by name.
+        stale: files of targets that are written again.
+        card: digest of the model card as it was written.
+    """
+
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    stale: frozenset[str] = frozenset()
+    card: str = ""
+
+
+def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
+    """Read the manifest of ``out``, if there is one.
+
+    Raises:
+        ConfigError: the folder holds something else, or targets of another model that would stay.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return _Earlier()
+    try:
+        path = out / MANIFEST
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= _LARGEST else {}
+        targets: dict[str, Any] = dict(manifest["targets"])
+        files = {name: frozenset(map(str, record["files"])) for name, record in targets.items()}
+        known, card = manifest["weights"], str(manifest["card"])
+        ours = manifest["format"] == _FORMAT
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise ConfigError(f"{out} is not empty and no earlier export: give another folder")
+    kept = {name: record for name, record in targets.items() if name not in wanted}
+    if kept and known != weights:
+        raise ConfigError(f"{out} holds another model for {', '.join(kept)}: give another folder")
+    staying = frozenset().union(*(files[name] for name in kept))
+    return _Earlier(kept=kept, stale=frozenset().union(*files.values()) - staying, card=card)
+
+
+def _complete(
+    inner: Path, out: Path, earlier: _Earlier, targets: Mapping[str, Any], *, card: str, weights: str
+) -> None:
+    """Add the model card, the manifest and what stays of ``out`` to the new files in ``inner``."""
+    digest = hashlib.sha256(card.encode()).hexdigest()
+    former = out / CARD
+    edited = former.is_file() and hashlib.sha256(former.read_bytes()).hexdigest() != earlier.card
+    (inner / (NEW_CARD if edited else CARD)).write_text(card, encoding="utf-8")
+    manifest = {
+        "format": _FORMAT,
+        "clipkit": __version__,
+        "weights": weights,
+        "card": earlier.card if edited else digest,
+        "targets": targets,
+    }
+    (inner / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    mode = (inner / MANIFEST).stat().st_mode & 0o777
+    for path in inner.rglob("*"):  # safetensors creates files that only their owner can read
+        if path.is_file():
+            path.chmod(mode)
+    for path in sorted(out.rglob("*")) if out.is_dir() else ():
+        name = path.relative_to(out).as_posix()
+        target = inner / name
+        if path.is_dir() and not path.is_symlink():
+            if not any(file.startswith(f"{name}/") for file in earlier.stale):
+                target.mkdir(exist_ok=True)
+        elif name not in earlier.stale and not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, target, follow_symlinks=False)
+            except OSError:  # a file system without links
+                shutil.copy2(path, target, follow_symlinks=False)
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit status.
 
@@ -199,22 +269,20 @@ def run(options: argparse.Namespace) -> int:
     print(model.origin)
     done = export(model, options.out, to=options.to)
     for one in done:
-        print(f"{one.target}: {len(one.files)} files; {_verdict(one)}")
+        if one.difference is None:
+            package = EXPORTS[one.target].distribution
+            verdict = f"not checked, as {package} is not installed: pip install -e '.[export]'"
+        else:
+            verdict = f"loaded back by {one.library}, embeddings differ by at most {one.difference:.1e}"
+        print(f"{one.target}: {len(one.files)} files; {verdict}")
     if todo := by_caller(model):
         print(todo)
     if not options.to:
         for name, target in EXPORTS.items():
             if target.default and (obstacle := target.obstacle(model)):
-                print(f"{name}: not written, as {obstacle}")
-    out = _place(options.out)
+                print(f"{name}: not written: {obstacle}")
+    out = output_folder(options.out)
     card = NEW_CARD if (out / NEW_CARD).is_file() else CARD
-    kept = f" ({CARD} was changed by hand, and kept)" if card == NEW_CARD else ""
-    print(f"wrote {out}; before you publish it, look through {card} and fill in its license{kept}")
+    kept = f" ({CARD} was edited and is kept)" if card == NEW_CARD else ""
+    print(f"wrote {out}; before you publish it, check {card} and fill in its license{kept}")
     return 0
-
-
-def _verdict(one: Exported) -> str:
-    if one.difference is None:
-        package = EXPORTS[one.target].distribution
-        return f"not checked, as {package} is not installed: pip install -e '.[export]'"
-    return f"loaded back by {one.library}, embeddings differ by at most {one.difference:.1e}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from clipkit.errors import DataError
+from clipkit.errors import ConfigError, DataError
 
 __all__ = [
     "IMAGE_EXTENSIONS",
@@ -14,6 +14,7 @@ __all__ = [
     "expand_braces",
     "match_wildcards",
     "name_order",
+    "output_folder",
     "path_order",
     "user_path",
 ]
@@ -44,6 +45,18 @@ def user_path(given: str) -> Path:
         return Path(given).expanduser()
     except RuntimeError:
         return Path(given)
+
+
+def output_folder(given: Path) -> Path:
+    """Resolve a folder to write to.
+
+    Raises:
+        ConfigError: the user of a ``~user`` does not exist, or the name is too long or contains NUL.
+    """
+    try:
+        return given.expanduser().resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot create the folder {str(given)[:200]!r}: {error}") from error
 
 
 def match_wildcards(path: Path) -> list[Path]:
