@@ -25,14 +25,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import TextIOWrapper
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, Literal
 from urllib.parse import unquote
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import IMAGE_SUFFIXES, expand_braces, match_wildcards, path_order, user_path
-from clipkit.files.table import SUFFIXES, Row, Table
+from clipkit.files.patterns import (
+    IMAGE_EXTENSIONS,
+    IMAGE_SUFFIXES,
+    expand_braces,
+    match_wildcards,
+    path_order,
+    user_path,
+)
+from clipkit.files.table import SUFFIXES, Table
 from clipkit.files.tar import sample_name, tar_files
 
 __all__ = [
@@ -42,133 +50,21 @@ __all__ = [
     "Stream",
     "images_below",
     "members",
-    "paths_of",
     "read_caption",
     "read_image",
     "readable",
     "shards_in",
-    "shards_of_dataset",
 ]
 
-
+MAX_BYTES = 256 << 20  # limit for one image or caption
+MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
 _MAX_SORTED = 2**17  # names of one folder that are sorted in memory
+_SHOWN = 8  # folders listed in a message
+_CAPTIONS = ("txt", "json")  # extensions of captions; the first one present is used
+_EMPTY = "empty caption"
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
 
-
-def shards_in(folder: Path) -> list[Path]:
-    """List the tars directly in a folder, 2.tar before 10.tar.
-
-    Raises:
-        DataError: the folder cannot be read.
-    """
-    try:
-        with os.scandir(folder) as entries:  # glob would build a list of all files in the folder
-            shards = [Path(entry) for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}") from error
-    return sorted(shards, key=path_order)
-
-
-def shards_of_dataset(folder: Path) -> list[Path]:
-    """List the tars directly in a folder or, if there are none, those of its splits, ordered by name.
-
-    A split is a folder with tars and ``nshards.txt``, as in datasets of shards.
-
-    Raises:
-        DataError: a folder cannot be read.
-    """
-    if shards := shards_in(folder):
-        return shards
-    try:
-        splits = sorted(inner for inner in folder.iterdir() if (inner / "nshards.txt").is_file())
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}") from error
-    return [shard for split in splits for shard in shards_in(split)]
-
-
-def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield every image below a folder, in the order of the paths, and unreadable folders with the cause.
-
-    Images are recognized by their suffix. Hidden files and folders are skipped, links to folders are not followed.
-    """
-    waiting = [(folder, _sorted(_names(folder)))]
-    while waiting:
-        here, names = waiting[-1]
-        try:
-            name = next(names, None)
-        except OSError as error:
-            waiting.pop()
-            yield here, f"cannot read folder: {error.strerror}"
-            continue
-        if name is None:
-            waiting.pop()
-        elif name.endswith("/"):
-            inner = here / name
-            waiting.append((inner, _sorted(_names(inner))))
-        else:
-            yield here / name, ""
-
-
-def readable(text: str) -> str:
-    """Convert text or a path to valid Unicode: bytes that are not UTF-8 become escapes (``\\xe9``)."""
-    try:
-        content = text.encode("utf-8", "surrogateescape")  # how paths represent such bytes
-    except UnicodeEncodeError:  # an unpaired surrogate, from JSON
-        content = text.encode("utf-8", "surrogatepass")
-    return content.decode("utf-8", "backslashreplace")
-
-
-def _names(folder: Path) -> Iterator[str]:
-    """Yield the names of images and folders; folders end with "/", so that sorting names sorts paths."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = entry.name
-            if name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield name + "/"
-            elif name[name.rfind(".") :].lower() in IMAGE_SUFFIXES:
-                yield name
-
-
-def _sorted(names: Iterable[str]) -> Iterator[str]:
-    """Sort with at most ``_MAX_SORTED`` names in memory; longer lists are merged from temporary files."""
-    rest = iter(names)
-    with ExitStack() as files:
-        runs: list[Iterator[str]] = []
-        while run := sorted(islice(rest, _MAX_SORTED)):
-            if not runs and len(run) < _MAX_SORTED:
-                yield from run
-                return
-            file = files.enter_context(tempfile.TemporaryFile("w+", encoding="ascii"))
-            file.writelines(json.dumps(name) + "\n" for name in run)
-            file.seek(0)
-            runs.append(map(json.loads, file))
-        yield from heapq.merge(*runs)
-
-
-def paths_of(source: str) -> list[str]:
-    """Expand the braces and wildcards of a source, in order; other sources and existing paths are kept as given.
-
-    Raises:
-        DataError: a pattern matches nothing or more than a million paths, or a path named by braces is missing.
-    """
-    patterns = [source]
-    if "{" in source and not os.path.lexists(source):
-        patterns = list(expand_braces(source))
-        missing = [path for path in patterns if not user_path(path).exists() and not glob.has_magic(path)]
-        if missing:
-            raise DataError(
-                f"{len(missing)} of the {len(patterns)} paths of {source!r} do not exist: {missing[0]}, …"
-            )
-    paths: list[str] = []
-    for pattern in patterns:
-        if not glob.has_magic(pattern) or "://" in pattern or os.path.lexists(user_path(pattern)):
-            paths.append(pattern)
-        elif matches := list(map(str, match_wildcards(user_path(pattern)))):
-            paths += matches
-        else:
-            raise DataError(f"no file or folder on this disk matches {pattern!r}")
-    return paths
+Kind = Literal["image", "caption"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,16 +114,6 @@ def members(shard: Path) -> Iterator[tuple[str, Member]]:
         raise DataError(f"shard {shard}: {error.strerror}") from error
 
 
-MAX_BYTES = 256 << 20  # limit for one image or caption
-MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
-_SHOWN = 8  # folders listed in a message
-_CAPTIONS = ("txt", "json")  # extensions of captions; the first one present is used
-_EMPTY = "empty caption"
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
-
-Kind = Literal["image", "caption"]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """One image or text of a stream, not read yet.
@@ -272,7 +158,7 @@ class Stream:
         self._columns = image_column, caption_column
         self._parts: list[tuple[str, Callable[[], Iterator[Item]]]] = []
         for source in sources:
-            for path in paths_of(source):
+            for path in _paths_of(source):
                 self._parts.append((path, self._opened(path)))
 
     def __iter__(self) -> Iterator[Item]:
@@ -287,8 +173,8 @@ class Stream:
                 )
 
     def _opened(self, source: str) -> Callable[[], Iterator[Item]]:
-        """Return a function that iterates over one source, after determining the source's type."""
-        kind, lower = self.kind, source.lower()
+        """Determine the type of one source; return a function that iterates over it."""
+        kind, suffix = self.kind, Path(source).suffix.lower()
         if source == "-":
             if kind == "image":
                 raise DataError("standard input contains texts: add --text")
@@ -306,26 +192,33 @@ class Stream:
             if path.exists():
                 raise DataError(f"{source} is a pipe or a device: save its content to a file")
             raise DataError(f"{source}: no such file or folder")
-        if lower.endswith(_COMPRESSED):
+        if source.lower().endswith(_COMPRESSED):
             raise DataError(f"{source} is compressed: unpack it first")
-        if lower.endswith(".tar"):
+        if suffix == ".tar":
             return lambda: _samples(path, kind)
-        if path.suffix.lower() in SUFFIXES:
+        if suffix in SUFFIXES:
             image, caption = self._columns
             table = Table(path, image_column=image, caption_column=caption, need=(kind,))
             return lambda: _rows(table, kind)
         if kind == "caption":
-            if path.suffix.lower() != ".txt":
+            if suffix != ".txt":
                 raise DataError(
                     f"{source}: texts are read from a .txt file, a table, shards or - (standard input)"
                 )
             return lambda: _lines(path, readable(source))
-        if path.suffix.lower() == ".txt":
+        if suffix == ".txt":
             raise DataError(f"{source} contains texts: add --text")
         return lambda: iter((Item(source=readable(source), key=readable(source), image=path),))
 
     def _folder(self, folder: Path) -> Callable[[], Iterator[Item]]:
-        shards, kind = shards_of_dataset(folder), self.kind
+        kind = self.kind
+        shards = shards_in(folder)
+        if not shards:  # a dataset, with a folder for each split
+            try:
+                splits = sorted(inner for inner in folder.iterdir() if (inner / "nshards.txt").is_file())
+            except OSError as error:
+                raise DataError(f"{folder}: {error.strerror}") from error
+            shards = [shard for split in splits for shard in shards_in(split)]
         if kind == "caption" and not shards:
             raise DataError(f"{folder} contains no shards with captions{_hint(str(folder))}")
 
@@ -349,7 +242,23 @@ def read_image(item: Item) -> bytes:
     if item.cause:
         raise DataError(item.cause)
     assert item.image is not None
-    data = _file_bytes(item.image) if isinstance(item.image, Path) else item.image.read(MAX_BYTES)
+    if isinstance(item.image, Member):
+        data = item.image.read(MAX_BYTES)
+    else:
+        try:
+            status = item.image.stat()
+            if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+                raise DataError("not a file")
+            if status.st_size > MAX_BYTES:
+                raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
+            with item.image.open("rb") as file:
+                data = file.read(MAX_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            raise DataError("missing file") from None
+        except OSError as error:
+            raise DataError(f"cannot read file: {error.strerror}") from error
+        except ValueError:  # a path with a null byte, or with characters that the system cannot encode
+            raise DataError("cannot read file") from None
     if not data:
         raise DataError("empty file")
     return data
@@ -369,10 +278,15 @@ def read_caption(item: Item) -> str:
     caption = item.caption
     if isinstance(caption, Member):
         try:
-            text = caption.read(MAX_BYTES).decode()
+            text: object = caption.read(MAX_BYTES).decode()
+            if caption.extension == "json":
+                value = json.loads(str(text))
+                text = value.get("caption") if isinstance(value, dict) else None
         except UnicodeDecodeError as error:
             raise DataError("caption is not UTF-8") from error
-        caption = _json_caption(text) if caption.extension == "json" else text
+        except (ValueError, RecursionError) as error:
+            raise DataError("invalid JSON") from error
+        caption = text if isinstance(text, str) else None
         if caption is not None and not caption.strip():
             raise DataError(_EMPTY)
     if caption is None:
@@ -380,30 +294,104 @@ def read_caption(item: Item) -> str:
     return readable(caption)
 
 
-def _json_caption(text: str) -> str | None:
+def readable(text: str) -> str:
+    """Convert text or a path to valid Unicode: bytes that are not UTF-8 become escapes (``\\xe9``)."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError("invalid JSON") from error
-    caption = value.get("caption") if isinstance(value, dict) else None
-    return caption if isinstance(caption, str) else None
+        content = text.encode("utf-8", "surrogateescape")  # how paths represent such bytes
+    except UnicodeEncodeError:  # an unpaired surrogate, from JSON
+        content = text.encode("utf-8", "surrogatepass")
+    return content.decode("utf-8", "backslashreplace")
 
 
-def _file_bytes(path: Path) -> bytes:
+def _paths_of(source: str) -> list[str]:
+    """Expand the braces and wildcards of a source, in order; other sources and existing paths are kept as given.
+
+    Raises:
+        DataError: a pattern matches nothing or more than a million paths, or a path named by braces is missing.
+    """
+    patterns = [source]
+    if "{" in source and not os.path.lexists(source):
+        patterns = list(expand_braces(source))
+        missing = [path for path in patterns if not user_path(path).exists() and not glob.has_magic(path)]
+        if missing:
+            raise DataError(
+                f"{len(missing)} of the {len(patterns)} paths of {source!r} do not exist: {missing[0]}, …"
+            )
+    paths: list[str] = []
+    for pattern in patterns:
+        if not glob.has_magic(pattern) or "://" in pattern or os.path.lexists(user_path(pattern)):
+            paths.append(pattern)
+        elif matches := list(map(str, match_wildcards(user_path(pattern)))):
+            paths += matches
+        else:
+            raise DataError(f"no file or folder on this disk matches {pattern!r}")
+    return paths
+
+
+def shards_in(folder: Path) -> list[Path]:
+    """List the tars directly in a folder, 2.tar before 10.tar.
+
+    Raises:
+        DataError: the folder cannot be read.
+    """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
-            raise DataError("not a file")
-        if status.st_size > MAX_BYTES:
-            raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError("missing file") from None
+        with os.scandir(folder) as entries:  # glob would build a list of all files in the folder
+            shards = [Path(entry) for entry in entries if entry.name.endswith(".tar") and entry.is_file()]
     except OSError as error:
-        raise DataError(f"cannot read file: {error.strerror}") from error
-    except ValueError:  # a path with a null byte, or with characters that the system cannot encode
-        raise DataError("cannot read file") from None
+        raise DataError(f"{folder}: {error.strerror}") from error
+    return sorted(shards, key=path_order)
+
+
+def images_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield every image below a folder, in the order of the paths, and unreadable folders with the cause.
+
+    Images are recognized by their suffix. Hidden files and folders are skipped, links to folders are not followed.
+    """
+    waiting = [(folder, _sorted(_names(folder)))]
+    while waiting:
+        here, names = waiting[-1]
+        try:
+            name = next(names, None)
+        except OSError as error:
+            waiting.pop()
+            yield here, f"cannot read folder: {error.strerror}"
+            continue
+        if name is None:
+            waiting.pop()
+        elif name.endswith("/"):
+            inner = here / name
+            waiting.append((inner, _sorted(_names(inner))))
+        else:
+            yield here / name, ""
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yield the names of images and folders; folders end with "/", so that sorting names sorts paths."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = entry.name
+            if name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield name + "/"
+            elif name[name.rfind(".") :].lower() in IMAGE_SUFFIXES:
+                yield name
+
+
+def _sorted(names: Iterable[str]) -> Iterator[str]:
+    """Sort with at most ``_MAX_SORTED`` names in memory; longer lists are merged from temporary files."""
+    rest = iter(names)
+    with ExitStack() as files:
+        runs: list[Iterator[str]] = []
+        while run := sorted(islice(rest, _MAX_SORTED)):
+            if not runs and len(run) < _MAX_SORTED:
+                yield from run
+                return
+            file = files.enter_context(tempfile.TemporaryFile("w+", encoding="ascii"))
+            file.writelines(json.dumps(name) + "\n" for name in run)
+            file.seek(0)
+            runs.append(map(json.loads, file))
+        yield from heapq.merge(*runs)
 
 
 def _hint(source: str) -> str:
@@ -417,46 +405,40 @@ def _hint(source: str) -> str:
 
 
 def _samples(shard: Path, kind: Kind) -> Iterator[Item]:
-    """Yield the samples of a shard, and an item with the cause if it cannot be read to the end."""
-    source = readable(str(shard))
-    key, found, twice = "", dict[str, Member](), list[str]()
-    cause = ""
-    try:
-        for name, member in members(shard):
-            if name != key:
-                yield from _sample(source, key, found, twice, kind)
-                found, twice = {}, []
-            key = name
+    """Yield the samples of a shard, and an item with the cause if it cannot be read to the end.
+
+    Each duplicate of a sample's image or caption is a failed item.
+    """
+    source, causes = readable(str(shard)), list[str]()
+
+    def located() -> Iterator[tuple[str, Member]]:
+        try:
+            yield from members(shard)
+        except DataError as error:
+            causes.append(str(error))
+
+    for key, group in groupby(located(), itemgetter(0)):
+        found: dict[str, Member] = {}
+        twice: list[str] = []
+        for _, member in group:
             if member.extension in found:
                 twice.append(member.extension)
             else:
                 found[member.extension] = member
-    except DataError as error:
-        cause = str(error)
-    yield from _sample(source, key, found, twice, kind)
-    if cause:
+        image = next((one for extension, one in found.items() if extension in IMAGE_EXTENSIONS), None)
+        caption = next((found[extension] for extension in _CAPTIONS if extension in found), None)
+        cause = ""
+        if kind == "image" and image is None:
+            cause = f"no image, only {', '.join(sorted(found))[:100]}"
+        elif kind == "caption" and caption is None:
+            cause = "no caption"
+        yield Item(source=source, key=key, image=image, caption=caption, cause=cause)
+        for extension in twice:
+            if extension in (IMAGE_EXTENSIONS if kind == "image" else _CAPTIONS):
+                cause = f"{key}.{extension} occurs twice in a row: used only the first"
+                yield Item(source=source, key=key, cause=cause)
+    for cause in causes:
         yield Item(source=source, key="", cause=cause)
-
-
-def _sample(
-    source: str, key: str, found: dict[str, Member], twice: Sequence[str], kind: Kind
-) -> Iterator[Item]:
-    """Yield a sample unless it is empty, then a failed item for each duplicate of an image or caption."""
-    if not found:
-        return
-    image = next((one for extension, one in found.items() if f".{extension}" in IMAGE_SUFFIXES), None)
-    caption = next((found[extension] for extension in _CAPTIONS if extension in found), None)
-    cause = ""
-    if kind == "image" and image is None:
-        cause = f"no image, only {', '.join(sorted(found))[:100]}"
-    elif kind == "caption" and caption is None:
-        cause = "no caption"
-    yield Item(source=source, key=key, image=image, caption=caption, cause=cause)
-    for extension in twice:
-        if f".{extension}" in IMAGE_SUFFIXES if kind == "image" else extension in _CAPTIONS:
-            yield Item(
-                source=source, key=key, cause=f"{key}.{extension} occurs twice in a row: used only the first"
-            )
 
 
 def _rows(table: Table, kind: Kind) -> Iterator[Item]:
@@ -465,41 +447,31 @@ def _rows(table: Table, kind: Kind) -> Iterator[Item]:
     try:
         for row in table:
             number = row.number
-            yield _row(source, table.path.parent, row) if kind == "image" else _caption_row(source, row)
+            given, what = (row.path, "path") if kind == "image" else (row.caption, "caption")
+            cause = row.cause
+            if not cause and (given is None or (kind == "image" and given == "")):
+                cause = f"no {what}"
+            elif not cause and not isinstance(given, str):
+                cause = f"{what} is not text"
+            text = given if isinstance(given, str) else ""
+            if kind == "caption":
+                if not cause and not text.strip():
+                    cause = _EMPTY
+                yield Item(source=source, key=str(number), caption=None if cause else text, cause=cause)
+                continue
+            if "://" in text and not text.startswith("file://"):
+                cause = "web address, not a file: download it first"
+            if cause:
+                yield Item(source=source, key=readable(text[:4096] or str(number)), cause=cause)
+                continue
+            if text.startswith("file://"):
+                text = unquote(text.removeprefix("file://"), errors="surrogateescape")
+                text = text.removeprefix("localhost") if text.startswith("localhost/") else text
+            path = table.path.parent / text
+            caption = row.caption if isinstance(row.caption, str) else None
+            yield Item(source=source, key=readable(str(path)), image=path, caption=caption)
     except DataError as error:
         yield Item(source=source, key=str(number + 1), cause=str(error))
-
-
-def _row(source: str, folder: Path, row: Row) -> Item:
-    given, cause = row.path, row.cause
-    if not cause and (given is None or given == ""):
-        cause = "no path"
-    elif not cause and not isinstance(given, str):
-        cause = "path is not text"
-    elif isinstance(given, str) and "://" in given and not given.startswith("file://"):
-        cause = "web address, not a file: download it first"
-    if cause:
-        key = given[:4096] if isinstance(given, str) and given else str(row.number)
-        return Item(source=source, key=readable(key), cause=cause)
-    assert isinstance(given, str)
-    if given.startswith("file://"):
-        given = unquote(given.removeprefix("file://"), errors="surrogateescape")
-        given = given.removeprefix("localhost") if given.startswith("localhost/") else given
-    path = folder / given
-    caption = row.caption if isinstance(row.caption, str) else None
-    return Item(source=source, key=readable(str(path)), image=path, caption=caption)
-
-
-def _caption_row(source: str, row: Row) -> Item:
-    cause = row.cause
-    if not cause and row.caption is None:
-        cause = "no caption"
-    elif not cause and not isinstance(row.caption, str):
-        cause = "caption is not text"
-    elif not cause and isinstance(row.caption, str) and not row.caption.strip():
-        cause = _EMPTY
-    caption = row.caption if isinstance(row.caption, str) and not cause else None
-    return Item(source=source, key=str(row.number), caption=caption, cause=cause)
 
 
 def _lines(origin: Path | BinaryIO, source: str) -> Iterator[Item]:
