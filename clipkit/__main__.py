@@ -109,12 +109,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"library to export to: {', '.join(EXPORTS)}; may be repeated (default: "
         f"{' and '.join(name for name, target in EXPORTS.items() if target.default)})",
     )
-    parser.add_argument(
-        "--name",
-        metavar="NAME",
-        default="",
-        help="architecture, if it is not stored with the weights",
-    )
+    _add_name(parser)
 
 
 def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,24 +124,14 @@ def _interpolate_arguments(parser: argparse.ArgumentParser) -> None:
         default=[0.5],
         help="fraction of SECOND, 0 to 1; several are written to DIR/alpha_A each (default: 0.5)",
     )
-    parser.add_argument(
-        "--name",
-        metavar="NAME",
-        default="",
-        help="architecture, if it is not stored with the weights",
-    )
+    _add_name(parser)
 
 
 def _shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all commands that run a model."""
+    """Add the options of commands that run a model."""
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="input; see below")
     parser.add_argument("--model", metavar="M", required=True, help=MODEL)
-    parser.add_argument(
-        "--name",
-        metavar="NAME",
-        default="",
-        help="architecture, if it is not stored with the weights",
-    )
+    _add_name(parser)
     parser.add_argument(
         "--batch-size", metavar="N", type=whole(1, MOST_BATCH), help="(default: 32 on a CPU, else 256)"
     )
@@ -167,6 +152,11 @@ def _shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image-column", metavar="C", help="column of tables (default: guessed)")
     add_decoding_options(parser, default="as in the model's training")
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    help_text = "architecture, if it is not stored with the weights"
+    parser.add_argument("--name", metavar="NAME", default="", help=help_text)
 
 
 COMMANDS = {

@@ -44,16 +44,15 @@ def load(
 
     Args:
         source: a clipkit run or checkpoint; a weights file or training folder of open_clip, or OpenAI's weights;
-            a folder of open_clip's or transformers' hub layout; ``open_clip:NAME/TAG`` or
+            a folder in the hub layout of open_clip or transformers; ``open_clip:NAME/TAG`` or
             ``hf-hub:OWNER/REPOSITORY``.
         name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu".
-        image_size: side of the images in pixels, if not the stored one: position embeddings are resampled.
-        context_length: longest text in tokens, at least 2, if not the stored one.
+        image_size: side of the images in pixels, by default as stored; position embeddings are resampled.
+        context_length: maximal length of texts in tokens, at least 2, by default as stored.
         device: such as "cuda:1".
         background: color behind transparent images, by name, as "#rrggbb" or as red, green and blue, each 0–255;
             "none" drops the alpha channel, as open_clip does. None: as in the model's training.
-        upright: whether the EXIF orientation of images is applied, which open_clip does not do. None: as in the
-            model's training.
+        upright: apply the EXIF orientation of images, unlike open_clip. None: as in the model's training.
 
     Raises:
         CheckpointError: the source does not exist, is damaged, needs code to run, or does not fit the name.
@@ -71,8 +70,16 @@ def load(
     place = _device(device)
     if background is not None:
         color_of(background)  # fails before weights are read
-    _check_path(str(source))
-    model = open_source(str(source), name=name, image_size=image_size, context_length=context_length)
+    path = str(source)
+    shown = path if len(path) <= _SHOWN else path[:_SHOWN] + "…"
+    if "\0" in path:
+        raise CheckpointError(f"no model at {shown!r}: a path cannot contain NUL")
+    try:
+        Path(path).expanduser().exists()
+    except (RuntimeError, OSError) as error:  # an unknown user; a name that is too long
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"no model at {shown}: {cause}") from error
+    model = open_source(path, name=name, image_size=image_size, context_length=context_length)
     model.preprocess = model.preprocess.with_decoding(background=background, upright=upright)
     return model.to(place)
 
@@ -90,20 +97,7 @@ def _device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _check_path(source: str) -> None:
-    """Refuse a source that cannot be a path, whether or not it exists."""
-    shown = source if len(source) <= _SHOWN else source[:_SHOWN] + "…"
-    if "\0" in source:
-        raise CheckpointError(f"no model at {shown!r}: a path cannot contain NUL")
-    try:
-        Path(source).expanduser().exists()
-    except RuntimeError as error:  # unknown user
-        raise CheckpointError(f"no model at {shown}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"no model at {shown}: {error.strerror}") from error
-
-
-@torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
+@torch.no_grad()  # not inference_mode: the features may be used in training
 def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_size: int = 64) -> Tensor:
     """Encode images: (N, O) float32 unit-norm features on the CPU.
 
@@ -124,7 +118,13 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     """
     _check_model(model)
     check_batch_size(batch_size)
-    many = _as_list(images)
+    many: Sequence[ImageLike]
+    if isinstance(images, np.ndarray | Tensor):
+        many = list(images) if images.ndim == 4 else [images]
+    elif isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
+        many = images
+    else:
+        many = [images]  # decoding reports unknown types
     device = model.logit_scale.device
     parts = [torch.zeros(0, model.architecture.embed_dim)]
     counts = TraitCounts()
@@ -178,14 +178,6 @@ def classify(
 
 
 def _check_model(model: object) -> None:
-    """Give a clear error for swapped arguments."""
+    """Report swapped arguments."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "tokenizer"):
         raise TypeError(f"model must be a CLIP, as clipkit.load gives it, not {type(model).__name__}")
-
-
-def _as_list(images: ImageLike | Sequence[ImageLike]) -> Sequence[ImageLike]:
-    if isinstance(images, np.ndarray | Tensor):
-        return list(images) if images.ndim == 4 else [images]
-    if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview):
-        return images
-    return [images]  # decoding reports anything else
