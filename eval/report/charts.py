@@ -38,6 +38,7 @@ __all__ = [
     "scatter",
     "signed",
     "smooth",
+    "value_text",
 ]
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
@@ -88,16 +89,17 @@ def signed(fraction: float) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Format a duration in its largest unit, such as 2.5 minutes."""
     for limit, length, unit in ((90, 1, "seconds"), (5400, 60, "minutes"), (172_800, 3600, "hours")):
         if seconds < limit:
             return f"{number(round(seconds / length, 1))} {unit}"
     return f"{number(round(seconds / 86_400, 1))} days"
 
 
-def _value(value: object) -> str:
+def value_text(value: object) -> str:
     """Format a value of a results line."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_value(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {value_text(one)}" for key, one in value.items())
     if isinstance(value, float):
         return number(value)
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -108,7 +110,7 @@ TEMPLATES.filters |= {
     "figure": figure,
     "signed": signed,
     "duration": _duration,
-    "value": _value,
+    "value": value_text,
     "percent": lambda value: "<0.1%" if 0 < value < 0.0005 else f"{value * 100:.1f}%",
     "minus": lambda text: text.replace("-", "−"),
 }
@@ -139,17 +141,9 @@ def downsample(points: Sequence[Point], count: int = POINTS) -> list[tuple[float
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """A score in a large figure, with a gauge if ``value`` is a fraction.
+    """A score in a large figure: ``figure`` is its value as text without the unit ("%" or "").
 
-    Attributes:
-        what: name of the score.
-        dataset: shown in bold before it.
-        figure: the value as text, without its unit.
-        unit: "%" or "".
-        details: shown below.
-        value: on the gauge, in [0, 1].
-        interval: on the gauge.
-        chance: on the gauge.
+    A gauge shows ``value``, ``interval`` and ``chance`` in [0, 1], if ``value`` is not None.
     """
 
     what: str

@@ -6,7 +6,7 @@ One self-contained file; the same results give the same bytes.
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -207,86 +207,84 @@ def _cost(table: ScoreTable) -> Markup:
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """Scores of one model and variant of a setting, by number (images per class, layer) and dataset."""
+    """Scores of one model and variant of a setting: by number (images per class, layer), those to average."""
 
     model: int
-    variant: str
-    points: Mapping[int, Mapping[str, Record]]
-
-    @property
-    def datasets(self) -> set[str]:
-        return {name for rows in self.points.values() for name in rows}
-
-    def averaged(self, shared: Mapping[int, Sequence[str]]) -> list[tuple[int, list[Record]]]:
-        """List the scores that each point averages; its own if no datasets are shared."""
-        points = (
-            (number, [rows[name] for name in (shared[number] if shared else sorted(rows))])
-            for number, rows in sorted(self.points.items())
-        )
-        return [(number, rows) for number, rows in points if rows]
+    name: str
+    tone: int
+    dashed: bool
+    points: list[tuple[int, list[Record]]]
 
 
-def _curves(rows: Sequence[Record], setting: re.Pattern[str]) -> list[_Curve]:
-    """Collect curves by model and by the rest of the setting; of each dataset the first metric recorded."""
-    found: dict[tuple[int, str], dict[int, dict[str, Record]]] = {}
+def _curves(
+    found: ResultSet, rows: Sequence[Record], setting: re.Pattern[str], least: int = 1
+) -> tuple[list[_Curve], list[int], str]:
+    """Collect curves of at least ``least`` points over the datasets that all curves have, of the same data.
+
+    Of each dataset the first metric recorded counts. A dataset with few images per class has no score for many
+    shots: it counts as far as it goes. If the curves share no datasets, each has its own.
+
+    Returns:
+        The curves, all their numbers, and a description of the datasets.
+    """
+    every: dict[tuple[int, str], dict[int, dict[str, Record]]] = {}
     metrics: dict[str, str] = {}
     for row in rows:
         match = setting.fullmatch(row.setting)
         if not match or not is_fraction(row.metric, row.value):
             continue
-        if metrics.setdefault(row.dataset, row.metric) != row.metric:
-            continue
-        variant = match[2] if row.task == "few-shot" else " ".join(filter(None, (row.task, match[2])))
-        points = found.setdefault((row.model, variant), {})
-        points.setdefault(int(match[1]), {}).setdefault(row.dataset, row)
-    return [
-        _Curve(model=model, variant=name, points=points) for (model, name), points in sorted(found.items())
-    ]
-
-
-def _shared(curves: Sequence[_Curve]) -> tuple[dict[int, list[str]], str]:
-    """Find the datasets that all curves have, of the same data, and describe them.
-
-    A dataset with few images per class has no score for many shots: it counts as far as it goes.
-
-    Returns:
-        By number, the datasets that all curves reaching it have ({} if there are none), and a description.
-    """
-    every = set.intersection(*(curve.datasets for curve in curves))
-    rows = {
-        name: [own[name] for curve in curves for own in curve.points.values() if name in own]
-        for name in every
-    }
-    same = {name for name in every if same_data(*rows[name])}
-    shared = {}
-    for i in sorted({i for curve in curves for i in curve.points}):
-        shared[i] = sorted(same.intersection(*(curve.points[i] for curve in curves if i in curve.points)))
-    if not any(shared.values()):
-        return {}, "each line's own datasets, which differ"
+        if metrics.setdefault(row.dataset, row.metric) == row.metric:
+            variant = match[2] if row.task == "few-shot" else " ".join(filter(None, (row.task, match[2])))
+            points = every.setdefault((row.model, variant), {})
+            points.setdefault(int(match[1]), {}).setdefault(row.dataset, row)
+    every = {key: points for key, points in sorted(every.items()) if len(points) >= least}
+    if not every:
+        return [], [], ""
+    numbers = sorted({i for points in every.values() for i in points})
+    datasets: list[dict[str, list[Record]]] = []  # of each curve
+    for points in every.values():
+        datasets.append({})
+        for row in (row for own in points.values() for row in own.values()):
+            datasets[-1].setdefault(row.dataset, []).append(row)
+    common = set.intersection(*map(set, datasets))
+    same = {name for name in common if same_data(*(row for own in datasets for row in own[name]))}
+    shared = {i: sorted(same.intersection(*(own[i] for own in every.values() if i in own))) for i in numbers}
+    any_shared = any(shared.values())
     at: dict[tuple[str, ...], list[str]] = {}
     for i, names in shared.items():
         at.setdefault(tuple(names), []).append(str(i))
-    if len(at) > 1:
-        parts = (f"{len(names)} at {', '.join(numbers)}" for names, numbers in at.items() if names)
-        return shared, f"the datasets that all have: {'; '.join(parts)}"
-    (common,) = at
-    total = len(set().union(*(curve.datasets for curve in curves)))
-    if len(common) == 1:
-        return shared, common[0]
-    if len(common) == total:
-        return shared, f"{total} datasets"
-    return shared, f"the {len(common)} of {total} datasets that all have"
-
-
-def _curve_style(found: ResultSet, curve: _Curve, curves: Sequence[_Curve]) -> dict[str, Any]:
-    """Name and color a curve by what differs between the curves."""
-    variants = list(dict.fromkeys(one.variant for one in curves))
-    model, variant = found.models[curve.model].label, curve.variant or PLAIN
-    several = len({one.model for one in curves}) > 1
-    name = ", ".join(filter(None, (model if several else "", variant if len(variants) > 1 else "")))
-    index = curve.model if several else variants.index(curve.variant)
-    dashed = index >= _TONES or (several and variants.index(curve.variant) > 0)
-    return {"name": name or model, "tone": index % _TONES + 1, "dashed": dashed, "dots": True}
+    first, total = next(iter(at)), len(set().union(*datasets))
+    if not any_shared:
+        description = "each line's own datasets, which differ"
+    elif len(at) > 1:
+        parts = [f"{len(names)} at {', '.join(where)}" for names, where in at.items() if names]
+        description = f"the datasets that all have: {'; '.join(parts)}"
+    elif len(first) == 1:
+        description = first[0]
+    else:
+        description = f"{total} datasets"
+        if len(first) < total:
+            description = f"the {len(first)} of {description} that all have"
+    variants = list(dict.fromkeys(variant for _, variant in every))
+    several = len({model for model, _ in every}) > 1
+    curves = []
+    for (model, variant), points in every.items():
+        # named and colored by what differs between the curves
+        label, place = found.models[model].label, variants.index(variant)
+        parts = [label if several else "", (variant or PLAIN) if len(variants) > 1 else ""]
+        index = model if several else place
+        averaged = {
+            i: [own[name] for name in (shared[i] if any_shared else sorted(own))] for i, own in points.items()
+        }
+        curve = _Curve(
+            model=model,
+            name=", ".join(filter(None, parts)) or label,
+            tone=index % _TONES + 1,
+            dashed=index >= _TONES or (several and place > 0),
+            points=[(i, averaged[i]) for i in numbers if averaged.get(i)],
+        )
+        curves.append(curve)
+    return curves, numbers, description
 
 
 def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
@@ -297,21 +295,17 @@ def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
         for row in rows
         if row.metric.endswith("_std")
     }
-    curves = _curves([row for row in rows if not row.metric.endswith("_std")], _SHOTS)
-    if not curves:
-        return Markup()
+    curves, shots, names = _curves(found, [row for row in rows if not row.metric.endswith("_std")], _SHOTS)
 
     def spread(row: Record) -> float | None:
         half = None if row.low is None or row.high is None else (row.high - row.low) / 2
         return deviations.get((row.model, row.dataset, row.setting, row.metric), half)
 
-    shared, names = _shared(curves)
-    x_of = {k: float(i) for i, k in enumerate([0, *sorted({k for curve in curves for k in curve.points})])}
+    x_of = {k: float(i) for i, k in enumerate(dict.fromkeys([0, *shots]))}
     lines = []
     for curve in curves:
         points, band = [], []
-        averaged = curve.averaged(shared)
-        for k, own in averaged:
+        for k, own in curve.points:
             mean = fmean(row.value for row in own)
             known = [one for row in own if (one := spread(row)) is not None]
             points.append((x_of[k], 100 * mean))
@@ -322,10 +316,19 @@ def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
         counted = {
             line.dataset: line.values[curve.model] for line in reversed(zero_shot.lines) if line.counted
         }
-        values = [counted.get(row.dataset) for _, own in averaged[:1] for row in own]
+        values = [counted.get(row.dataset) for _, own in curve.points[:1] for row in own]
         rings = [value for value in values if value is not None]
-        ring = (0.0, 100 * fmean(rings)) if rings and len(rings) == len(values) else None
-        lines.append(ChartLine(points=points, band=band, mark=ring, **_curve_style(found, curve, curves)))
+        lines.append(
+            ChartLine(
+                name=curve.name,
+                points=points,
+                band=band,
+                tone=curve.tone,
+                dots=True,
+                mark=(0.0, 100 * fmean(rings)) if rings and len(rings) == len(values) else None,
+                dashed=curve.dashed,
+            )
+        )
     kind = "± standard deviation over seeds" if deviations else "interval"
     note = [f"mean of {names}"]
     note += [f"band: {kind} of the mean"] * any(line.band for line in lines)
@@ -345,16 +348,14 @@ def _few_shot(found: ResultSet, zero_shot: ScoreTable) -> Markup:
 
 def _layers(found: ResultSet) -> Markup:
     """Chart the mean accuracy of a probe at each depth, if several layers were probed."""
-    curves = [curve for curve in _curves(found.rows, _LAYER) if len(curve.points) > 1]
-    if not curves:
-        return Markup()
-    shared, names = _shared(curves)
+    curves, depths, names = _curves(found, found.rows, _LAYER, least=2)
     lines = []
     for curve in curves:
-        means = [(i, fmean(row.value for row in own)) for i, own in curve.averaged(shared)]
-        points = [(float(layer), 100 * mean) for layer, mean in means]
-        lines.append(ChartLine(points=points, **_curve_style(found, curve, curves)))
-    depths = sorted({layer for curve in curves for layer in curve.points}, reverse=True)
+        points = [(float(layer), 100 * fmean(row.value for row in own)) for layer, own in curve.points]
+        lines.append(
+            ChartLine(name=curve.name, points=points, tone=curve.tone, dots=True, dashed=curve.dashed)
+        )
+    shown = depths[::-1][:: math.ceil(len(depths) / _LAYERS) or 1]
     return draw(
         Chart(
             title="Accuracy by depth",
@@ -363,7 +364,7 @@ def _layers(found: ResultSet) -> Markup:
             unit="%",
             wide=True,
             x_name="layer",
-            x_ticks=[(float(i), str(i)) for i in reversed(depths[:: math.ceil(len(depths) / _LAYERS)])],
+            x_ticks=[(float(i), str(i)) for i in reversed(shown)],
         )
     )
 

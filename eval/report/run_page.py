@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from eval.report.charts import (
     figure,
     number,
     smooth,
+    value_text,
 )
 from eval.report.tables import TableRow, metric_name, setting_name
 from eval.results.records import Snapshot, find_snapshots, json_lines, read_snapshot, whole
@@ -321,12 +322,11 @@ def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
 
 def _provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     """List what the scores depend on, by dataset if datasets differ."""
-    text: Callable[[Any], str] = TEMPLATES.filters["value"]
     values: dict[str, dict[str, str]] = {}
     for result in results:
         for key, value in result.line.items():
             if value is not None and key not in _SCORE_FIELDS:
-                values.setdefault(key, {})[result.dataset] = text(value)
+                values.setdefault(key, {})[result.dataset] = value_text(value)
     datasets = {result.dataset for result in results}
     facts = []
     for key, by_dataset in values.items():
@@ -411,7 +411,7 @@ def _charts(run: RunFolder) -> list[str]:
     useful = _percent(mfu)
     median = _median(useful, "%")
     charts = [
-        _noisy("Loss", loss, summary=last, note=note, levels=levels, wide=True),
+        Chart(title="Loss", note=note, lines=[_noisy("loss", loss, last), *levels], wide=True),
         *(chart for series, chart in scored if series in own),
         Chart(
             title="Retrieval within the batch",
@@ -426,11 +426,22 @@ def _charts(run: RunFolder) -> list[str]:
             lines=[ChartLine(name="learning rate", points=_thinned(rate), summary=peak)],
             floor=0,
         ),
-        _noisy("Speed", speed, summary=_median(speed, " samples/s"), floor=0),
-        _noisy(
-            "Time waiting for data", waiting, summary=_median(waiting, "%"), unit="%", floor=0, ceiling=10
+        Chart(title="Speed", lines=[_noisy("speed", speed, _median(speed, " samples/s"))], floor=0),
+        Chart(
+            title="Time waiting for data",
+            lines=[_noisy("time waiting for data", waiting, _median(waiting, "%"))],
+            unit="%",
+            floor=0,
+            ceiling=10,
         ),
-        _noisy(title, useful, summary=median and median + of, note=mfu_note, unit="%", floor=0, ceiling=100),
+        Chart(
+            title=title,
+            note=mfu_note,
+            lines=[_noisy(title.lower(), useful, median and median + of)],
+            unit="%",
+            floor=0,
+            ceiling=100,
+        ),
         *(chart for series, chart in scored if series not in own),
     ]
     return [drawn for chart in charts if (drawn := draw(chart))]
@@ -480,35 +491,21 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
     return charts[:_CHARTS]
 
 
-def _noisy(
-    title: str,
-    points: Sequence[Point],
-    *,
-    summary: str | None,
-    note: str = "",
-    unit: str = "",
-    floor: float | None = None,
-    ceiling: float | None = None,
-    levels: Sequence[ChartLine] = (),
-    wide: bool = False,
-) -> Chart:
-    """Chart many points as a smoothed line before a band from the least to the greatest raw value."""
-    line = ChartLine(name=title.lower(), points=points, summary=summary)
-    if len(points) >= _MANY:
-        buckets = downsample(points)
-        # each range is joined with its neighbours', so that a band of single values still has a width
-        near = [buckets[max(0, i - 1) : i + 2] for i in range(len(buckets))]
-        line = ChartLine(
-            name=title.lower(),
-            points=_thinned(smooth(points, len(points) / _SMOOTHED)),
-            band=[
-                (bucket[0], min(low for _, _, low, _ in own), max(high for _, _, _, high in own))
-                for bucket, own in zip(buckets, near, strict=True)
-            ],
-            summary=summary,
-        )
-    return Chart(
-        title=title, lines=[line, *levels], unit=unit, note=note, floor=floor, ceiling=ceiling, wide=wide
+def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine:
+    """Draw many points as a smoothed line before a band from the least to the greatest raw value."""
+    if len(points) < _MANY:
+        return ChartLine(name=name, points=points, summary=summary)
+    buckets = downsample(points)
+    # each range is joined with its neighbours', so that a band of single values still has a width
+    near = [buckets[max(0, i - 1) : i + 2] for i in range(len(buckets))]
+    return ChartLine(
+        name=name,
+        points=_thinned(smooth(points, len(points) / _SMOOTHED)),
+        band=[
+            (bucket[0], min(low for _, _, low, _ in own), max(high for _, _, _, high in own))
+            for bucket, own in zip(buckets, near, strict=True)
+        ],
+        summary=summary,
     )
 
 

@@ -1,4 +1,4 @@
-"""Two models compared: tests agree with the metrics, what does not compare is refused, p is corrected."""
+"""Comparison of two models: tests agree with the metrics, incomparable scores are refused, p is corrected."""
 
 import json
 from io import StringIO
@@ -77,7 +77,7 @@ def results(tmp_path: Path) -> Path:
     return tmp_path / "results.jsonl"
 
 
-def test_differences_are_those_of_the_metrics(results: Path) -> None:
+def test_differences_agree_with_the_metrics(results: Path) -> None:
     pair = guesses(0.6, 1), guesses(0.8, 2)
     for name in ("digits", "glyphs", "icons"):
         add(results, "small", name, pair[0])
@@ -112,7 +112,7 @@ def test_differences_are_those_of_the_metrics(results: Path) -> None:
         ({"details": False}, "there are no details of the items"),
     ],
 )
-def test_what_does_not_compare_is_refused(results: Path, more: dict[str, Any], said: str) -> None:
+def test_incomparable_scores_are_refused(results: Path, more: dict[str, Any], said: str) -> None:
     add(results, "small", "digits", guesses(0.6, 1))
     add(results, "large", "digits", guesses(0.8, 2), **more)
     add(results, "large", "glyphs", guesses(0.8, 2))

@@ -19,7 +19,7 @@ for (const plot of document.querySelectorAll(".plot[data-chart]")) {
     }
     return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
   };
-  const share = (value, [from, to]) => (to > from ? (value - from) / (to - from) : 0.5);
+  const fraction = (value, [from, to]) => (to > from ? (value - from) / (to - from) : 0.5);
 
   const show = (index) => {
     at = Math.max(0, Math.min(steps.length - 1, index));
@@ -28,7 +28,7 @@ for (const plot of document.querySelectorAll(".plot[data-chart]")) {
       read = plot.appendChild(Object.assign(document.createElement("div"), { className: "read" }));
       read.setAttribute("aria-live", "polite");
     }
-    const x = steps[at], left = share(x, chart.x);
+    const x = steps[at], left = fraction(x, chart.x);
     cross.style.left = `${left * 100}%`;
     read.style.left = left < 0.5 ? `calc(${left * 100}% + 10px)` : "auto";
     read.style.right = left < 0.5 ? "auto" : `calc(${(1 - left) * 100}% + 10px)`;
@@ -43,7 +43,7 @@ for (const plot of document.querySelectorAll(".plot[data-chart]")) {
       if (chart.ticks[x] && line.x[i] !== x) continue;  // nothing was measured there
       row(`${line.name} ${write(line.y[i])}${chart.unit}`, "");
       const dot = cross.appendChild(Object.assign(document.createElement("b"), { className: `t${line.tone}` }));
-      dot.style.top = `${(1 - share(line.y[i], chart.y)) * 100}%`;
+      dot.style.top = `${(1 - fraction(line.y[i], chart.y)) * 100}%`;
     }
   };
   const hide = () => {

@@ -1,4 +1,4 @@
-"""What is kept beside the scores agrees with the metrics, comes back as written, and odd files spoil nothing."""
+"""Details agree with the metrics, round-trip through files, and broken files are skipped."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ N, C, D = 40, 7, 16
 
 
 class NoPictures:
-    """A dataset whose images cannot be read any more."""
+    """Images that can no longer be read."""
 
     def __len__(self) -> int:
         return N
@@ -83,7 +83,7 @@ def test_details_agree_with_the_metrics() -> None:
     assert top_k_accuracy(ranks).value == details.right["acc1"].tensor().float().mean()
 
 
-def test_examples_are_right_and_wrong_in_turn_and_follow_from_the_seed() -> None:
+def test_examples_alternate_between_right_and_wrong_and_depend_on_the_seed() -> None:
     pictures, weights, labels = features()
     shown = {}
     for seed in range(8):
@@ -118,7 +118,7 @@ def test_two_classes_and_several_labels() -> None:
     )
 
 
-def test_what_is_not_a_number_is_wrong_and_can_be_written(tmp_path: Path) -> None:
+def test_nan_features_count_as_wrong_and_can_be_written(tmp_path: Path) -> None:
     pictures, weights, labels = features()
     pictures[:20] = torch.nan
     details = zero_shot_details(dataset(labels), pictures, weights, 20.0)
@@ -161,7 +161,7 @@ def test_a_file_for_each_weights_dataset_and_task(tmp_path: Path) -> None:
         {"examples": [{"picture": "0", "guesses": [], "truth": "a", "rank": 1, "probability": float("nan")}]},
     ],
 )
-def test_broken_details_are_passed_over_and_noted(tmp_path: Path, spoil: dict[str, object]) -> None:
+def test_broken_details_are_skipped_and_noted(tmp_path: Path, spoil: dict[str, object]) -> None:
     results = tmp_path / "results.jsonl"
     pictures, weights, labels = features()
     path = write_details(results, zero_shot_details(dataset(labels), pictures, weights, 20.0), weights="w")
@@ -175,11 +175,11 @@ def test_broken_details_are_passed_over_and_noted(tmp_path: Path, spoil: dict[st
 
 
 @given(st.lists(st.booleans(), max_size=70))
-def test_bits_come_back(values: list[bool]) -> None:
+def test_bits_round_trip(values: list[bool]) -> None:
     assert pack(torch.tensor(values, dtype=torch.bool)).tensor().tolist() == values
 
 
-def test_numbers_come_back_and_a_bomb_does_not() -> None:
+def test_numbers_round_trip_and_deflate_bombs_do_not() -> None:
     for values in (torch.tensor([0, 1, 2**32 - 1]), torch.tensor([0.5, -3.0])):
         assert pack(values).tensor().equal(values)
     whole = pack(torch.zeros(1_000_000))

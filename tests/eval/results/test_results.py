@@ -41,7 +41,7 @@ def test_lines_are_appended_and_read_back(tmp_path: Path) -> None:
     assert read_results(tmp_path / "none.jsonl") == []
 
 
-def test_a_half_written_line_spoils_no_other(tmp_path: Path) -> None:
+def test_a_half_written_line_affects_no_other(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     append_results(path, [score()], step=1, provenance={})
     path.write_text(path.read_text() + '{"step": 2, "dataset": "d", "ta')
@@ -49,7 +49,7 @@ def test_a_half_written_line_spoils_no_other(tmp_path: Path) -> None:
     assert [line["step"] for line in read_results(path)] == [1, 3]
 
 
-def test_what_is_no_score_is_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_not_scores_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     append_results(path, [score()], step=1, provenance={})
     good = json.loads(path.read_text())
@@ -74,7 +74,7 @@ def test_the_latest_line_of_a_step_counts(tmp_path: Path) -> None:
     assert [(line["step"], line["value"]) for line in latest_results(path)] == [(1, 0.3), (2, 0.2)]
 
 
-def test_programs_that_append_at_once_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_programs_do_not_mix_lines(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     program = (
         "import sys; from pathlib import Path; from eval import Score, append_results\n"
@@ -89,13 +89,13 @@ def test_programs_that_append_at_once_do_not_mix(tmp_path: Path) -> None:
     assert all(len(set(run)) == 1 for run in runs)
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write"):
         append_results(tmp_path / "file" / "results.jsonl", [score()], step=1, provenance={})
 
 
-def test_provenance_tells_data_prompts_and_versions(model: CLIP, write_dataset: WriteDataset) -> None:
+def test_provenance_has_data_prompts_and_versions(model: CLIP, write_dataset: WriteDataset) -> None:
     dataset = open_dataset(write_dataset(captions=[f"thing {i}" for i in range(23)]))
     facts = provenance(model, dataset, weights="sha256:1")
     json.dumps(facts)

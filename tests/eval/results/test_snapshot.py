@@ -1,4 +1,4 @@
-"""Snapshots: what is taken of a real model on real shards, and how it comes back from its file."""
+"""Snapshots of a real model on real shards, and their files."""
 
 import base64
 import io
@@ -33,7 +33,7 @@ def read_snapshots(run: Path) -> list[Snapshot]:
 
 
 class Given(Subject):
-    """A subject whose images have other features than its model gives them."""
+    """A subject with given image features."""
 
     def __init__(self, subject: Subject, projected: torch.Tensor, dataset: EvalDataset | None = None) -> None:
         super().__init__(subject.encoder, dataset or subject.dataset)
@@ -110,7 +110,7 @@ def test_queries_find_the_nearest(model: CLIP, subject: Subject) -> None:
             assert hit.right == known
 
 
-def test_default_queries_are_spread_over_classes_that_have_pictures(
+def test_default_queries_are_spread_over_classes_with_images(
     model: CLIP, write_dataset: Callable[..., Path]
 ) -> None:
     names = [f"thing {i}" for i in range(100)]
@@ -119,7 +119,7 @@ def test_default_queries_are_spread_over_classes_that_have_pictures(
     assert [query.text for query in found] == [f"thing {i}" for i in (0, 20, 40, 56, 76, 96)]
 
 
-def test_same_moment_same_snapshot_and_the_same_pictures_later(model: CLIP, subject: Subject) -> None:
+def test_snapshots_are_reproducible_and_show_the_same_images_later(model: CLIP, subject: Subject) -> None:
     first = take_snapshot(subject, step=1)
     torch.manual_seed(99)
     before = torch.random.get_rng_state()
@@ -173,7 +173,7 @@ def test_round_trip_through_files(model: CLIP, subject: Subject, tmp_path: Path)
     assert read_snapshots(tmp_path / "nothing") == []
 
 
-def test_halves_of_characters_in_captions_are_replaced(model: CLIP, subject: Subject, tmp_path: Path) -> None:
+def test_unpaired_surrogates_are_replaced(model: CLIP, subject: Subject, tmp_path: Path) -> None:
     snapshot = replace(take_snapshot(subject, step=0), dataset="half \ud800")
     write_snapshot(tmp_path, snapshot)
     assert [one.dataset for one in read_snapshots(tmp_path)] == ["half ?"]

@@ -1,4 +1,4 @@
-"""What a model did on one dataset, as the page draws it: a confusion matrix, and calibration with its axes."""
+"""Details of a model on one dataset: confusion matrix, calibration and headings."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ NAMES = st.text("abcdefgh<&", min_size=1, max_size=7)
 
 @settings(max_examples=40)
 @given(st.lists(NAMES, min_size=2, max_size=16, unique=True))
-def test_columns_have_short_names_or_the_numbers_of_the_rows(names: list[str]) -> None:
+def test_columns_have_short_names_or_row_numbers(names: list[str]) -> None:
     page = page_of(details_of(tuple(names)))
     short = len(names) <= 12 and max(map(len, names)) <= 5
     numbers = [str(i + 1) for i in range(len(names))]
@@ -56,7 +56,7 @@ def test_columns_have_short_names_or_the_numbers_of_the_rows(names: list[str]) -
         assert (f"{name} {number}" in text) or short
 
 
-def test_a_class_without_a_name_leaves_the_numbers() -> None:
+def test_a_class_without_a_name_keeps_its_number() -> None:
     text = "".join(page_of(details_of(("", "two", "six"))).text)
     assert "123– 1two 2six 3" in text
 
@@ -69,7 +69,7 @@ def test_calibration_has_two_axes() -> None:
     assert " accuracy 0 " not in page_of(replace(details, bins=())).words
 
 
-def test_one_epoch_is_told_in_the_singular() -> None:
+def test_one_epoch_is_singular() -> None:
     assert "fine-tune, 1 epoch" in page_of(details_of(("zero", "one"))).words
     assert "epochs" not in page_of(details_of(("zero", "one"))).words
     for setting in ("10 epochs", "0.1 epochs", "11 epochs", "4-shot logistic"):

@@ -1,4 +1,4 @@
-"""The report: one well-formed page that carries everything in itself, whatever is missing or odd."""
+"""The page of a run: well-formed and self-contained, whatever is missing or odd."""
 
 import base64
 import hashlib
@@ -100,7 +100,7 @@ def parse(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-def test_page_says_what_happened(run: Path) -> None:
+def test_page_summarizes_the_run(run: Path) -> None:
     page = parse(build_report(run))
     assert "trained for 300 steps on 76,800 samples in 2.5 minutes" in page.words
     assert "61.2 %" in page.words
@@ -116,7 +116,7 @@ def test_page_says_what_happened(run: Path) -> None:
     assert not any(attributes.get("class") == "notes" for _, attributes in page.tags)
 
 
-def test_nothing_is_fetched_from_elsewhere(run: Path) -> None:
+def test_page_loads_nothing_external(run: Path) -> None:
     html = build_report(run).read_text()
     page = Page(html)
     assert "http:" not in html
@@ -130,7 +130,7 @@ def test_nothing_is_fetched_from_elsewhere(run: Path) -> None:
     assert "@import" not in html
 
 
-def test_the_pages_own_policy_admits_its_script_alone(run: Path) -> None:
+def test_security_policy_allows_only_the_pages_own_script(run: Path) -> None:
     page = parse(build_report(run))
     (policy,) = (str(a["content"]) for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     digest = base64.b64encode(hashlib.sha256("".join(page.scripts).encode()).digest()).decode()
@@ -138,7 +138,7 @@ def test_the_pages_own_policy_admits_its_script_alone(run: Path) -> None:
     assert f"script-src 'sha256-{digest}'" in policy
 
 
-def test_pictures_have_words_and_are_there_once(run: Path) -> None:
+def test_images_have_alternative_text_and_are_embedded_once(run: Path) -> None:
     html = build_report(run).read_text()
     page = Page(html)
     pictures = [a for tag, a in page.tags if tag == "i" and "pic" in str(a.get("class")).split()]
@@ -171,7 +171,7 @@ def test_text_from_data_is_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "results.jsonl", "snapshots"])
-def test_a_missing_part_is_told(run: Path, missing: str) -> None:
+def test_a_missing_file_is_noted(run: Path, missing: str) -> None:
     (run / missing).rename(run / "elsewhere")
     page = parse(build_report(run))
     assert (
@@ -191,7 +191,9 @@ def test_a_missing_part_is_told(run: Path, missing: str) -> None:
         (CONFIG.replace("every_steps = 100", "every_steps = 0"), 299, "glyphs, first at step 300."),
     ],
 )
-def test_scores_that_are_not_due_are_no_fault(run: Path, config: str, last_step: int, said: str) -> None:
+def test_scores_that_are_not_due_are_not_noted_as_missing(
+    run: Path, config: str, last_step: int, said: str
+) -> None:
     (run / "results.jsonl").unlink()
     (run / "snapshots").rename(run / "elsewhere")
     (run / "config.toml").write_text(config)
@@ -201,7 +203,7 @@ def test_scores_that_are_not_due_are_no_fault(run: Path, config: str, last_step:
     assert not any(attributes.get("class") == "notes" for _, attributes in page.tags)
 
 
-def test_a_score_is_told_with_the_same_digits_everywhere(run: Path) -> None:
+def test_a_score_has_the_same_digits_everywhere(run: Path) -> None:
     lines = [
         result_line(step, metric=metric, value=0.00284) for step in (100, 300) for metric in ("acc1", "acc5")
     ]
@@ -215,7 +217,7 @@ def test_a_score_is_told_with_the_same_digits_everywhere(run: Path) -> None:
     assert not re.search(r"0\.284|0\.3%|0\.161%", page.words + said)
 
 
-def test_a_long_label_can_be_read_whole(run: Path) -> None:
+def test_a_long_label_is_complete_in_its_tooltip(run: Path) -> None:
     words = "latin capital letter e with circumflex and tilde " * 3
     write_snapshot(run, snapshot(300, words=words))
     page = parse(build_report(run))
@@ -231,7 +233,7 @@ def test_one_part_alone_makes_a_page(run: Path, kept: str) -> None:
     parse(build_report(run))
 
 
-def test_lines_cut_short_are_passed_over(run: Path) -> None:
+def test_lines_cut_short_are_skipped(run: Path) -> None:
     for name in ("metrics.jsonl", "results.jsonl"):
         text = (run / name).read_text()
         (run / name).write_text(text[:-25])
@@ -243,7 +245,7 @@ def test_lines_cut_short_are_passed_over(run: Path) -> None:
     assert "trained for 300 steps" in page.words  # a score knows the step
 
 
-def test_odd_values_do_not_stop_it(run: Path) -> None:
+def test_odd_values_do_not_break_the_page(run: Path) -> None:
     lines: list[Any] = [
         {"step": 1, "loss": float("nan"), "lr": float("inf"), "chance": 1e9},
         {"step": "2", "loss": 1.0},
@@ -265,7 +267,7 @@ def test_odd_values_do_not_stop_it(run: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.floats(1e-3, 5), min_size=1, max_size=150))
-def test_no_use_of_the_device_above_its_peak_is_shown(
+def test_device_utilization_above_its_peak_is_not_shown(
     tmp_path_factory: pytest.TempPathFactory, shares: list[float]
 ) -> None:
     run = tmp_path_factory.mktemp("busy") / "run"
@@ -290,7 +292,7 @@ def test_a_repeated_step_counts_once(run: Path) -> None:
     assert "last loss is 0.123" in parse(build_report(run)).words
 
 
-def test_at_most_five_moments_are_shown(run: Path) -> None:
+def test_at_most_five_snapshots_are_shown(run: Path) -> None:
     for step in range(400, 2001, 100):
         write_snapshot(run, snapshot(step))
     shown = re.findall(r"<h5>step ([\d,]+)", build_report(run).read_text())
@@ -317,7 +319,7 @@ def test_same_folder_same_bytes(run: Path, tmp_path: Path) -> None:
     assert not list(run.glob(".*"))
 
 
-def test_no_run_folder(tmp_path: Path) -> None:
+def test_missing_run_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no run folder at"):
         build_report(tmp_path / "nothing")
     with pytest.raises(DataError, match="is not a run folder"):
@@ -349,7 +351,7 @@ def test_any_curve_is_drawn_inside_its_frame(points: list[tuple[int, float]]) ->
     "value",
     ["[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "9" * 299, "9" * 400, "9" * 5000, "1e999", "NaN"],
 )
-def test_hostile_numbers_and_nesting_spoil_only_their_line(run: Path, value: str) -> None:
+def test_hostile_numbers_and_nesting_affect_only_their_line(run: Path, value: str) -> None:
     for name in ("metrics.jsonl", "results.jsonl", "bad_samples.jsonl"):
         line = json.dumps({**metrics_line(400), **result_line(400), "loss": 0})
         for key in ("step", "loss", "value", "n", "low", "shard", "torch"):
@@ -364,7 +366,7 @@ def test_hostile_configs_are_shown_as_they_are(run: Path) -> None:
         assert text in Page(build_report(run).read_text()).words
 
 
-def test_a_page_that_cannot_be_written_is_one_line(run: Path) -> None:
+def test_an_unwritable_page_is_a_one_line_error(run: Path) -> None:
     with pytest.raises(DataError, match=r"^cannot write .*: Is a directory$"):
         build_report(run, run)
     assert not list(run.parent.glob(".*.partial"))

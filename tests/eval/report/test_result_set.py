@@ -1,4 +1,4 @@
-"""Which lines of results are of one model, and what it is called."""
+"""Which lines of results belong to one model, and its names."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ from eval.report.result_set import read_result_set
 from tests.eval.made_up_results import line, write
 
 
-def test_a_model_is_what_its_weights_are(tmp_path: Path) -> None:
-    """However its path is written; a training's own scores are of it, be its lines old or new."""
+def test_lines_with_the_same_weights_are_one_model(tmp_path: Path) -> None:
+    """However its path is spelled; scores of its training belong to it, in old and new lines."""
     run = tmp_path / "runs" / "X"
     run.mkdir(parents=True)
 
@@ -52,8 +52,8 @@ def test_a_model_is_what_its_weights_are(tmp_path: Path) -> None:
     assert [one.step for one in read_result_set(both).models] == [20, 5]
 
 
-def test_runs_of_one_folder_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
-    """Also where each was scored as ``run``, from the folder that it lies in."""
+def test_runs_with_the_same_folder_name_are_labelled_with_their_parents(tmp_path: Path) -> None:
+    """Also if each was scored as ``run`` from its parent folder."""
     files = []
     for i, name in enumerate(("a", "b")):
         run = tmp_path / name / "run"
@@ -67,8 +67,8 @@ def test_runs_of_one_folder_name_are_told_apart_by_their_folders(tmp_path: Path)
     assert alone.label == "run"
 
 
-def test_one_model_under_two_names_is_one_column_and_is_told(tmp_path: Path) -> None:
-    """Tensors and preprocessing make a model: an export lies in another file, and knows no step."""
+def test_one_model_with_two_names_is_one_column_with_a_note(tmp_path: Path) -> None:
+    """A model is its tensors and preprocessing: an export is another file, and has no step."""
 
     def told(model: str, value: float, *, dataset: str, **more: Any) -> dict[str, Any]:
         own = {"model": model, "model_hash": "ab", "weights": f"sha256:{len(model):016x}"}

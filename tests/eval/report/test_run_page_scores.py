@@ -1,4 +1,4 @@
-"""The scores on the page of a run: what the training was scored on at the top, curves of one setting each."""
+"""Scores on the page of a run: headlines from the training, and curves of one setting each."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def line(step: int, value: float, metric: str = "acc1", **facts: Any) -> dict[st
 
 
 def later(step: int, value: float, metric: str = "acc1", **facts: Any) -> dict[str, Any]:
-    """A line of a checkpoint that was scored after the training."""
+    """A line of a checkpoint scored after the training."""
     return line(step, value, metric, **{"model_hash": "0123", "inputs": "4567", **facts})
 
 
@@ -70,7 +70,7 @@ def top(run: Path) -> str:
     ).words
 
 
-def test_a_curve_is_of_one_setting(tmp_path: Path) -> None:
+def test_a_curve_has_one_setting(tmp_path: Path) -> None:
     few = {"task": "few-shot", "prompt_set": ""}
     lines = [later(step, step / 1000, **few, setting="4-shot") for step in (100, 200, 300)]
     lines += [later(step, 0.9 + step / 10_000, **few, setting="16-shot logistic") for step in (200, 300)]
@@ -86,7 +86,7 @@ def test_a_curve_is_of_one_setting(tmp_path: Path) -> None:
         assert name in page.words
 
 
-def test_a_curve_is_of_one_prompt_set_and_split(tmp_path: Path) -> None:
+def test_a_curve_has_one_prompt_set_and_split(tmp_path: Path) -> None:
     lines = [later(step, 0.02, prompt_set="openai") for step in (200, 300)]
     lines += [later(step, 0.07, split="val") for step in (100, 200)]
     assert charts(page_of(write(tmp_path / "run", TRAINED + lines))) == [
@@ -114,7 +114,7 @@ RETRIEVAL = {"task": "retrieval", "prompt_set": ""}
         max_size=8,
     )
 )
-def test_the_top_does_not_change_with_what_is_scored_later(
+def test_headlines_do_not_change_when_checkpoints_are_scored_later(
     tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
 ) -> None:
     run = tmp_path_factory.mktemp("scored") / "run"
@@ -123,7 +123,7 @@ def test_the_top_does_not_change_with_what_is_scored_later(
     assert top(write(run, TRAINED + lines)) == before
 
 
-def test_the_top_is_of_one_step_and_of_the_metric_that_counts(tmp_path: Path) -> None:
+def test_headlines_show_the_main_metric_of_the_last_step(tmp_path: Path) -> None:
     both = ("image_to_text_R@1", 0.595), ("text_to_image_R@1", 0.4), ("mean_R@1", 0.4975)
     lines = [line(200, value / 2, metric, **RETRIEVAL) for metric, value in both]
     run = write(tmp_path / "run", [*lines, *TRAINED])
@@ -135,7 +135,7 @@ def test_the_top_is_of_one_step_and_of_the_metric_that_counts(tmp_path: Path) ->
     assert "image to text R@1 from" in said and "text to image R@1 from" in said
 
 
-def test_the_top_says_its_step_where_it_is_not_the_last(tmp_path: Path) -> None:
+def test_headlines_name_their_step_if_it_is_not_the_last(tmp_path: Path) -> None:
     run = write(tmp_path / "run", TRAINED)
     assert "step" not in top(run)
     (run / "metrics.jsonl").write_text(json.dumps({"step": 340, "loss": 1.0}) + "\n")
@@ -143,7 +143,7 @@ def test_the_top_says_its_step_where_it_is_not_the_last(tmp_path: Path) -> None:
     assert "digits, zero-shot 61.0% at step 300" in page_of(run).words
 
 
-def test_scores_of_a_series_stand_together_and_the_trainings_own_first(tmp_path: Path) -> None:
+def test_newest_groups_series_and_puts_those_of_the_training_first(tmp_path: Path) -> None:
     lines = [line(300, 0.5, dataset="glyphs"), later(300, 0.1, "ece"), later(100, 0.2, dataset="icons")]
     found = newest(read_run_folder(write(tmp_path / "run", [*lines, *TRAINED])).results)
     assert [(one.dataset, one.metric, one.step) for one in found] == [
@@ -161,7 +161,7 @@ def test_a_run_without_scores_of_its_own_shows_the_latest(tmp_path: Path) -> Non
     assert "20.0" not in said
 
 
-def test_the_trainings_own_score_stands_where_a_checkpoint_is_scored_again(tmp_path: Path) -> None:
+def test_the_trainings_own_score_takes_precedence(tmp_path: Path) -> None:
     found = read_run_folder(
         write(tmp_path / "run", [*TRAINED, later(300, 0.6), later(300, 0.2, "ece")])
     ).results
@@ -172,7 +172,7 @@ def test_the_trainings_own_score_stands_where_a_checkpoint_is_scored_again(tmp_p
     assert of_last(list(found)) == {"acc1": 0.61, "ece": 0.2}
 
 
-def test_lines_of_the_training_are_told_from_those_of_the_command_line(
+def test_lines_of_the_training_and_of_the_command_line_are_distinguished(
     model: CLIP, write_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
     run, data = tmp_path / "run", write_dataset()

@@ -1,4 +1,4 @@
-"""What a chart is made of: buckets, means, and numbers as a person writes them."""
+"""Buckets, means, numbers and geometry of charts."""
 
 import re
 
@@ -10,7 +10,7 @@ from eval.report.charts import Bar, Dot, difference_bars, downsample, figure, nu
 
 
 @given(st.lists(st.floats(-1e12, 1e12, allow_nan=False), min_size=1, max_size=300), st.integers(1, 50))
-def test_downsampling_loses_no_peak(values: list[float], count: int) -> None:
+def test_downsampling_keeps_every_peak(values: list[float], count: int) -> None:
     points = list(enumerate(values))
     buckets = downsample(points, count)
     assert len(buckets) == min(count, len(values))
@@ -20,7 +20,7 @@ def test_downsampling_loses_no_peak(values: list[float], count: int) -> None:
     assert [x for x, *_ in buckets] == sorted({x for x, *_ in buckets})
 
 
-def test_smoothing_has_no_pull_of_the_start() -> None:
+def test_smoothing_is_not_biased_toward_the_first_point() -> None:
     assert [y for _, y in smooth([(0, 4.0), (1, 4.0), (2, 4.0)], 10)] == pytest.approx([4.0] * 3)
     assert smooth([(0, 1.0), (1, 5.0)], 1) == [(0, 1.0), (1, 5.0)]
 
@@ -39,7 +39,7 @@ def test_smoothing_has_no_pull_of_the_start() -> None:
         (1e20, "1e+20"),
     ],
 )
-def test_numbers_as_a_person_writes_them(value: float, text: str) -> None:
+def test_number_format(value: float, text: str) -> None:
     assert number(value) == text
 
 

@@ -1,4 +1,4 @@
-"""What the means of the report are taken over, and what they are called."""
+"""Datasets that means cover, and their names."""
 
 import csv
 import io
@@ -19,8 +19,8 @@ def built(results: Path, **more: Any) -> Any:
     return Page(out.read_text(encoding="utf-8"))
 
 
-def test_a_mean_is_of_one_task_and_metric_unless_a_suite_says_so(tmp_path: Path) -> None:
-    """And each task's scores stand under its own heading."""
+def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: Path) -> None:
+    """And each task has its own heading."""
     ways = ("image_to_text_R@1", "text_to_image_R@1", "mean_R@1")
     lines = [line(0, name, "acc1", value) for name, value in (("a", 0.1), ("b", 0.3), ("c", 0.8))]
     lines += [line(0, name, "map_11_point", 0.9) for name in ("d", "e")]
@@ -64,7 +64,7 @@ def test_a_mean_is_of_one_task_and_metric_unless_a_suite_says_so(tmp_path: Path)
 
 
 def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> None:
-    """One of captions, whose pictures have labels too, is of retrieval in a suite."""
+    """Also if a dataset of captions has labels too."""
     lines = [line(0, name, "acc1", 0.2) for name in ("a", "b")]
     lines += [line(0, name, "mean_R@1", 0.6, task="retrieval") for name in ("b", "c")]
     path = write(tmp_path / "r.jsonl", lines)
@@ -75,7 +75,7 @@ def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> N
     assert mean.values == pytest.approx(((0.2 + 0.6 + 0.6) / 3,))
 
 
-def test_what_the_page_says_of_means_is_so_for_a_model_without_the_datasets(tmp_path: Path) -> None:
+def test_text_about_means_is_true_for_a_model_without_the_datasets(tmp_path: Path) -> None:
     lines = [line(model, name, "acc1", 0.5) for model in (0, 1) for name in ("a", "b", "c")[: 3 - model]]
     path = write(tmp_path / "r.jsonl", lines)
     whole = "A mean covers the datasets that all models have, so that columns are comparable"
@@ -91,7 +91,7 @@ def test_what_the_page_says_of_means_is_so_for_a_model_without_the_datasets(tmp_
 
 
 def test_latex_has_a_rule_before_each_task_and_none_within_one(tmp_path: Path) -> None:
-    """Whether a task has means or not; these are set apart from its rows by a space."""
+    """With or without means, which are followed by a space."""
     lines = [
         line(0, name, "acc1", 0.5, task=task, setting="4-shot" if task == "few-shot" else "")
         for task in ("zero-shot", "linear-probe", "knn", "few-shot")

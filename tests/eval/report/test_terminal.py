@@ -1,4 +1,4 @@
-"""What a terminal is shown."""
+"""Tables for the terminal."""
 
 import io
 from dataclasses import replace
@@ -27,7 +27,7 @@ def shown(table: RenderableType, width: int = 80) -> str:
 
 
 @given(st.text())
-def test_what_is_printable_shows_as_it_is_and_nothing_else_reaches_the_terminal(text: str) -> None:
+def test_printable_text_is_unchanged_and_other_characters_are_escaped(text: str) -> None:
     told = printable(text)
     assert told.isprintable()
     assert (told == text) == text.isprintable()
@@ -43,7 +43,7 @@ def test_names_cannot_command_the_terminal(task: str) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.text(max_size=60))
-def test_any_name_is_there_whole_within_80_columns(name: str) -> None:
+def test_any_name_is_complete_within_80_columns(name: str) -> None:
     told = [replace(SCORE, dataset=name, task="knn", metric=name, setting=name)]
     text = shown(score_table(told))
     assert all(cell_len(line) <= 80 for line in text.splitlines()) and "…" not in text.replace(name, "")
@@ -51,7 +51,7 @@ def test_any_name_is_there_whole_within_80_columns(name: str) -> None:
 
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 70, 80, 120])
 @pytest.mark.parametrize("dataset", ["digits", "dsprites_label_x_position"])
-def test_metric_and_value_are_whole_at_any_width(width: int, dataset: str) -> None:
+def test_metric_and_value_are_complete_at_any_width(width: int, dataset: str) -> None:
     metrics = ("acc1", "acc5", "mean_per_class_recall", "mean_average_precision", "image_to_text_R@10")
     scores = [
         replace(SCORE, dataset=dataset, task="zero-shot", metric=one, value=0.101 + i / 100, n=50_000)
@@ -69,7 +69,7 @@ def test_metric_and_value_are_whole_at_any_width(width: int, dataset: str) -> No
 
 
 @pytest.mark.parametrize("width", [30, 40, 60])
-def test_few_shot_metrics_and_values_are_whole_at_any_width(width: int) -> None:
+def test_few_shot_metrics_and_values_are_complete_at_any_width(width: int) -> None:
     scores = []
     for k in (1, 2, 4, 8, 16):
         own = replace(SCORE, metric="mean_per_class_recall", setting=f"{k}-shot logistic")
@@ -84,7 +84,7 @@ def test_few_shot_metrics_and_values_are_whole_at_any_width(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 70])
-def test_differences_are_whole_at_any_width(width: int) -> None:
+def test_differences_are_complete_at_any_width(width: int) -> None:
     test = Comparison(difference=-0.25, low=-0.389, high=-0.111, p=0.0, n=48)
     one = Difference(
         dataset="digits", task="linear-probe", setting="", prompt_set="", metric="mean_per_class_recall",
@@ -99,7 +99,7 @@ def test_differences_are_whole_at_any_width(width: int) -> None:
     assert {"digits", "glyphs", "mean", "per", "class", "recall"} <= set(text.split())
 
 
-def test_few_shot_is_a_row_a_metric_and_estimator() -> None:
+def test_few_shot_has_a_row_per_metric_and_estimator() -> None:
     scores = []
     for metric in ("acc1", "mean_per_class_recall"):
         for estimator in ("", " logistic"):
@@ -117,7 +117,7 @@ def test_few_shot_is_a_row_a_metric_and_estimator() -> None:
     assert "±" not in shown(score_table(alone))  # one draw has no deviation
 
 
-def test_few_shot_columns_that_are_wide_stand_in_two_tables() -> None:
+def test_wide_few_shot_columns_are_split_over_two_tables() -> None:
     scores = []
     for k in (1, 2, 4, 8, 16):
         own = replace(
@@ -133,7 +133,7 @@ def test_few_shot_columns_that_are_wide_stand_in_two_tables() -> None:
     assert sum("1-shot" in line and "8-shot" in line for line in lines) == 1
 
 
-def test_a_prompt_set_that_was_chosen_is_named() -> None:
+def test_a_chosen_prompt_set_is_named() -> None:
     scores = [replace(SCORE, task="retrieval", metric="mean_R@1", prompt_set=one) for one in ("", "openai")]
     lines = [line.split() for line in shown(score_table(scores)).splitlines() if "R@1" in line]
     assert [line[: line.index("mean")] for line in lines] == [["digits"], ["prompts", "openai"]]
@@ -141,7 +141,7 @@ def test_a_prompt_set_that_was_chosen_is_named() -> None:
     assert "own" not in shown(score_table([own]))
 
 
-def test_settings_stand_beside_the_dataset_and_ranks_under_no_percent_sign() -> None:
+def test_settings_follow_the_dataset_and_ranks_have_no_percent_sign() -> None:
     scores = [
         replace(SCORE, dataset="dsprites_label_x_position", task="fine-tune", metric=one, setting="10 epochs")
         for one in ("acc1", "mean_per_class_recall")
@@ -164,7 +164,7 @@ def test_settings_stand_beside_the_dataset_and_ranks_under_no_percent_sign() -> 
     assert "% or rank" in text and " 1.0 " in text and "1.0–2.0" in text and "100.0" not in text
 
 
-def test_differences_fit_80_columns_a_line_each() -> None:
+def test_differences_fit_one_line_of_80_columns() -> None:
     test = Comparison(difference=-0.25, low=-0.389, high=-0.111, p=0.0, n=48)
     first = Difference(
         dataset="digits", task="linear-probe", setting="", prompt_set="", metric="acc1", first=1.0, second=0.75,

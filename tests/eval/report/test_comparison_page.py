@@ -117,7 +117,7 @@ def test_missing_cells_and_averages_over_what_all_have(tmp_path: Path) -> None:
     assert paper.published == {"ViT-B-32": 0.5}
 
 
-def test_prompt_sets_and_directions_do_not_mix(tmp_path: Path) -> None:
+def test_prompt_sets_and_directions_are_not_mixed(tmp_path: Path) -> None:
     lines = [
         line(0, "digits", "acc1", 0.4),
         line(0, "digits", "acc1", 0.9, prompt_set="own"),
@@ -200,7 +200,7 @@ def test_one_model_alone_and_weights_of_one_name(tmp_path: Path) -> None:
     assert [model.label for model in read_result_set([path]).models] == ["quickstart", "glyphs"]
 
 
-def test_few_shot_curves_take_what_all_have(tmp_path: Path) -> None:
+def test_few_shot_curves_average_shared_datasets(tmp_path: Path) -> None:
     lines = []
     for model in (0, 1):
         for i, dataset in enumerate(("a", "b", "c")[: 3 - model]):
@@ -293,7 +293,7 @@ def test_tables_as_text(tmp_path: Path) -> None:
         ({"n": 20}, ("n = 5,000", "n = 20"), "(n = 5,000 and 20)"),
     ],
 )
-def test_scores_of_other_data_stand_in_a_row_of_their_own(
+def test_scores_of_other_data_have_a_row_of_their_own(
     tmp_path: Path, more: dict[str, Any], notes: tuple[str, str], said: str
 ) -> None:
     same = {"data_revision": "r1"}
@@ -326,7 +326,7 @@ def test_scores_of_other_data_stand_in_a_row_of_their_own(
     assert rows[1].startswith(f"| c ({notes[1]}) |") and "**" not in rows[1] and "51.1" not in rows[1]
 
 
-def test_a_model_scored_again_on_other_data_is_told(tmp_path: Path) -> None:
+def test_a_model_scored_again_on_other_data_is_noted(tmp_path: Path) -> None:
     lines = [line(0, "test", "acc1", value, data_revision=f"r{value}") for value in (0.1, 0.2)]
     found = read_result_set([write(tmp_path / "r.jsonl", lines)])
     assert [row.value for row in found.rows] == [0.2]
@@ -336,7 +336,7 @@ def test_a_model_scored_again_on_other_data_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(1)", "\t=1", "\r=1"])
-def test_names_are_no_formulas_in_csv(tmp_path: Path, name: str) -> None:
+def test_csv_names_cannot_be_formulas(tmp_path: Path, name: str) -> None:
     lines = [line(0, name, "mean_rank", -2.5), {**line(1, "safe-=", "acc1", 0.5), "model": name}]
     rows = list(csv.DictReader(io.StringIO(as_csv([write(tmp_path / "r.jsonl", lines)]))))
     assert rows[1]["model"] == f"'{name.strip()}"
@@ -382,7 +382,7 @@ _LINES = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(lines=st.lists(_LINES, max_size=12))
-def test_any_lines_make_a_page_or_one_line(
+def test_any_lines_give_a_page_or_a_one_line_error(
     tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
 ) -> None:
     folder = tmp_path_factory.mktemp("odd")
