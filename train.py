@@ -30,11 +30,10 @@ if __name__ == "__main__":
 
 import torch
 
-from clipkit import distributed
-from clipkit.config import Config, load_config, to_toml
-from clipkit.files.terminal import shown, without_secrets
+from clipkit import distributed, training
+from clipkit.config import load_config, shown_settings, to_toml
 from clipkit.objectives import OBJECTIVES
-from clipkit.training import build, checkpoint, costs, ema, guards, machines, metrics, optim, parallel
+from clipkit.training import build, checkpoint, costs, ema, guards, metrics, optim, parallel
 from clipkit.training.step import Teacher, TrainingStep, check_rows
 from data import augment, loader, order
 from eval import Ranks, check_tasks, open_datasets
@@ -55,21 +54,18 @@ def main(arguments: Arguments) -> int:
     config = load_config(arguments.config, arguments.overrides)
     run = Path(config.out)
     if arguments.dry_run:
-        gpus, per_host = arguments.gpus, arguments.gpus_per_host
-        lines = costs.dry_run(
-            config, device, gpu=arguments.gpu, gpus=gpus, gpus_per_host=per_host, mfu=arguments.mfu
-        )
+        lines = costs.dry_run(config, device, arguments.target)
         if rank0:
             print(*lines, sep="\n")
         distributed.stop()
         return 0
     if arguments.replay:
-        config = checkpoint.as_replayed(config, run)
+        config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
     shape = build.shape_of(config.model, config.loss, config.small)
     build.check_split(config.batch_size, world=world, parts=config.accumulate)
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
-    bf16 = machines.computes_in_bf16(config.precision, device)
+    bf16 = costs.computes_in_bf16(config.precision, device)
 
     # 3. The run folder, locked, and of this configuration.
     with checkpoint.only_trainer_of(run, config, rank0=rank0, launcher=guards.launcher_of(PARENT)):
@@ -100,24 +96,21 @@ def main(arguments: Arguments) -> int:
         )
         if newest is None:  # otherwise the checkpoint's
             model.preprocess = loader.trained_preprocess(model.preprocess, config.data, packed)
-        sharded = config.sharding != "none" and not arguments.replay  # a replay runs in one process
-        weights = model.state_dict() if sharded else {}
-        if sharded:
-            model = parallel.without_values(model)
         build.lock(model, image=config.lock.image, text=config.lock.text)
         check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
+        if config.sharding != "none" and not arguments.replay:  # a replay runs in one process
+            weights = model.state_dict()
+            model = parallel.without_values(model)
+            parallel.shard(model, weights, config.sharding, device=device, reshard=config.reshard)
+            del weights
         if config.compile:
             parallel.compile_blocks(model)
         if config.recompute:
             parallel.recompute_blocks(model, every=config.recompute)
-        if sharded:
-            parallel.shard(model, weights, config.sharding, device=device, reshard=config.reshard)
-        del weights
         model.to(device)
         optimizer = optim.make_optimizer(model, config.optim)
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
-        every = config.lock.unfreeze_every
-        unfreezing = build.Unfreezing(model, every=every) if every else None
+        unfreezing = build.Unfreezing(model, every=every) if (every := config.lock.unfreeze_every) else None
         source = config.distill.teacher
         teacher = Teacher(source, model, device=device, bf16=bf16) if source else None
         compute = TrainingStep(
@@ -150,24 +143,23 @@ def main(arguments: Arguments) -> int:
 
         # 6. Resume. The state of the loop is what ``LoopState`` lists, and nothing else.
         taught_by = teacher or train_loader.teacher
-        fingerprint = "" if taught_by is None else taught_by.fingerprint
+        fingerprint = taught_by.fingerprint if taught_by is not None else ""
         state = checkpoint.LoopState(step=0, data=shards.fingerprint(), teacher=fingerprint)
         planned = config.steps
         if newest is not None:
-            found = checkpoint.load_training(
-                newest, model, optimizer, averaged, partly=unfreezing is not None
-            )
+            partly = unfreezing is not None
+            found = checkpoint.load_training(newest, model, optimizer, averaged, partly=partly)
             if found.data != state.data:
                 raise loader.other_data(run, f"fingerprint {state.data}, it was {found.data}")
             if found.teacher not in ("", fingerprint):
                 raise loader.other_teacher(run, config.distill)
             drawn = found.step * config.batch_size
-            checkpoint.check_bad_samples(found.bad_samples, drawn, config.data.max_bad, run)
+            guards.check_bad_samples(found.bad_samples, drawn, config.data.max_bad, run)
             state = replace(found, teacher=fingerprint)
             planned = checkpoint.planned_steps(newest, otherwise=config.steps)
         # Lines that a killed run wrote after its last checkpoint will be written again.
         if rank0 and not arguments.replay:
-            checkpoint.drop_bad_samples_after(run, state.step)
+            guards.drop_bad_samples_after(run, state.step)
             metrics.drop_lines_after(run / "results.jsonl", state.step)
         distributed.barrier()  # no rank writes before that is done
         if unfreezing is not None:
@@ -175,30 +167,29 @@ def main(arguments: Arguments) -> int:
         trained = parallel.replicated(model)
         if arguments.replay:
             batch = train_loader.on_device(train_loader.batch(state.step), state.step, device)
-            print(
-                "\n".join(guards.replayed(model, compute, batch, state.step, train_loader.names(batch.ids)))
-            )
+            names = train_loader.names(batch.ids)
+            print(*guards.replay(model, compute, batch, state.step, names), sep="\n")
             return 0
 
         # 7. The loop: first what observes it.
         if rank0:
-            print(without_secrets(to_toml(config, differing_from=Config())), file=sys.stderr)
+            print(shown_settings(config), file=sys.stderr)
         progress = metrics.ProgressLine(steps=config.steps, done=state.step, shown=rank0)
-        sources = [shown(source) for source in config.data.sources]
+        sources, settings = config.data.shown_sources, to_toml(config)
         samples = [f"{sample_order.samples} samples", shards.manifest.left_out(shards.selection)]
-        layers = 0 if unfreezing is None else unfreezing.layers
+        layers = unfreezing.layers if unfreezing is not None else 0
         for line in (
             metrics.model_line(model, world=world, device=device, bf16=bf16),
             f"{', '.join(filter(None, samples))}; {sample_order.describe(config.steps, sources)}",
             str(model.preprocess.decoding),
-            *metrics.beginning(run, state.step, config, planned=planned),
-            *metrics.notes(config, step=state.step, samples=sample_order.samples, layers=layers),
-            *(checkpoint.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else ()),
+            *metrics.beginning(run, state.step, config.steps, planned, config.optim, config.model.weights),
+            *config.notes(step=state.step, samples=sample_order.samples, layers=layers),
+            *(guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else ()),
             *(packed.notes if newest is None else checkpoint.damaged_notes(newest)),
         ):
             if line:
                 progress.say(line)
-        log = metrics.MetricsLog(run, config, step=state.step, kept=rank0)
+        log = metrics.MetricsLog(run, config.log, settings, step=state.step, kept=rank0)
         trait_lines = metrics.TraitLines(
             progress, train_loader.decoding, background=config.data.background, upright=config.data.upright
         )
@@ -215,17 +206,15 @@ def main(arguments: Arguments) -> int:
             as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
         )
         saved = None if newest is None else state.step
-        writer = checkpoint.CheckpointWriter(run, config, keep=config.checkpoint.keep, saved=saved)
-        bad_lines = metrics.BadSampleLines(
-            progress, total=state.bad_samples, listed=f"{run}/bad_samples*.jsonl"
-        )
+        writer = checkpoint.CheckpointWriter(run, settings, keep=config.checkpoint.keep, saved=saved)
+        listed = f"{run}/bad_samples*.jsonl"
+        bad_lines = metrics.BadSampleLines(progress, total=state.bad_samples, listed=listed)
         statistics = ema.RunningStatistics(model)
         watch = metrics.Stopwatch(device)
-        flops = build.flops_of_steps(model, config.model.patch_dropout, config.batch_size)
-        measure = partial(machines.measured_peak, device, torch.bfloat16 if bf16 else torch.float32)
+        count_flops = partial(costs.flops_of_steps, model, config.model.patch_dropout, config.batch_size)
+        flops = count_flops()
+        measure = partial(costs.measured_peak, device, torch.bfloat16 if bf16 else torch.float32)
         peak = measure() if flops is not None else None
-        # a busy GPU may have no memory for another measurement, and its peak is rarely measured too low
-        again = partial(measure, together=False) if device.type == "cpu" else None
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
         starvation = loader.Starvation(config.data.workers, ", ".join(sources))
         profiled = metrics.Profile(run, arguments.profile if rank0 else 0, device=device, say=progress.say)
@@ -234,10 +223,10 @@ def main(arguments: Arguments) -> int:
         began, saved_at = time.monotonic() - state.seconds, time.monotonic()
         try:
             # a stopped run has not scored its last step; weights from elsewhere are scored before step 1
-            if is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
+            if training.is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)
             stop.save_first(True, guards.loss_after(writer.saved_step))
-            rates = metrics.StepMetrics(watch, device=device, ranks=world, peak=peak, measure=again)
+            rates = metrics.StepMetrics(watch, device=device, ranks=world, peak=peak, measure=measure)
             profiled.start()
             while step < config.steps and not stopped:
                 # 7a. The next batch, prefetched.
@@ -251,10 +240,10 @@ def main(arguments: Arguments) -> int:
                 starvation.count(batch)
                 if unfreezing is not None and unfreezing.lock_for_step(step):
                     trained = parallel.replicated(model)
-                    flops = build.flops_of_steps(model, config.model.patch_dropout, config.batch_size)
+                    flops = count_flops()
 
                 # 7b. The gradient of the global batch, clipped.
-                rate = optim.learning_rate(step, config.steps, config.optim)
+                rate = training.learning_rate(step, config.steps, config.optim)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
                 optimizer.zero_grad(set_to_none=True)
@@ -269,7 +258,7 @@ def main(arguments: Arguments) -> int:
                 # 7c. What all ranks must agree on before the weights change. Only rank 0's clock counts.
                 watch.begin("agreement")
                 bad_here = [asdict(one) for one in batch.bad]
-                checkpoint.append_bad_samples(run, bad_here, step + 1, rank=rank)
+                guards.append_bad_samples(run, bad_here, step + 1, rank=rank)
                 bad_lines.found(bad_here)
                 minutes = (time.monotonic() - saved_at) / 60
                 updates, factor = step - state.skipped, config.optim.skip_above
@@ -286,7 +275,7 @@ def main(arguments: Arguments) -> int:
                 if ranks["faults"] or ranks["not_finite"]:
                     causes = distributed.gather_objects(str(fault or ""))
                     if not ranks["faults"]:
-                        guards.write_down(run, train_loader.names(batch.ids), step=step, rank=rank)
+                        guards.list_not_finite(run, train_loader.names(batch.ids), step=step, rank=rank)
                     statistics.put_back()
                     if step or not ranks["faults"]:
                         state = replace(state, seconds=time.monotonic() - began)
@@ -305,16 +294,8 @@ def main(arguments: Arguments) -> int:
                     if averaged is not None:
                         averaged.update(updates + 1)
                 step += 1
-                state = replace(
-                    state,
-                    step=step,
-                    seconds=time.monotonic() - began,
-                    bad_samples=state.bad_samples + ranks["bad_samples"],
-                    transparent=state.transparent + ranks["transparent"],
-                    rotated=state.rotated + ranks["rotated"],
-                    skipped=state.skipped + (ranks["spikes"] > 0),
-                    usual_norm=guards.next_usual(state.usual_norm, norm, factor=factor, updates=updates),
-                )
+                usual = guards.next_usual(state.usual_norm, norm, factor=factor, updates=updates)
+                state = state.next(ranks, seconds=time.monotonic() - began, usual_norm=usual)
                 watch.begin("other")
                 drawn = step * config.batch_size
                 trait_lines.say("drawn so far, repeats counted", state.trait_counts(drawn))
@@ -327,15 +308,15 @@ def main(arguments: Arguments) -> int:
                 stop.otherwise = guards.loss_after(writer.saved_step)
 
                 # 7e. What is due after this step.
-                too_many_bad = checkpoint.too_many_bad(state.bad_samples, drawn, config.data.max_bad)
+                too_many_bad = guards.too_many_bad(state.bad_samples, drawn, config.data.max_bad)
                 stopped = ranks["asked_to_stop"] > 0 or too_many_bad
                 last = step == config.steps
-                due_score = is_due(step, config.eval.every_steps) and not last and not stopped
-                due_save = last or stopped or is_due(step, config.checkpoint.every_steps)
-                due_save |= ranks["time_to_save"] > 0
+                due_score = training.is_due(step, config.eval.every_steps) and not last and not stopped
+                due_save = last or stopped or ranks["time_to_save"] > 0
+                due_save |= training.is_due(step, config.checkpoint.every_steps)
 
                 # 7f. Metrics.
-                if step == 1 or is_due(step, config.log.every_steps) or due_score or due_save:
+                if step == 1 or training.is_due(step, config.log.every_steps) or due_score or due_save:
                     values = {
                         "epoch": (step - 1) // sample_order.batches_per_epoch,
                         "samples": drawn,
@@ -344,12 +325,8 @@ def main(arguments: Arguments) -> int:
                         "scale": model.logit_scale.exp().item(),
                         "lr": rate,
                         "grad_norm": norm,
-                        "bad_samples": state.bad_samples,
-                        "transparent": state.transparent,
-                        "rotated": state.rotated,
-                        "skipped": state.skipped,
                         "truncated_shards": len(shards.manifest.truncated),
-                        "seconds": state.seconds,
+                        **state.figures(),
                         **rates.read(),
                         "transfer_time": batches.seconds().transfer,
                     }
@@ -387,9 +364,9 @@ def main(arguments: Arguments) -> int:
         if stopped:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
             number = int(distributed.greatest_over_ranks(torch.tensor(stop.number)))
-            checkpoint.check_bad_samples(state.bad_samples, drawn, config.data.max_bad, run)
+            guards.check_bad_samples(state.bad_samples, drawn, config.data.max_bad, run)
         if state.bad_samples:
-            progress.say(checkpoint.bad_share(state.bad_samples, drawn, config.data.max_bad))
+            progress.say(guards.bad_fraction(state.bad_samples, drawn, config.data.max_bad))
         trait_lines.say("drawn in all, repeats counted", state.trait_counts(drawn))
         if stopped:
             progress.say(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
@@ -397,10 +374,6 @@ def main(arguments: Arguments) -> int:
             progress.say(f"done: {build_report(run)}")
     distributed.stop()
     return 128 + number if stopped else 0
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step > 0 and step % every == 0
 
 
 if __name__ == "__main__":

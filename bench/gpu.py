@@ -43,7 +43,7 @@ from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import create
 from clipkit.model.flops import step_flops
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.machines import measured_peak, published_gpu
+from clipkit.training.costs import measured_peak, published_gpu
 from clipkit.training.parallel import compile_blocks
 
 RESULTS = Path(__file__).parent / "results"

@@ -1,24 +1,27 @@
 """The configuration of a run: frozen dataclasses, validated on construction. Imports no torch.
 
-Each setting is documented in its ``setting(…)`` and nowhere else: validation, error messages and
-``train.py --settings`` all read it there.
+Each setting is documented in its ``setting(…)``, for validation, error messages and ``train.py --settings``.
 """
 
+import math
 import re
 import sys
 import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.terminal import shown as shown_url
+from clipkit.files.terminal import without_secrets
 from clipkit.files.traits import color_of
+from clipkit.model import TEXT_TOWERS
+from clipkit.model.architectures import TextArchitecture, selected
 from clipkit.model.names import check_names
 
 __all__ = [
@@ -33,26 +36,19 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "OptimConfig",
+    "Section",
     "SmallConfig",
     "Within",
-    "above",
-    "at_least",
-    "between",
     "changes",
-    "check",
-    "default_of",
     "fits",
     "imported",
     "late",
-    "literal",
     "load_config",
-    "nearest_key",
-    "one_of",
     "require",
-    "require_use",
     "setting",
     "settings_reference",
     "shown",
+    "shown_settings",
     "text_of",
     "to_toml",
 ]
@@ -60,6 +56,7 @@ __all__ = [
 
 MOST = 2**40  # larger than any sensible count, small enough to compute indices with
 _SHOWN = 200  # characters of a value in a message
+_MANY_EPOCHS = 50  # worth a note
 _TEXT, _WITHIN, _REGISTRY = "text", "within", "registry"
 
 T = TypeVar("T")
@@ -73,35 +70,30 @@ class Within:
     holds: Callable[[Any], bool]
 
 
-def at_least(least: float) -> Within:
-    """Return the range of numbers from ``least``."""
+def _at_least(least: float) -> Within:
     return Within(words=f"at least {least}", holds=lambda value: value >= least)
 
 
-def above(bound: float, *, at_most: float | None = None) -> Within:
-    """Return the range of numbers above a bound, and at most another."""
-    words = f"above {bound}" + ("" if at_most is None else f", at most {at_most:,}")
-    return Within(words=words, holds=lambda value: bound < value and (at_most is None or value <= at_most))
+def _above(bound: float, *, at_most: float = math.inf) -> Within:
+    words = f"above {bound}" + ("" if at_most == math.inf else f", at most {at_most:,}")
+    return Within(words=words, holds=lambda value: bound < value <= at_most)
 
 
-def between(least: float, most: float, *, below: bool = False) -> Within:
-    """Return the range from ``least`` to ``most``, or strictly ``below`` it."""
+def _between(least: float, most: float) -> Within:
     shown_most = "2^40" if most == MOST else str(most)
-    if below:
-        return Within(
-            words=f"at least {least} and below {shown_most}", holds=lambda value: least <= value < most
-        )
     return Within(words=f"{least} to {shown_most}", holds=lambda value: least <= value <= most)
 
 
-def one_of(*names: str) -> Within:
-    """Return the choice of these names."""
+_BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
+
+
+def _one_of(*names: str) -> Within:
     words = " or ".join([", ".join(names[:-1]), names[-1]])
     return Within(words=words, holds=lambda value: value in names)
 
 
 def imported(path: str) -> Any:
-    """Import what "module:name" names.
+    """Import "module:name".
 
     Registries are above this module in the import order, and entries may be added to them at run time, so they are
     looked up whenever a setting is checked.
@@ -124,8 +116,8 @@ def setting(default: T, text: str, within: Within | None = None, *, registry: st
 
     Args:
         default: its default value.
-        text: what it does, for ``train.py --settings``; without its valid values.
-        within: which values are valid, if not all of its type are.
+        text: what it does, for ``train.py --settings``, without its valid values.
+        within: which values are valid; None for all of its type.
         registry: "module:NAME" of a dict that has its valid values as keys; summaries of entries that have one are
             added to the text.
     """
@@ -144,36 +136,38 @@ def text_of(one: Field[Any]) -> str:
 def fits(one: Field[Any]) -> Within | None:
     """Return which values are valid for a field; None where all of its type are."""
     if path := one.metadata.get(_REGISTRY):
-        return one_of(*imported(path))
+        return _one_of(*imported(path))
     return cast(Within | None, one.metadata.get(_WITHIN))
 
 
-def check(config: Any, section: str = "") -> None:
-    """Raise ConfigError if a setting of a section's dataclass is invalid."""
-    for one in fields(config):
-        value = getattr(config, one.name)
-        path = one.metadata.get(_REGISTRY)
-        if path and value not in (known := imported(path)):
-            raise ConfigError(f"{section}{one.name} = {shown(value)} is unknown: {nearest(value, known)}")
-        if (within := fits(one)) is not None:
-            require(within.holds(value), f"{section}{one.name}", value, f"expected {within.words}")
+class Section:
+    """Base of the sections of a configuration: checks its settings on construction."""
+
+    section: ClassVar[str] = ""  # its name and a dot
+
+    def __post_init__(self) -> None:
+        for one in fields(cast(Any, self)):
+            name, value = self.section + one.name, getattr(self, one.name)
+            path = one.metadata.get(_REGISTRY)
+            if path and value not in (known := imported(path)):
+                raise ConfigError(f"{name} = {shown(value)} is unknown: {nearest(value, known)}")
+            if (within := fits(one)) is not None:
+                require(within.holds(value), name, value, f"expected {within.words}")
+
+    def _is_default(self, name: str) -> bool:
+        return bool(getattr(self, name) == getattr(type(self), name))
 
 
 def require(holds: bool, name: str, value: object, wanted: str) -> None:
-    """Raise ConfigError with what is ``wanted`` unless a setting's value is valid."""
+    """Raise ConfigError, which says what is ``wanted``, unless a setting's value is valid."""
     if not holds:
         raise ConfigError(f"{name} = {shown(value)} is invalid: {wanted}")
 
 
-def require_use(name: str, value: object, other: str, used: bool = False) -> None:
+def _require_use(name: str, value: object, other: str, used: bool) -> None:
     """Raise ConfigError unless another setting, without which this one has no effect, is ``used``."""
     if not used:
         raise ConfigError(f"{name} = {shown(value)} has no effect unless {other} is set")
-
-
-def default_of(kind: type[Any], name: str) -> object:
-    """Return the default of a setting of a section's dataclass."""
-    return next(one.default for one in fields(kind) if one.name == name)
 
 
 def shown(value: object) -> str:
@@ -185,14 +179,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The settings of what is trained on and how it is read: the section ``data`` of a configuration.
-
-
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """The training data, and how it is read."""
 
+    section = "data."
     train: str | tuple[str, ...] = setting(
         "glyphs",
         "Image–caption pairs: a built-in corpus (glyphs or icons), folder, tar, brace pattern or URL; or a list "
@@ -208,7 +199,7 @@ class DataConfig:
         "first",
         "Which caption is used: the first that a sample has, one at random, one by data.caption_weights, or all, "
         "each as a separate sample.",
-        one_of("first", "random", "weighted", "all"),
+        _one_of("first", "random", "weighted", "all"),
     )
     caption_weights: tuple[float, ...] = setting(
         (), "Relative frequency of each of data.captions, with data.caption_choice=weighted."
@@ -223,7 +214,7 @@ class DataConfig:
     last: str = setting(
         "drop",
         "Samples at the end of an epoch that do not fill a batch: drop them, or wrap them into the next epoch.",
-        one_of("drop", "wrap"),
+        _one_of("drop", "wrap"),
     )
     resample: bool = setting(
         False, "Draw samples with replacement, as some recipes do, instead of each sample once per epoch."
@@ -231,30 +222,30 @@ class DataConfig:
     cache_gb: float = setting(
         100.0,
         "Gigabytes of remote shards that each machine caches on disk; 0 reads samples over the network.",
-        between(0, MOST),
+        _between(0, MOST),
     )
     workers: int = setting(
-        2, "Loader processes of each rank; 0 loads in the training process.", between(0, 512)
+        2, "Loader processes of each rank; 0 loads in the training process.", _between(0, 512)
     )
     window: int = setting(
-        64, "Number of shards that samples are shuffled across at a time.", between(1, MOST)
+        64, "Number of shards that samples are shuffled across at a time.", _between(1, MOST)
     )
     crop_scale: float = setting(
         0.9,
         "Smallest fraction of an image's area that a random crop keeps; 1: center crop.",
-        above(0, at_most=1),
+        _above(0, at_most=1),
     )
     flip: float = setting(
         0.0,
         "Probability of a horizontal flip; not for captions that distinguish left from right.",
-        between(0, 1),
+        _between(0, 1),
     )
     color_jitter: float = setting(
         0.0,
         "Largest relative change of brightness, contrast and saturation; of hue a quarter of it.",
-        between(0, 2),
+        _between(0, 2),
     )
-    grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", between(0, 1))
+    grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", _between(0, 1))
     background: str = setting(
         "",
         "Color behind transparent images, such as white or #ffffff; none drops the alpha channel. Empty: as the "
@@ -275,71 +266,54 @@ class DataConfig:
     truncated: str = setting(
         "error",
         "Truncated shards: an error before training, or use the samples of the intact part.",
-        one_of("error", "use"),
+        _one_of("error", "use"),
     )
     max_bad: float = setting(
         0.05,
         "Fraction of the samples drawn (repeats counted) that may be bad before the run saves and stops; 0 allows "
         "none. Below 1,000 samples it is a fraction of 1,000: 0.05 allows 50 bad samples at the start.",
-        between(0, 1),
+        _between(0, 1),
     )
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.train) and all(self.sources), "data.train", self.train, "expected at least one source"
-        )
-        self._check_captions()
-        check(self, "data.")
-        if self.background:
-            color_of(self.background, setting="data.background")
-        require(
-            not (self.nvjpeg and self.scaled_decode),
-            "data.nvjpeg",
-            True,
-            "cannot be combined with data.scaled_decode",
-        )
-
-    def _check_captions(self) -> None:
-        sources, places = len(self.sources), len(self.captions)
+        sources, captions = self.sources, self.captions
+        require(bool(sources) and all(sources), "data.train", self.train, "expected at least one source")
         for name, weights, of, count in (
-            ("data.weights", self.weights, "data.train", sources),
-            ("data.caption_weights", self.caption_weights, "data.captions", places),
+            ("data.weights", self.weights, "data.train", len(sources)),
+            ("data.caption_weights", self.caption_weights, "data.captions", len(captions)),
         ):
             require(len(weights) in (0, count), name, weights, f"expected one for each of {of}: {count}")
             require(all(weight > 0 for weight in weights), name, weights, "expected numbers above 0")
-        require(
-            bool(self.captions) and all(self.captions),
-            "data.captions",
-            self.captions,
-            "expected at least one name",
-        )
-        if self.caption_choice == "weighted":
-            require(
-                bool(self.caption_weights),
-                "data.caption_weights",
-                (),
-                "expected one for each of data.captions",
-            )
+        require(bool(captions) and all(captions), "data.captions", captions, "expected at least one name")
+        weighted, name = self.caption_choice == "weighted", "data.caption_weights"
+        if weighted:
+            require(bool(self.caption_weights), name, (), "expected one for each of data.captions")
         elif self.caption_weights:
-            require_use("data.caption_weights", self.caption_weights, "data.caption_choice=weighted")
-        for template in self.caption_templates:
-            require(
-                "{}" in template, "data.caption_templates", template, "expected {} in place of the caption"
-            )
+            _require_use(name, self.caption_weights, "data.caption_choice=weighted", weighted)
+        for one in self.caption_templates:
+            require("{}" in one, "data.caption_templates", one, "expected {} in place of the caption")
+        super().__post_init__()
+        if self.background:
+            color_of(self.background, setting="data.background")
+        both = self.nvjpeg and self.scaled_decode
+        require(not both, "data.nvjpeg", True, "cannot be combined with data.scaled_decode")
 
     @property
     def sources(self) -> tuple[str, ...]:
         """``train`` as a tuple, whichever way it was given."""
         return (self.train,) if isinstance(self.train, str) else self.train
 
-
-# --------------------------------------------------------------------------------------------------------------
+    @property
+    def shown_sources(self) -> tuple[str, ...]:
+        """``sources`` without secrets in URLs."""
+        return tuple(map(shown_url, self.sources))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The model, and its initial weights."""
 
+    section = "model."
     name: str = setting(
         "ViT-B-32", "Architecture: one of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME."
     )
@@ -349,9 +323,9 @@ class ModelConfig:
         "Another text tower: cbow, or transformers:FOLDER or NAME; or classes:FILE, a classifier's head with a "
         "row for each line of a file of class names, for loss.name=classes.",
     )
-    image_size: int = setting(0, "Image side in pixels; 0: the architecture's own.", at_least(0))
+    image_size: int = setting(0, "Image side in pixels; 0: the architecture's own.", _at_least(0))
     context_length: int = setting(
-        0, "Maximum caption length in tokens; 0: the architecture's own.", at_least(0)
+        0, "Maximum caption length in tokens; 0: the architecture's own.", _at_least(0)
     )
     weights: str = setting(
         "", "Initial weights: whatever clipkit.load accepts, such as another run's folder."
@@ -359,25 +333,37 @@ class ModelConfig:
     patch_dropout: float = setting(
         0.0,
         "Fraction of each image's patches that is dropped in training, chosen anew at each step (FLIP).",
-        between(0, 1, below=True),
+        _BELOW_ONE,
     )
 
     def __post_init__(self) -> None:
         check_names(self.name, self.image, self.text)
-        check(self, "model.")
+        super().__post_init__()
 
     @property
     def label(self) -> str:
         """The model's name."""
+        tower = self._text_tower
         # without the path of the file of class names
-        text = "classes" if self.text.startswith("classes:") else self.text
+        text = tower.setting.partition(":")[0] if tower is not None and tower.over_classes else self.text
         return " + ".join(filter(None, (self.name, self.image, text)))
+
+    @property
+    def over_classes(self) -> bool:
+        """Whether ``text`` is a head of classes."""
+        return self._text_tower is not None and self._text_tower.over_classes
+
+    @property
+    def _text_tower(self) -> type[TextArchitecture] | None:
+        found = selected(self.text, TEXT_TOWERS)
+        return None if found is None else found[0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(Section):
     """The objective, computed over the global batch, see clipkit/objectives/__init__.py."""
 
+    section = "loss."
     name: str = setting(
         "clip",
         "Objective.",
@@ -387,17 +373,15 @@ class LossConfig:
         "negatives",
         "How to treat other pairs of the batch with the same caption or image. With positives the loss cannot "
         "reach 0, and a confident model's loss may be above chance.",
-        one_of("negatives", "positives", "ignored"),
+        _one_of("negatives", "positives", "ignored"),
     )
-
-    def __post_init__(self) -> None:
-        check(self, "loss.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Section):
     """Distillation: learn a teacher's similarities within the batch too."""
 
+    section = "distill."
     teacher: str = setting(
         "", "Teacher that encodes each batch during training: whatever clipkit.load accepts."
     )
@@ -410,25 +394,25 @@ class DistillConfig:
     scale: float = setting(
         100.0,
         "The teacher's exp(t), which multiplies its similarities, with distill.features.",
-        above(0, at_most=10_000),
+        _above(0, at_most=10_000),
     )
     weight: float = setting(
-        0.5, "Weight of the distillation loss; the objective's is 1 minus it.", above(0, at_most=1)
+        0.5, "Weight of the distillation loss; the objective's is 1 minus it.", _above(0, at_most=1)
     )
 
     def __post_init__(self) -> None:
-        check(self, "distill.")
+        super().__post_init__()
         if self.features and not self.text_features:
             require(False, "distill.text_features", "", "required by distill.features")
         if self.text_features:
-            require_use("distill.text_features", self.text_features, "distill.features", bool(self.features))
+            _require_use("distill.text_features", self.text_features, "distill.features", bool(self.features))
         both = bool(self.teacher and self.features)
         require(not both, "distill.features", self.features, "cannot be combined with distill.teacher")
-        if self.weight != default_of(DistillConfig, "weight"):
+        if not self._is_default("weight"):
             where = "distill.teacher or distill.features"
-            require_use("distill.weight", self.weight, where, self.wanted)
-        if self.scale != default_of(DistillConfig, "scale"):
-            require_use("distill.scale", self.scale, "distill.features", bool(self.features))
+            _require_use("distill.weight", self.weight, where, self.wanted)
+        if not self._is_default("scale"):
+            _require_use("distill.scale", self.scale, "distill.features", bool(self.features))
 
     @property
     def wanted(self) -> bool:
@@ -443,9 +427,10 @@ _LOCKS = Within(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LockConfig:
+class LockConfig(Section):
     """Frozen parameters, see clipkit/training/build.py. The temperature is always trained."""
 
+    section = "lock."
     image: str | int = setting(
         "",
         '"all" locks the image tower (LiT), a number locks all but that many of its top layers: the first is the '
@@ -456,68 +441,63 @@ class LockConfig:
     unfreeze_every: int = setting(
         0,
         "Steps until one more layer of each tower is trained, from the top down; 0: all from the start.",
-        at_least(0),
+        _at_least(0),
     )
-
-    def __post_init__(self) -> None:
-        check(self, "lock.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallConfig:
+class SmallConfig(Section):
     """Train small, finish large (CLIPA, Li et al. 2023, https://arxiv.org/abs/2305.07017)."""
 
+    section = "small."
     steps: int = setting(
-        0, "Number of steps at the start with smaller images or shorter captions.", at_least(0)
+        0, "Number of steps at the start with smaller images or shorter captions.", _at_least(0)
     )
-    image_size: int = setting(0, "Image side in pixels in these steps; 0: the model's own.", at_least(0))
+    image_size: int = setting(0, "Image side in pixels in these steps; 0: the model's own.", _at_least(0))
     context_length: int = setting(
-        0, "Maximum caption length in these steps; 0: the model's own.", at_least(0)
+        0, "Maximum caption length in these steps; 0: the model's own.", _at_least(0)
     )
 
     def __post_init__(self) -> None:
-        check(self, "small.")
+        super().__post_init__()
         if self.steps:
             sizes = "small.image_size or small.context_length"
-            require_use("small.steps", self.steps, sizes, bool(self.image_size or self.context_length))
+            _require_use("small.steps", self.steps, sizes, bool(self.image_size or self.context_length))
         for name, size in (("image_size", self.image_size), ("context_length", self.context_length)):
             if size:
-                require_use(f"small.{name}", size, "small.steps", bool(self.steps))
+                _require_use(f"small.{name}", size, "small.steps", bool(self.steps))
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Section):
     """The optimizer and its schedule: a linear warm-up, then a decay to optim.min_lr."""
 
+    section = "optim."
     name: str = setting("adamw", "The optimizer.", registry="clipkit.training:OPTIMIZERS")
-    lr: float = setting(5e-4, "Peak learning rate, reached at the end of the warm-up.", above(0))
-    min_lr: float = setting(0.0, "Final learning rate; at most optim.lr.", at_least(0))
-    warmup: int = setting(2000, "Steps in which the learning rate rises to optim.lr.", at_least(0))
+    lr: float = setting(5e-4, "Peak learning rate, reached at the end of the warm-up.", _above(0))
+    min_lr: float = setting(0.0, "Final learning rate; at most optim.lr.", _at_least(0))
+    warmup: int = setting(2000, "Steps in which the learning rate rises to optim.lr.", _at_least(0))
     schedule: str = setting(
         "cosine", "How the learning rate decays after the warm-up.", registry="clipkit.training:SCHEDULES"
     )
     cooldown: int = setting(
-        0, "Steps at the end in which the learning rate of optim.schedule=constant decays.", at_least(0)
+        0, "Steps at the end in which the learning rate of optim.schedule=constant decays.", _at_least(0)
     )
     weight_decay: float = setting(
         0.2,
         "Decoupled weight decay of matrices; biases, gains and the temperature do not decay.",
-        at_least(0),
+        _at_least(0),
     )
     layer_decay: float = setting(
-        1.0, "Factor of the learning rate from each layer to the one below it.", above(0, at_most=1)
+        1.0, "Factor of the learning rate from each layer to the one below it.", _above(0, at_most=1)
     )
-    image_lr_scale: float = setting(1.0, "Factor of the image tower's learning rate.", at_least(0))
-    text_lr_scale: float = setting(1.0, "Factor of the text tower's learning rate.", at_least(0))
-    beta1: float = setting(
-        0.9, "Decay of the running mean of the gradients (momentum).", between(0, 1, below=True)
-    )
-    beta2: float = setting(
-        0.98, "Decay of the running mean of the squared gradients.", between(0, 1, below=True)
-    )
-    eps: float = setting(1e-6, "Added to the square root of that mean, to avoid division by 0.", above(0))
+    image_lr_scale: float = setting(1.0, "Factor of the image tower's learning rate.", _at_least(0))
+    text_lr_scale: float = setting(1.0, "Factor of the text tower's learning rate.", _at_least(0))
+    beta1: float = setting(0.9, "Decay of the running mean of the gradients (momentum).", _BELOW_ONE)
+    beta2: float = setting(0.98, "Decay of the running mean of the squared gradients.", _BELOW_ONE)
+    eps: float = setting(1e-6, "Added to the square root of that mean, to avoid division by 0.", _above(0))
     clip_norm: float = setting(
-        1.0, "Maximum norm of the whole gradient, which is scaled down to it; 0: no clipping.", at_least(0)
+        1.0, "Maximum norm of the whole gradient, which is scaled down to it; 0: no clipping.", _at_least(0)
     )
     skip_above: float = setting(
         0.0,
@@ -528,54 +508,51 @@ class OptimConfig:
         0.0,
         "Decay of averaged weights (EMA), which are then evaluated and loaded; 0: none. They average about the "
         "last 1 / (1 - decay) steps: 0.9999 for a long run, 0.99 for one of hundreds of steps.",
-        between(0, 1, below=True),
+        _BELOW_ONE,
     )
 
     def __post_init__(self) -> None:
-        check(self, "optim.")
+        super().__post_init__()
         require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, "expected 0 to optim.lr")
         decays = imported("clipkit.training:SCHEDULES")[self.schedule].decays
         if self.min_lr and not decays:
-            require_use(
+            _require_use(
                 "optim.min_lr", self.min_lr, "optim.cooldown or a schedule that decays", self.cooldown > 0
             )
         if self.cooldown:
-            require_use("optim.cooldown", self.cooldown, "optim.schedule=constant", not decays)
+            _require_use("optim.cooldown", self.cooldown, "optim.schedule=constant", not decays)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When to save the run; it is also saved at its end, and on Ctrl-C or SIGTERM."""
 
-    every_steps: int = setting(1000, "Steps between checkpoints; 0: not by step.", at_least(0))
-    every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: not by time.", at_least(0))
-    keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", at_least(0))
-
-    def __post_init__(self) -> None:
-        check(self, "checkpoint.")
+    section = "checkpoint."
+    every_steps: int = setting(1000, "Steps between checkpoints; 0: not by step.", _at_least(0))
+    every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: not by time.", _at_least(0))
+    keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", _at_least(0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Section):
     """Evaluation during training and at the end."""
 
+    section = "eval."
     data: tuple[str, ...] = setting((), "Built-in sets (digits, glyphs, icons) or dataset folders.")
-    every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", at_least(0))
-    batch_size: int = setting(256, "Images encoded at a time on each rank.", between(1, MOST))
-
-    def __post_init__(self) -> None:
-        check(self, "eval.")
+    every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", _at_least(0))
+    batch_size: int = setting(256, "Images encoded at a time on each rank.", _between(1, MOST))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(Section):
     """Where metrics are written besides the run folder's metrics.jsonl."""
 
+    section = "log."
     every_steps: int = setting(
         10,
         "Steps between lines of metrics.jsonl and updates of the progress bar; without a terminal, a line is "
         "printed at most every ten seconds, and for the last step.",
-        at_least(1),
+        _at_least(1),
     )
     tensorboard: bool = setting(
         True, "Also write metrics to the run folder's tensorboard/, where tensorboard is installed."
@@ -586,12 +563,9 @@ class LogConfig:
         "WANDB_MODE=offline, which needs no account.",
     )
 
-    def __post_init__(self) -> None:
-        check(self, "log.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Section):
     """The settings of a run."""
 
     out: str = setting("", "Run folder; empty: runs/ followed by the name of the config file.")
@@ -600,7 +574,7 @@ class Config:
         "Seed of the initial weights, the data order and all random draws.",
         Within(words="0 to 2^63", holds=lambda value: 0 <= value < 2**63),
     )
-    steps: int = setting(10_000, "Number of updates; may be raised later.", at_least(1))
+    steps: int = setting(10_000, "Number of updates; may be raised later.", _at_least(1))
     batch_size: int = setting(
         256,
         "Pairs per step, over all ranks.",
@@ -613,18 +587,18 @@ class Config:
         1,
         "Parts in which each rank computes its rows of the batch, to save memory; the loss and its gradients do "
         "not change.",
-        at_least(1),
+        _at_least(1),
     )
     precision: str = setting(
         "auto",
         "Precision of the towers; auto: bf16 on GPUs that support it, else fp32. Losses are always float32.",
-        one_of("auto", "fp32", "bf16"),
+        _one_of("auto", "fp32", "bf16"),
     )
     sharding: str = setting(
         "none",
         "Shard weights, gradients and optimizer state of a model too large for one GPU: full, over all GPUs; "
         "hybrid, over those of each host.",
-        one_of("none", "full", "hybrid"),
+        _one_of("none", "full", "hybrid"),
     )
     reshard: bool = setting(
         True,
@@ -634,7 +608,7 @@ class Config:
         0,
         "Activation checkpointing: recompute one of every so many blocks in the backward pass to save memory; 1: "
         "all blocks, 2: every other one, 0: none.",
-        at_least(0),
+        _at_least(0),
     )
     compile: bool = setting(
         False, "Compile blocks with torch.compile: faster steps after a minute or more at the start."
@@ -652,38 +626,73 @@ class Config:
 
     def __post_init__(self) -> None:
         require("\0" not in self.out, "out", self.out, "a path cannot contain NUL")
-        check(self)
+        super().__post_init__()
         most = f"expected at most batch_size = {self.batch_size}"
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
         if not self.reshard:
-            require_use("reshard", False, "sharding=full or sharding=hybrid", self.sharding != "none")
-        self._check_objective()
-        optimizer = imported("clipkit.training:OPTIMIZERS")[self.optim.name]
-        joins_late = optimizer.parameters_join_late or not self.lock.unfreeze_every
-        never = f"expected 0 with optim.name={self.optim.name}"
-        require(joins_late, "lock.unfreeze_every", self.lock.unfreeze_every, never)
+            _require_use("reshard", False, "sharding=full or sharding=hybrid", self.sharding != "none")
 
-    def _check_objective(self) -> None:
-        """A head of classes requires an objective over classes, and the other way round."""
+        optimizers = imported("clipkit.training:OPTIMIZERS")
+        optimizer, never = optimizers[self.optim.name], f"expected 0 with optim.name={self.optim.name}"
+        joins_late = optimizer.parameters_join_late or not self.lock.unfreeze_every
+        require(joins_late, "lock.unfreeze_every", self.lock.unfreeze_every, never)
+        others = ", ".join(name for name, one in optimizers.items() if one.shardable)
+        alone = (
+            f"expected none with optim.name={self.optim.name}, which needs whole matrices, unlike {others}"
+        )
+        require(optimizer.shardable or self.sharding == "none", "sharding", self.sharding, alone)
+
         objectives = imported("clipkit.objectives:OBJECTIVES")
         name, objective = self.loss.name, objectives[self.loss.name]
-        if self.model.text.startswith("classes:") != objective.over_classes:
-            require(not objective.over_classes, "loss.name", name, "requires model.text=classes:FILE")
-            over_classes = " or ".join(
-                f"loss.name={one}" for one in objectives if objectives[one].over_classes
-            )
-            require(False, "model.text", self.model.text, f"requires {over_classes}")
-        same, teacher = self.loss.same, self.distill.teacher or self.distill.features
-        negatives = objective.uses_same or same == "negatives"
-        require(negatives, "loss.same", same, f"expected negatives with loss.name={name}")
+        if objective.over_classes and not self.model.over_classes:
+            require(False, "loss.name", name, "requires model.text=classes:FILE")
+        if self.model.over_classes and not objective.over_classes:
+            names = " or ".join(f"loss.name={one}" for one in objectives if objectives[one].over_classes)
+            require(False, "model.text", self.model.text, f"requires {names}")
+        negatives = objective.uses_same or self.loss.same == "negatives"
+        require(negatives, "loss.same", self.loss.same, f"expected negatives with loss.name={name}")
+        teacher = self.distill.teacher or self.distill.features
         where = "distill.teacher" if self.distill.teacher else "distill.features"
         alone = f"cannot be combined with loss.name={name}"
         require(objective.with_teacher or not teacher, where, teacher, alone)
 
+    def notes(self, *, step: int, samples: int, layers: int) -> list[str]:
+        """Return notes on settings that may be unintended, and the objective's note.
 
-# --------------------------------------------------------------------------------------------------------------
-# Configurations as TOML: reading a file with ``dotted.key=value`` overrides, writing one, comparing two.
-# Precedence: command line, file, defaults.
+        Args:
+            step: updates made so far.
+            samples: pairs in an epoch.
+            layers: number of layers that ``lock.unfreeze_every`` unlocks, of the tower with the most.
+        """
+        steps, optim, every, found = self.steps, self.optim, self.lock.unfreeze_every, []
+        if step >= steps:
+            return []
+        if optim.warmup >= steps:
+            last = imported("clipkit.training:learning_rate")(steps - 1, steps, optim)
+            found.append(
+                f"optim.warmup = {optim.warmup} is not shorter than the run of {steps} steps: the learning rate "
+                f"ends at {last:.2g}, and optim.lr is {optim.lr:g}"
+            )
+        if self.small.steps >= steps:
+            found.append(
+                f"small.steps = {self.small.steps} is not shorter than the run of {steps} steps: no step is made "
+                "at the model's full size"
+            )
+        if every and every * (layers - 1) >= steps:
+            found.append(
+                f"lock.unfreeze_every = {every} unlocks {1 + (steps - 1) // every} of {layers} layers in {steps} "
+                "steps; the others stay locked"
+            )
+        seen = steps * self.batch_size / samples
+        if seen > _MANY_EPOCHS and not self.data.weights and not self.data.resample:
+            ten = max(1, 10 * samples // self.batch_size)
+            found.append(
+                f"each of the {samples:,} pairs is seen {seen:,.0f} times; steps={ten} would be 10 times"
+            )
+        if not step and not self.model.weights:
+            found.append(imported("clipkit.objectives:OBJECTIVES")[self.loss.name].note)
+        return [f"note: {one}" for one in found if one]
+
 
 # Settings that may differ when a run is resumed: they change neither the order of the data nor the result, except
 # ``steps``, which extends a run; train.py then reports the learning rates.
@@ -722,9 +731,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # tomllib's own errors, no UTF-8, numbers of 5,000 digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
-    _refuse_given_twice(overrides)
-    for override in overrides:
-        _set(values, override)
+    _apply(values, overrides)
     config = _build(Config, values, "")
     assert isinstance(config, Config)
     return config if config.out else replace(config, out=str(Path("runs") / path.stem))
@@ -739,17 +746,22 @@ def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
         if is_dataclass(value):
             settings = [(k, v) for k, v in _items(value) if other is None or v != getattr(other, k)]
             if settings:
-                sections.append("\n".join([f"\n[{name}]", *(f"{k} = {literal(v)}" for k, v in settings)]))
+                sections.append("\n".join([f"\n[{name}]", *(f"{k} = {_literal(v)}" for k, v in settings)]))
         elif differing_from is None or value != other:
-            lines.append(f"{name} = {literal(value)}")
+            lines.append(f"{name} = {_literal(value)}")
     return "\n".join([*lines, *sections]) + "\n"
+
+
+def shown_settings(config: Config) -> str:
+    """Return the settings that differ from the defaults as TOML, without secrets in URLs."""
+    return without_secrets(to_toml(config, differing_from=Config()))
 
 
 def changes(before: Config, after: Config) -> list[str]:
     """Return the differing settings that must not differ when a run is resumed, as ``key: before → after``."""
     old, new = _flat(before), _flat(after)
     return [
-        f"{key}: {literal(old[key])} → {literal(new[key])}"
+        f"{key}: {_literal(old[key])} → {_literal(new[key])}"
         for key in old
         if old[key] != new[key] and key not in RESUMABLE and key.split(".")[0] not in RESUMABLE
     ]
@@ -769,7 +781,7 @@ def _flat(config: Config) -> dict[str, Any]:
     return flat
 
 
-def literal(value: Any) -> str:
+def _literal(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -777,59 +789,54 @@ def literal(value: Any) -> str:
         escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
         return f'"{escaped}"'
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(literal, value)) + "]"
+        return "[" + ", ".join(map(_literal, value)) + "]"
     return repr(value)
-
-
-def _refuse_given_twice(overrides: Sequence[str]) -> None:
-    given: dict[str, str] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if not equals or key not in given:
-            given[key] = text
-        elif key == "data.train":
-            raise ConfigError(
-                "data.train is given twice: quote brace patterns to prevent shell expansion, and write several "
-                f"sources as {_list_form(key, ['a', 'b'])}"
-            )
-        else:
-            takes_list = isinstance(_flat(Config()).get(key), tuple)
-            instead = f"pass one list, {_list_form(key, ['a', 'b'])}" if takes_list else "remove one"
-            first, second = (shown(shown_url(one)) for one in (given[key], text))
-            raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
 
 
 def _list_form(key: str, values: Sequence[Any]) -> str:
     """Return a list as it is written on a command line."""
-    return f"{key}='[{','.join(map(literal, values))}]'"
+    return f"{key}='[{','.join(map(_literal, values))}]'"
 
 
-def _set(values: dict[str, Any], override: str) -> None:
-    """Apply one ``dotted.key=value``; the value is TOML, or else a plain string."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{override!r} is not of the form key=value, such as optim.lr=1e-3")
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        parsed = {}
-    # several lines and dates are meant as text
-    is_value = parsed.keys() == {"value"} and isinstance(
-        parsed["value"], bool | int | float | str | list | dict
-    )
-    if not is_value and text.startswith("[") and text.endswith("]"):
-        raise ConfigError(
-            f"{override!r} is not a list: write strings in quotes, as in {_list_form(key, ['a', 'b'])}, "
-            "and numbers as 0.5"
+def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply ``dotted.key=value`` overrides; a value is TOML, or else a plain string."""
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigError(f"{override!r} is not of the form key=value, such as optim.lr=1e-3")
+        if key in given and key == "data.train":
+            raise ConfigError(
+                "data.train is given twice: quote brace patterns to prevent shell expansion, and write several "
+                f"sources as {_list_form(key, ['a', 'b'])}"
+            )
+        if key in given:
+            takes_list = isinstance(_flat(Config()).get(key), tuple)
+            instead = f"pass one list, {_list_form(key, ['a', 'b'])}" if takes_list else "remove one"
+            first, second = (shown(shown_url(one)) for one in (given[key], text))
+            raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
+        given[key] = text
+        try:
+            parsed = tomllib.loads(f"value = {text}")
+        except (ValueError, RecursionError):
+            parsed = {}
+        # several lines and dates are text
+        is_value = parsed.keys() == {"value"} and isinstance(
+            parsed["value"], bool | int | float | str | list | dict
         )
-    value = parsed["value"] if is_value else text
-    *sections, name = key.strip().split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"{key} is unknown: {section} is not a section")
-    values[name] = value
+        if not is_value and text.startswith("[") and text.endswith("]"):
+            raise ConfigError(
+                f"{override!r} is not a list: write strings in quotes, as in {_list_form(key, ['a', 'b'])}, "
+                "and numbers as 0.5"
+            )
+        *sections, name = key.split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{key} is unknown: {section} is not a section")
+        inner[name] = parsed["value"] if is_value else text
 
 
 def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
@@ -840,7 +847,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
             while isinstance(value, Mapping) and value:  # in an unknown section, the setting that is meant
                 inner, value = next(iter(value.items()))
                 unknown += f".{inner}"
-            raise ConfigError(f"{unknown} is unknown: {nearest_key(unknown)}")
+            raise ConfigError(f"{unknown} is unknown: {_nearest_key(unknown)}")
     given = {key: _fit(hints[key], value, prefix + key) for key, value in values.items()}
     return kind(**given)
 
@@ -854,7 +861,7 @@ _ALSO_CALLED = {
 }  # fmt: skip
 
 
-def nearest_key(key: str) -> str:
+def _nearest_key(key: str) -> str:
     """Return a hint for an unknown setting: the closest known one."""
     known = list(_flat(Config()))
     if also := _ALSO_CALLED.get(key.rsplit(".", 1)[-1]):
@@ -921,10 +928,7 @@ def _text(value: str, key: str) -> str:
     return value
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The settings reference of ``train.py --settings``.
-
-_WIDTH, _INDENT = 80, "    "
+_WIDTH = 80
 
 
 def settings_reference(prefix: str = "") -> list[str]:
@@ -936,41 +940,30 @@ def settings_reference(prefix: str = "") -> list[str]:
     Raises:
         ConfigError: no name does.
     """
-    chosen: list[tuple[str, list[tuple[str, Field[Any]]]]] = []
-    for heading, section in _sections():
-        if kept := [one for one in section if _begins(one[0], prefix)]:
-            chosen.append((heading, kept))
-    if not chosen:
-        raise ConfigError(f"--settings {prefix}: no setting starts with it: {nearest_key(prefix)}")
-    lines: list[str] = []
-    for heading, section in chosen:
-        lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)] if heading else []
-        for name, one in section:
-            lines += ["", *_entry(name, one)]
-    return lines[1:]
-
-
-def _begins(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) or name.rpartition(".")[2] == prefix
-
-
-def _sections() -> Iterator[tuple[str, list[tuple[str, Field[Any]]]]]:
-    """Yield the heading of each section and its settings, first those without a section."""
     hints = typing.get_type_hints(Config)
-    yield "", [(one.name, one) for one in fields(Config) if not is_dataclass(hints[one.name])]
+    # heading of each section, and its settings by name; first those without a section
+    sections = [("", {one.name: one for one in fields(Config) if not is_dataclass(hints[one.name])})]
     for section in fields(Config):
-        kind = hints[section.name]
-        if is_dataclass(kind):
-            assert kind.__doc__ is not None
-            heading = f"[{section.name}] {' '.join(kind.__doc__.split())}"
-            yield heading, [(f"{section.name}.{one.name}", one) for one in fields(kind)]
-
-
-def _entry(name: str, one: Field[Any]) -> list[str]:
-    within = fits(one)
-    words = "true or false" if isinstance(one.default, bool) else "" if within is None else within.words
-    text = text_of(one) + (f" ({words})" if words else "")
-    wrapped = textwrap.wrap(
-        text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
-    )
-    return [f"{name} = {literal(one.default)}", *wrapped]
+        if is_dataclass(kind := hints[section.name]):
+            heading = f"[{section.name}] {' '.join((kind.__doc__ or '').split())}"
+            sections.append((heading, {f"{section.name}.{one.name}": one for one in fields(kind)}))
+    lines: list[str] = []
+    for heading, settings in sections:
+        chosen = [
+            (name, one)
+            for name, one in settings.items()
+            if name.startswith(prefix) or name.rpartition(".")[2] == prefix
+        ]
+        if chosen and heading:
+            lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)]
+        for name, one in chosen:
+            within = fits(one)
+            words = "true or false" if isinstance(one.default, bool) else within.words if within else ""
+            text = text_of(one) + (f" ({words})" if words else "")
+            lines += ["", f"{name} = {_literal(one.default)}"]
+            lines += textwrap.wrap(
+                text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+            )
+    if not lines:
+        raise ConfigError(f"--settings {prefix}: no setting starts with it: {_nearest_key(prefix)}")
+    return lines[1:]

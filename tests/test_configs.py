@@ -12,13 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from clipkit.config import Config, load_config
 from clipkit.errors import ConfigError
-from clipkit.model.clip import CLIP
-from clipkit.training.build import lock, patch_counts, shape_of
-from clipkit.training.costs import Estimate, estimate
+from clipkit.training.build import shape_of
+from clipkit.training.costs import Estimate, estimate, workloads_of
 from tests.forked import Ended, Forked
 
 ROOT = Path(__file__).parents[1]
@@ -63,24 +61,8 @@ def gpus_of(path: Path) -> int:
 def cost(config: Config, world: int) -> Estimate:
     """As ``train.py --dry-run`` estimates it, on so many GPUs."""
     shape = shape_of(config.model, config.loss, config.small)
-    with torch.device("meta"):
-        model = CLIP(shape, name=config.model.label)
-    lock(model, image=config.lock.image, text=config.lock.text)
-    counts = patch_counts(shape, config.model.patch_dropout, shape.vision.image_size)
-    return estimate(
-        model,
-        batch_size=config.batch_size,
-        steps=config.steps,
-        world=world,
-        parts=config.accumulate,
-        patches=counts[1] if counts else None,
-        bf16=config.precision != "fp32",
-        recompute=bool(config.recompute),
-        optimizer=config.optim.name,
-        average=bool(config.optim.average),
-        sharding=config.sharding,
-        shard_ranks=min(world, GPUS_OF_NODE),
-    )
+    shard_ranks, bf16 = min(world, GPUS_OF_NODE), config.precision != "fp32"
+    return estimate(workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16)[-1])
 
 
 def options(words: list[str]) -> dict[str, str]:

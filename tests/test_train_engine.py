@@ -158,7 +158,7 @@ def test_a_last_step_that_spoils_the_weights_is_not_saved_and_is_no_end(
     out, settings = tmp_path / "run", ("optim.lr=1e38", "optim.warmup=0")
     error = error_of(trainings.run(out, "steps=1", *settings, status=1))
     assert error.startswith("error: the weights after step 1 are not finite, first ")
-    assert "; it is not saved, no step before it was; " in error
+    assert ", and are not saved; no checkpoint exists; " in error
     assert not (out / "checkpoints").exists() and not (out / "report.html").exists()
 
 
@@ -316,5 +316,5 @@ def test_what_cannot_be_is_one_line(trainings: Trainings, tmp_path: Path) -> Non
     assert "lock.image = 'all' and lock.text = 'all' leave nothing to train" in error_of(said)
     assert not out.exists()
     error = error_of(trainings.run(out, "--replay", status=1))
-    assert error == f"error: --replay needs a run that was saved: there is no checkpoint in {out}"
+    assert error == f"error: --replay requires a saved run: there is no checkpoint in {out}"
     assert not out.exists()

@@ -19,7 +19,7 @@ import pytest
 import simplejpeg
 
 from clipkit.config import load_config
-from clipkit.training.optim import learning_rate
+from clipkit.training import learning_rate
 from data.shards.index import read_arrays, write_arrays
 from data.shards.writer import DatasetWriter, Record
 from tests.forked import Forked

@@ -189,9 +189,11 @@ class TextArchitecture(TowerArchitecture):
 
     Attributes:
         any_length: whether L may be shorter than the context length.
+        over_classes: whether it is a classification head, see ``classes``.
     """
 
     any_length: ClassVar[bool] = True
+    over_classes: ClassVar[bool] = False
 
     if TYPE_CHECKING:
 
@@ -455,6 +457,7 @@ class ClassTable(TextArchitecture):
     own = True
     has_blocks = False
     any_length = False
+    over_classes = True
 
     def __post_init__(self) -> None:
         names = self.names

@@ -1,4 +1,4 @@
-"""What train.py calls; here, optimizers and learning rate schedules by name. Imports no torch."""
+"""The training engine, which train.py drives; here the optimizers and learning rate schedules. Imports no torch."""
 
 import math
 from collections.abc import Callable
@@ -12,27 +12,29 @@ if TYPE_CHECKING:
 
     from clipkit.model.clip import CLIP
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerEntry", "Schedule"]
+__all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerEntry", "Schedule", "is_due", "learning_rate"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerEntry:
     """What other code needs to know about an optimizer.
 
-    An optimizer whose state is not AdamW's has a method ``expected_state``, see ``clipkit.training.optim``.
+    An optimizer with other state than AdamW has a method ``expected_state``, see ``clipkit.training.optim``.
 
     Attributes:
         make: builds it for a model on its device, sharded or not.
-        matrix_bytes: of state for each trained number of the matrices in blocks.
-        other_bytes: the same of all other parameters.
+        matrix_bytes: bytes of state per trained value of the matrices in blocks.
+        other_bytes: the same for all other parameters.
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
+        shardable: whether parameters may be sharded.
     """
 
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
     matrix_bytes: int = 8
     other_bytes: int = 8
     parameters_join_late: bool = True
+    shardable: bool = True
 
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
@@ -40,7 +42,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "stable_adamw": OptimizerEntry(make=late("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=late("clipkit.training.optim:lamb"), parameters_join_late=False),
-    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4),
+    # orthogonalizes whole matrices
+    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), matrix_bytes=4, shardable=False),
 }
 
 
@@ -49,9 +52,9 @@ class Schedule:
     """How the learning rate changes after the warm-up.
 
     Attributes:
-        shape: from the fraction of the remaining steps that are made, 0 to 1, to the fraction of the way from
+        shape: maps the fraction of the remaining steps that are made, 0 to 1, to the fraction of the way from
             ``optim.min_lr`` up to ``optim.lr``.
-        decays: whether it falls by itself; otherwise ``optim.cooldown`` applies.
+        decays: whether it decays by itself; otherwise ``optim.cooldown`` applies.
     """
 
     shape: Callable[[float], float]
@@ -63,3 +66,29 @@ SCHEDULES: dict[str, Schedule] = {
     "linear": Schedule(shape=lambda progress: 1 - progress),
     "constant": Schedule(shape=lambda progress: 1.0, decays=False),
 }
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Return the learning rate of update ``step`` (0 ≤ step < steps); multiply it by each group's ``lr_scale``.
+
+    A linear warm-up, then the schedule from ``lr`` down to ``min_lr``. A constant rate decays linearly over the
+    last ``cooldown`` steps, but not before the warm-up ends, so a run can be extended from before them (Hu et al.
+    2024, https://arxiv.org/abs/2404.06395; Hägele et al. 2024, https://arxiv.org/abs/2405.18392).
+
+    Args:
+        step: updates made before.
+        steps: of the whole run.
+        config: peak, floor, warm-up, schedule and cooldown.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    begin, shape = config.warmup, SCHEDULES[config.schedule].shape
+    if config.cooldown and step >= (begin := max(config.warmup, steps - config.cooldown)):
+        shape = SCHEDULES["linear"].shape
+    progress = (step - begin) / max(1, steps - begin)
+    return config.min_lr + (config.lr - config.min_lr) * shape(progress)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens every ``every`` steps (0: never) happens after update ``step``."""
+    return every > 0 and step > 0 and step % every == 0

@@ -1,9 +1,9 @@
-"""The model that a training begins with, and what its steps count for."""
+"""Build the model that training starts with, and choose which layers are trained."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,26 +14,26 @@ from clipkit.config import LossConfig, ModelConfig, SmallConfig, require
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import load_model, stored_preprocess
 from clipkit.model import IMAGE_TOWERS
-from clipkit.model.architectures import Architecture, selected
+from clipkit.model.architectures import STEM, Architecture, Layer, selected
 from clipkit.model.clip import CLIP, create
-from clipkit.model.flops import counted_flops, step_flops, trained_blocks
 from clipkit.model.names import architecture
-from clipkit.objectives import OBJECTIVES, Objective
-from clipkit.training.depth import TOWERS, Place, places, tower_of
+from clipkit.objectives import OBJECTIVES
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
 __all__ = [
+    "Place",
     "Unfreezing",
     "check_split",
     "first_model",
-    "flops_of_steps",
     "free_depths",
     "lock",
     "patch_counts",
+    "places",
     "scored_weights",
     "shape_of",
     "still_statistics",
+    "tower_of",
 ]
 
 
@@ -46,10 +46,10 @@ def check_split(batch_size: int, *, world: int, parts: int) -> None:
 
 
 def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Architecture:
-    """Return the architecture that settings name, with a bias if the objective needs one.
+    """Return the architecture that settings select, with a bias if the objective needs one.
 
     Raises:
-        ConfigError: a name is unknown, or this image tower cannot drop patches or see smaller images.
+        ConfigError: a name is unknown, or the towers do not support patch dropout or smaller inputs.
     """
     shape = architecture(
         model.name,
@@ -60,34 +60,25 @@ def shape_of(model: ModelConfig, loss: LossConfig, small: SmallConfig) -> Archit
     )
     if model.patch_dropout and shape.vision.patches is None:
         raise ConfigError(
-            f"model.patch_dropout = {model.patch_dropout} is for clipkit's own image towers, not for {model.label}"
+            f"model.patch_dropout = {model.patch_dropout} requires clipkit's own image towers, not {model.label}"
         )
-    if small.steps:
-        _check_small(small, shape, model.label)
-    has_bias = OBJECTIVES[loss.name].initial_bias is not None
-    return replace(shape, logit_bias=True) if has_bias else shape
-
-
-def _check_small(small: SmallConfig, shape: Architecture, label: str) -> None:
-    if small.image_size:
+    if small.steps and small.image_size:
+        name = f"small.image_size = {small.image_size} does not fit {model.label}"
         step, largest = shape.vision.size_step, shape.vision.image_size
         if not step:
-            raise ConfigError(
-                f"small.image_size = {small.image_size} does not fit {label}: it is for clipkit's own image towers"
-            )
+            raise ConfigError(f"{name}: it requires clipkit's own image towers")
         if small.image_size % step or small.image_size > largest:
             raise ConfigError(
-                f"small.image_size = {small.image_size} does not fit {label}: a multiple of its patch size, "
-                f"{step}, and at most its image size, {largest}"
+                f"{name}: a multiple of its patch size, {step}, and at most its image size, {largest}"
             )
-    if small.context_length and shape.text.classes:
-        raise ConfigError(
-            f"small.context_length = {small.context_length} does not fit {label}: a class is one token"
-        )
-    if small.context_length and not 2 <= small.context_length <= shape.text.context_length:
-        raise ConfigError(
-            f"small.context_length = {small.context_length} does not fit: 2 to {shape.text.context_length}"
-        )
+    if small.steps and small.context_length:
+        name = f"small.context_length = {small.context_length} does not fit {model.label}"
+        if shape.text.classes:
+            raise ConfigError(f"{name}: a class is one token")
+        if not 2 <= small.context_length <= shape.text.context_length:
+            raise ConfigError(f"{name}: expected 2 to {shape.text.context_length}")
+    has_bias = OBJECTIVES[loss.name].initial_bias is not None
+    return replace(shape, logit_bias=True) if has_bias else shape
 
 
 def first_model(
@@ -99,66 +90,68 @@ def first_model(
     small: SmallConfig,
     checkpoint: Path | None = None,
 ) -> CLIP:
-    """Fresh weights, or those of ``model.weights``, in training mode on the CPU.
+    """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
-    A run that resumes does not need the weights that it began with: they, the tokenizer and the preprocessing are
-    in its ``checkpoint``, and ``model.weights`` may be gone by now. The preprocessing is always the checkpoint's.
+    A run that resumes takes weights, tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no
+    longer exist. The preprocessing is always the checkpoint's.
 
     Raises:
-        ConfigError: the weights are of another architecture.
+        ConfigError: the weights have another architecture.
         CheckpointError: they cannot be loaded.
     """
     objective = OBJECTIVES[loss.name]
+    fresh = False  # whether temperature and bias start with the objective's values
     if model.weights and checkpoint is not None:
-        first = _resumed(checkpoint, shape, model)
+        first = load_model(checkpoint)
+        if not _fits(first, shape):
+            cause = f"of another architecture than {model.label}"
+            if other := _other_classes(first, shape):
+                cause = f"of {other}: set {model.text} as it was when the run began, or out=… for a new run"
+            raise CheckpointError(f"{checkpoint} is {cause}")
+        if not shape.text.classes:
+            first.tokenizer(
+                ["a"]
+            )  # reads its files now: the checkpoint is deleted when newer ones replace it
     elif model.weights:
         first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
-        if shape.logit_bias and first.logit_bias is None:
+        if fresh := shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
-            _set_initial(first, objective)
         if not _fits(first, shape):
             raise ConfigError(f"model.weights = {model.weights!r} {_misfit(first, shape, model)}")
-        first.name = first.name or model.label
     else:
-        first = create(shape, name=model.label, seed=seed)
-        _set_initial(first, objective)
+        first, fresh = create(shape, name=model.label, seed=seed), True
         if checkpoint is not None:
             first.preprocess = stored_preprocess(checkpoint)
         if small.steps and small.image_size:
             shape.vision.smooth_positions(first.visual, small.image_size)
+    with torch.no_grad():
+        if fresh and objective.initial_scale is not None:
+            first.logit_scale.fill_(math.log(objective.initial_scale))
+        if fresh and objective.initial_bias is not None and first.logit_bias is not None:
+            first.logit_bias.fill_(objective.initial_bias)
+    first.name = first.name or model.label
     if first.logit_bias is not None:
         first.logit_bias.requires_grad_(objective.initial_bias is not None)
     return first.train()
 
 
-@torch.no_grad()
-def _set_initial(model: CLIP, objective: Objective) -> None:
-    """Set temperature and bias to those that the objective starts with."""
-    if objective.initial_scale is not None:
-        model.logit_scale.fill_(math.log(objective.initial_scale))
-    if objective.initial_bias is not None and model.logit_bias is not None:
-        model.logit_bias.fill_(objective.initial_bias)
-
-
 def _fits(first: CLIP, shape: Architecture) -> bool:
-    """A bias that weights have stays, as softmax does not see it, and how fresh ones would be drawn is past."""
+    """Compare architectures, except for a bias, which softmax ignores, and the initialization of fresh weights."""
     return replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data) == shape
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
-    """How weights differ from the architecture that settings name, and what to do."""
-    own, given = first.architecture.text.classes, shape.text.classes
-    if given:
-        if own and own != given and _fits_but_text(first, shape):
-            return f"are of {_other_classes(own, given)}: give {model.text} as it was for them"
-        if not own:
-            return (
-                f"have a text tower and no rows of classes, not those of {model.text}: `python -m eval "
-                "fine-tune` makes such a head of them and trains it"
-            )
-    elif own:
+    """Describe how weights differ from the architecture that settings select, and what to do."""
+    if other := _other_classes(first, shape):
+        return f"are of {other}: set {model.text} as it was for them"
+    if shape.text.classes and not first.architecture.text.classes:
         return (
-            f"have a head of classes and no text tower, not that of {model.label}: give other weights, or "
+            f"have a text tower instead of the class head {model.text}: `python -m eval fine-tune` makes such a "
+            "head and trains it"
+        )
+    if first.architecture.text.classes and not shape.text.classes:
+        return (
+            f"have a class head instead of the text tower of {model.label}: set other weights, or "
             "loss.name=classes and the model.text=classes:FILE of these"
         )
     name, *others = first.name.split(" + ")
@@ -170,38 +163,21 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
     return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
 
 
-def _fits_but_text(first: CLIP, shape: Architecture) -> bool:
-    return _fits(first, replace(shape, text=first.architecture.text))
-
-
-def _other_classes(own: Sequence[str], given: Sequence[str]) -> str:
-    """How two lists of class names differ."""
+def _other_classes(first: CLIP, shape: Architecture) -> str:
+    """Describe how class names differ; "" if there are none, or more than they differs."""
+    own, given = first.architecture.text.classes, shape.text.classes
+    if not own or not given or own == given or not _fits(first, replace(shape, text=first.architecture.text)):
+        return ""
     if len(own) != len(given):
         return f"{len(own):,} classes, not of {len(given):,}"
-    pairs = zip(own, given, strict=True)
-    number, (old, new) = next((i, pair) for i, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
+    pairs = enumerate(zip(own, given, strict=True), start=1)
+    number, (old, new) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     order = "classes in another order" if sorted(own) == sorted(given) else "other classes"
     return f"{order}, number {number} is {old[:80]!r} and not {new[:80]!r}"
 
 
-def _resumed(checkpoint: Path, shape: Architecture, model: ModelConfig) -> CLIP:
-    first = load_model(checkpoint)
-    if not _fits(first, shape):
-        own, given = first.architecture.text.classes, shape.text.classes
-        if own and given and _fits_but_text(first, shape):
-            raise CheckpointError(
-                f"{checkpoint} is of {_other_classes(own, given)}: give {model.text} as it was when the run "
-                "began, or set out=… for a new run"
-            )
-        raise CheckpointError(f"{checkpoint} is of another architecture than {model.label}")
-    first.name = first.name or model.label
-    if not shape.text.classes:
-        first.tokenizer(["a"])  # reads its files now: the checkpoint goes when newer ones take its place
-    return first
-
-
 def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> tuple[int, int] | None:
-    """Return the number of patches of an image, and how many are kept; None for all."""
+    """Return the number of patches of an image and how many are kept; None without patch dropout."""
     if not patch_dropout:
         return None
     patches = shape.vision.resized(image_size).patches
@@ -209,89 +185,106 @@ def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> 
     return patches, max(1, round(patches * (1 - patch_dropout)))
 
 
-def flops_of_steps(
-    model: CLIP, patch_dropout: float, global_rows: int
-) -> Callable[[Sequence[int], int], int] | None:
-    """Return a function of a batch's caption lengths and image size: the FLOPs of this rank's part of a step.
-
-    None where a tower's FLOPs are not known.
-    """
-    counted = counted_flops(model)
-    if counted is None:
-        return None
-    image_blocks, text_blocks = trained_blocks(model)
-
-    def of_step(lengths: Sequence[int], image_size: int) -> int:
-        shape = model.architecture
-        if shape.vision.size_step:
-            shape = shape.resized(image_size=image_size)
-        counts = patch_counts(shape, patch_dropout, image_size)
-        return step_flops(
-            shape,
-            rows=len(lengths),
-            lengths=lengths,
-            global_rows=global_rows,
-            patches=counts[1] if counts else None,
-            image_blocks=image_blocks,
-            text_blocks=text_blocks,
-            counted=counted,
-        )
-
-    return of_step
-
-
 @contextmanager
 def scored_weights(model: CLIP, averaged: AveragedWeights | None, *, reshard: bool = True) -> Iterator[None]:
-    """The model as it is scored: averaged where it is averaged, and whole and the same on every rank."""
+    """Give the model the weights to score: averaged if the run averages them, whole and equal on all ranks."""
     RunningStatistics(model).broadcast()
     with nullcontext() if averaged is None else averaged.applied(), gathered(model, reshard=reshard):
         yield
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Which parameters are trained: whole towers or their lower depths locked, for good or for a while.
+# Layers of the towers, for layer-wise learning rates and locking.
 #
-# Depths are counted from the top: 1 is what makes features of the last block's output, 2 the last block too,
-# and so on, see clipkit/training/depth.py. The temperature is always trained. Everything follows from the
-# settings and the step.
+# A tower of n blocks has n + 2 depths: 0 is the stem, which makes tokens (embeddings), i + 1 is block i, and n + 1
+# is the head, which makes features (norm, pooling, projection). Settings count layers from the top: the head is 1.
 
-ALL = "all"
+TOWERS = ("image", "text")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
-    """Lock towers or parts of them, for good: their parameters get no gradient and no update.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a parameter is.
 
-    With a trained image tower locked, the text tower learns to read it out (LiT; Zhai et al. 2022,
-    https://arxiv.org/abs/2111.07991). Fine-tuned on handwriting with its image tower locked, the quickstart's
-    model learns less and forgets less: 71.4%, and 82.7% of unseen fonts, where all that is free gives 89.1% and
-    79.9%; with the text tower locked 85.3% and 79.7% (bench/finetuning.py, one seed).
+    Attributes:
+        tower: "image", "text", or "" for the temperature and the bias of the loss.
+        depth: 0 (nearest to the input) to ``top``.
+        top: the tower's last depth.
+    """
+
+    tower: str
+    depth: int
+    top: int
+
+    @property
+    def above(self) -> int:
+        """Number of depths between the parameter and the features."""
+        return self.top - self.depth
+
+
+def tower_of(name: str) -> str:
+    """Return the tower of a CLIP's parameter: "image", "text", or "" for none."""
+    if name in ("logit_scale", "logit_bias"):
+        return ""
+    return "image" if name.startswith("visual.") else "text"
+
+
+def places(model: CLIP) -> dict[str, Place]:
+    """Return the place of every parameter by name, see ``TowerArchitecture.layer_of``.
+
+    Raises:
+        ConfigError: the blocks of a library's tower are not recognized.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    found = {name: Place(tower="", depth=0, top=0) for name in names if not tower_of(name)}
+    shape = model.architecture
+    text_module = model if model.text is None else model.text
+    for tower, kind, module in (("image", shape.vision, model.visual), ("text", shape.text, text_module)):
+        layer = kind.layer_of(module)
+        own: dict[str, Layer] = {}
+        if layer is not None:
+            prefix = "visual." if tower == "image" else "text."
+            own = {name: layer(name.removeprefix(prefix)) for name in names if tower_of(name) == tower}
+        blocks = sorted({one for one in own.values() if one is not None and one != STEM})
+        if layer is None or (kind.has_blocks and not blocks):
+            raise ConfigError(
+                f"the blocks of the {tower} tower are not recognized, so its layers are not known: "
+                "lock it whole or not at all, and set optim.layer_decay=1"
+            )
+        depths = {STEM: 0, **{block: number for number, block in enumerate(blocks, start=1)}}
+        top = len(blocks) + 1
+        for name, one in own.items():
+            found[name] = Place(tower=tower, depth=top if one is None else depths[one], top=top)
+    return {name: found[name] for name in names}
+
+
+def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
+    """Lock towers or their lower layers permanently: their parameters get no gradient and no update.
+
+    With a trained image tower locked, the text tower learns to match it (LiT; Zhai et al. 2022,
+    https://arxiv.org/abs/2111.07991).
 
     Args:
         model: a CLIP, before its optimizer is made.
-        image: "" locks nothing; "all" the image tower; a number, 2 or "2", all but that many of its top depths.
-        text: the same of the text tower.
+        image: "" locks nothing; "all" the image tower; a number, 2 or "2", all but that many top layers.
+        text: the same for the text tower.
 
     Raises:
-        ConfigError: a tower has not so many depths, they are not known, or nothing but the temperature is left.
+        ConfigError: a tower has fewer layers, they are not known, or nothing but the temperature is left to train.
     """
     kept: dict[str, int] = {}
     for tower, setting in zip(TOWERS, (image, text), strict=True):
         wanted = str(setting)
-        fits = wanted in ("", ALL) or (wanted.isascii() and wanted.isdecimal())
-        require(fits, f"lock.{tower}", setting, 'expected empty, "all" or a number of depths')
+        fits = wanted in ("", "all") or (wanted.isascii() and wanted.isdecimal())
+        require(fits, f"lock.{tower}", setting, 'expected empty, "all" or a number of layers')
         if wanted:
-            kept[tower] = 0 if wanted == ALL else int(wanted)
-    where: Mapping[str, Place] = places(model) if any(kept.values()) else {}
+            kept[tower] = 0 if wanted == "all" else int(wanted)
+    where = places(model) if any(kept.values()) else {}
     for tower, depths in kept.items():
         if depths:
             count = 1 + max(place.top for place in where.values() if place.tower == tower)
-            require(
-                depths <= count,
-                f"lock.{tower}",
-                depths,
-                f"expected at most {count}, the tower's layers, both ends counted",
-            )
+            most = f"expected at most {count}, the tower's layers including stem and head"
+            require(depths <= count, f"lock.{tower}", depths, most)
     for name, parameter in model.named_parameters():
         depths = kept.get(tower_of(name), -1)
         if depths == 0 or (depths > 0 and where[name].above >= depths):
@@ -304,7 +297,7 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
 
 
 def still_statistics(model: nn.Module) -> None:
-    """Put batch norms whose parameters are all locked into evaluation mode; after each ``model.train()``.
+    """Put batch norms with locked parameters into evaluation mode; call it after each ``model.train()``.
 
     Otherwise their running statistics, and with them a locked tower's features, would change.
     """
@@ -316,12 +309,12 @@ def still_statistics(model: nn.Module) -> None:
 
 
 def free_depths(step: int, *, every: int, first: int = 1) -> int:
-    """How many of the top depths of each tower are trained in update ``step`` = 0, 1, … under ``Unfreezing``.
+    """Return how many top layers of each tower are trained in update ``step`` = 0, 1, … under ``Unfreezing``.
 
     Args:
         step: updates made before.
-        every: steps until the next lower depth is trained too.
-        first: how many are trained from the start.
+        every: steps until the next lower layer is trained too.
+        first: number of layers that are trained from the start.
     """
     return first + step // every
 
@@ -329,23 +322,19 @@ def free_depths(step: int, *, every: int, first: int = 1) -> int:
 class Unfreezing:
     """Gradual unfreezing (ULMFiT; Howard & Ruder 2018, https://arxiv.org/abs/1801.06146): from the top down.
 
-    A fine-tuning begins with the top depths of both towers, and every so many steps the next lower ones join. What
-    was locked for good stays so. On the quickstart's model, fine-tuned on handwriting, it changes nothing to speak
-    of: 88.5%, and 79.7% of unseen fonts, where all layers from the start give 89.1% and 79.9%
-    (bench/finetuning.py).
+    Fine-tuning starts with the top layers of both towers, and lower layers follow. Permanently locked parameters
+    stay locked.
+
+    Args:
+        model: a CLIP, after ``lock``.
+        every: steps between two layers, at least 1.
+        first: number of layers that are trained from the start, at least 1.
+
+    Raises:
+        ConfigError: a number is too small, or a tower's layers are not known.
     """
 
     def __init__(self, model: CLIP, *, every: int, first: int = 1) -> None:
-        """Of a model whose free parameters are those that are to be trained in the end.
-
-        Args:
-            model: a CLIP, after ``lock``.
-            every: steps between two depths, at least 1.
-            first: depths that are trained from the start, at least 1.
-
-        Raises:
-            ConfigError: a number is too small, or a tower's depths are not known.
-        """
         require(every >= 1, "lock.unfreeze_every", every, "expected at least 1")
         require(first >= 1, "lock.unfreeze_first", first, "expected at least 1")
         self.every, self.first = every, first
@@ -359,14 +348,14 @@ class Unfreezing:
 
     @property
     def layers(self) -> int:
-        """How many are trained in the end, of the tower with the most of them."""
+        """Number of layers that are trained in the end, of the tower with the most."""
         return 1 + max((above for _, above in self._above), default=0)
 
     def lock_for_step(self, step: int) -> bool:
-        """Set what is trained in update ``step``; returns whether that differs from what it was.
+        """Set what is trained in update ``step``; return whether that has changed.
 
-        What was built around the model's trainable parameters, such as DistributedDataParallel, must then be built
-        anew. The optimizer need not: it has all of them from the start, and skips those without a gradient.
+        After a change, wrappers around the trained parameters, such as DistributedDataParallel, must be built
+        again. The optimizer holds all of them from the start and skips those without a gradient.
         """
         depths = free_depths(step, every=self.every, first=self.first)
         changed = False

@@ -1,10 +1,9 @@
-"""Writes the checkpoints of a run while it trains on; what is in one, clipkit/formats/checkpoint.py says.
+"""Write the checkpoints of a run in the background, and resume from them; see clipkit/formats/checkpoint.py.
 
-The state is copied at once (on a GPU: while the next step is computed), written aside by a thread, synced and
-renamed, and only then LATEST moves: whatever ends the process, the former checkpoint stays whole. Weights that are
-not finite are not written, so that they never take the place of good ones. A model on one rank or replicated is
-written by rank 0; of a sharded one every rank writes its shards to the folder, which all share, and rank 0
-joins them to the same files, so that it does not matter later how many ranks there were.
+The state is copied first (on a GPU while the next step is computed), then a thread writes it to a temporary folder,
+syncs and renames it, and updates LATEST: a process that is killed leaves the previous checkpoint intact. Rank 0
+writes replicated models. Each rank writes its shards of a sharded model to the shared folder, and rank 0 joins them
+into the same files, so checkpoints do not depend on the number of ranks.
 """
 
 import json
@@ -13,16 +12,16 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -30,10 +29,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from clipkit.config import Config, changes, load_config, shown, to_toml
 from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
-from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.atomic import FileLock, sync, write_atomic
 from clipkit.files.traits import TraitCounts
 from clipkit.formats.checkpoint import (
@@ -56,21 +56,14 @@ from clipkit.formats.checkpoint import (
 )
 from clipkit.model.clip import CLIP
 from clipkit.training.ema import AveragedWeights
-from clipkit.training.guards import line_of_weights, spoilt_weight
-from clipkit.training.metrics import drop_lines_after
+from clipkit.training.guards import first_not_finite, weights_error
 from clipkit.training.optim import expected_state
 from clipkit.training.parallel import put
 
 __all__ = [
     "CheckpointWriter",
     "LoopState",
-    "append_bad_samples",
-    "as_replayed",
-    "bad_share",
-    "check_bad_samples",
     "damaged_notes",
-    "drop_bad_samples_after",
-    "list_truncated",
     "load_training",
     "loop_state",
     "manifest_file",
@@ -80,141 +73,115 @@ __all__ = [
     "planned_steps",
     "restore_optimizer",
     "save_checkpoint",
-    "too_many_bad",
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# A run's folder while it is trained: who may write to it, which configuration it belongs to, its bad samples.
+# The run folder while it is trained:
 #
-# RUN/.lock                     held by the process that trains; contains its ID and host
+# RUN/.lock                     held by the training process; contains its ID and host
 # RUN/config.toml               the configuration
-# RUN/data.manifest             what it is trained on, see data/shards/manifest.py
-# RUN/truncated_shards.jsonl    shards of which only the intact part is used, a line each
-# RUN/bad_samples.jsonl         samples that were replaced, a line each; of rank 3: bad_samples-3.jsonl
+# RUN/data.manifest             the training data, see data/shards/manifest.py
 
 _LOCK, _CONFIG, _MANIFEST = ".lock", "config.toml", "data.manifest"
-_FIGURES = "metrics.jsonl"
-_TRUNCATED = "truncated_shards.jsonl"
-_SHOWN = 5  # truncated shards that are printed one by one
-_STARTED = (_LOCK, _CONFIG, _MANIFEST, _FIGURES, _TRUNCATED, "tensorboard")  # there before a step
-_FIRST_SAMPLES = 1000  # draws
-_LOCK_SECONDS = 10.0  # to wait for a lock: ranks of a launcher that was killed end within a second
+# written before the first step
+_AT_START = {_LOCK, _CONFIG, _MANIFEST, "metrics.jsonl", "truncated_shards.jsonl", "tensorboard"}
+_LOCK_SECONDS = 10.0  # to wait for a lock: ranks of a killed launcher end within a second
 _POLL_SECONDS = 0.1
 _LOCK_PID = re.compile(r"process ([0-9]+)(?!.*process)")  # the last one: a launcher, if there is one
+_MAX_COUNT = 2**63
 
 
 @contextmanager
 def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | None = None) -> Iterator[None]:
-    """Make or reopen the run folder, and hold it while training; another training there is refused.
+    """Create or reopen a run folder and hold its lock while training.
 
-    A folder made here that a mistake or Ctrl-C has left without a step, score or checkpoint is removed:
-    it would look like a run.
+    A folder created here is removed if the block fails before it has written a step, score or checkpoint.
 
     Args:
         run: the folder.
-        config: which it is to be of.
-        rank0: whether this process is rank 0, which writes; the others do nothing here.
-        launcher: process ID of the torchrun that started this process, if one did.
+        config: its configuration.
+        rank0: whether this process is rank 0; other ranks do nothing here.
+        launcher: process ID of the torchrun that started this process, if any.
 
     Raises:
-        ConfigError: it cannot be made or written, another training holds it, it is of something else, or it has
-            made more steps.
-        CheckpointError: its checkpoints are gone or damaged.
+        ConfigError: the folder cannot be created or written, another training holds it, it contains something else
+            or a run of another configuration, or that run has made more steps.
+        CheckpointError: its checkpoints are missing or damaged.
     """
     if not rank0:
         yield
         return
-    doing = "made"
+    action = "created"
     try:
-        made = [folder for folder in (run, *run.parents) if not folder.exists()]
+        created = [folder for folder in (run, *run.parents) if not folder.exists()]
         run.mkdir(parents=True, exist_ok=True)
-        doing = "written"
+        action = "written"
         lock = FileLock(run / _LOCK, note=f" under torchrun, process {launcher}" if launcher else "")
-        _hold(lock, run)
+        _acquire(lock, run)
     except OSError as error:
-        raise ConfigError(f"out = {shown(str(run))} cannot be {doing}: {error.strerror}") from error
-    ended = False
+        raise ConfigError(f"out = {shown(str(run))} cannot be {action}: {error.strerror}") from error
+    finished = False
     try:
         try:
             _claim(run, config)
         except OSError as error:
             raise ConfigError(f"the run folder {run} cannot be written: {error.strerror}") from error
         yield
-        ended = True
+        finished = True
     finally:
         with suppress(OSError):
             lock.release()
-        if made and not ended:
-            _take_back(run, made)
+        if created and not finished:
+            left = [path for path in run.iterdir() if not _is_partial(path)]
+            unused = {path.name for path in left if path.name != "metrics.jsonl" or not path.stat().st_size}
+            if len(unused) == len(left) and unused <= _AT_START:
+                shutil.rmtree(run, ignore_errors=True)
+                with suppress(OSError):  # another process has put something there
+                    for folder in created[1:]:
+                        folder.rmdir()
 
 
-def _take_back(run: Path, made: Sequence[Path]) -> None:
-    """Remove folders, the innermost first, if the run's holds nothing but what every start writes."""
-    left = [path for path in run.iterdir() if not _is_aside(path)]
-    if any(path.name not in _STARTED or (path.name == _FIGURES and path.stat().st_size) for path in left):
-        return
-    shutil.rmtree(run, ignore_errors=True)
-    with suppress(OSError):  # someone else has put something there
-        for folder in made[1:]:
-            folder.rmdir()
-
-
-def _hold(lock: FileLock, run: Path) -> None:
-    """Take the lock; wait some seconds for a process that is about to end.
-
-    Raises:
-        ConfigError: another process still holds it.
-        OSError: the file cannot be made or locked.
-    """
-    until = time.monotonic() + _LOCK_SECONDS
-    waiting = False
+def _acquire(lock: FileLock, run: Path) -> None:
+    """Take the lock, or raise ConfigError if another process still holds it after some seconds."""
+    until, waiting = time.monotonic() + _LOCK_SECONDS, False
     while not lock.try_acquire():
-        who = f" ({lock.holder})" if lock.holder else ""
+        holder = f" ({lock.holder})" if lock.holder else ""
         if time.monotonic() >= until:
-            # a rank that ends alone may be started again by its torchrun
+            # the launcher's process ID: torchrun may restart a rank that ends alone
             pid = _LOCK_PID.search(lock.holder)
             stop = f"`kill -TERM {pid[1]}` saves and stops it; " if pid else ""
             raise ConfigError(
-                f"another training{who} is writing to {run}: {stop}wait for it, or set another out="
+                f"another training{holder} is writing to {run}: {stop}wait for it, or set another out="
             )
         if not waiting:
-            print(f"waiting for another training{who} to leave {run}", file=sys.stderr, flush=True)
+            print(f"waiting for another training{holder} to leave {run}", file=sys.stderr, flush=True)
             waiting = True
         time.sleep(_POLL_SECONDS)
 
 
 def _claim(run: Path, config: Config) -> None:
-    """Write the run's configuration, or compare it with the one that the folder was trained with."""
+    """Write the run's configuration, after comparing it with that of the checkpoints in the folder."""
     stored = run / _CONFIG
-    if stored.is_file() and (
-        (run / "checkpoints").exists() or (run / ".saved").exists()
-    ):  # else nothing is lost
-        differing = changes(load_config(stored), config)
-        if differing:
+    if stored.is_file() and ((run / "checkpoints").exists() or (run / SAVED).exists()):
+        if differing := changes(load_config(stored), config):
             raise ConfigError(
                 f"{run} holds a run of another configuration ({'; '.join(differing)}): "
                 f"set out=… for a new run (model.weights={run} starts from this one's weights), "
                 "or remove that folder"
             )
-        if config.steps < (made := _steps_made(run)):
+        checkpoint = latest_checkpoint(run)
+        if checkpoint is not None and config.steps < (made := step_of(checkpoint.name)):
             raise ConfigError(
                 f"steps = {config.steps}, but {run} has made {made}: set steps={made} or more, "
                 "or out=… for a new run"
             )
-    elif not stored.is_file() and any(path.name != _LOCK and not _is_aside(path) for path in run.iterdir()):
-        raise ConfigError(f"{run} exists and is no run folder: set another out=")
+    elif not stored.is_file() and any(path.name != _LOCK and not _is_partial(path) for path in run.iterdir()):
+        raise ConfigError(f"{run} exists and is not a run folder: set another out=")
     write_atomic(stored, to_toml(config))
 
 
-def _steps_made(run: Path) -> int:
-    checkpoint = latest_checkpoint(run)
-    step = checkpoint.name.removeprefix("step_") if checkpoint is not None else "0"
-    return int(step) if step.isdecimal() else 0  # a name of its own that LATEST was given by hand
-
-
-def _is_aside(path: Path) -> bool:
-    """Whether a file was being written when its writer was killed, or the disk was full."""
+def _is_partial(path: Path) -> bool:
+    """Whether the file was being written when its process was killed or the disk was full."""
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
@@ -223,148 +190,62 @@ def manifest_file(run: Path) -> Path:
     return run / _MANIFEST
 
 
-def drop_bad_samples_after(run: Path, step: int) -> None:
-    """Take the bad samples of steps beyond ``step`` out of the lists, also of ranks that are no more.
-
-    Rank 0 does this for all, before any rank appends to its own.
-    """
-    for path in run.glob("bad_samples*.jsonl"):
-        drop_lines_after(path, step)
-
-
-def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *, rank: int) -> None:
-    """List the bad samples of a step, a line each.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    if not bad:
-        return
-    path = run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
-    lines = "".join(json.dumps({"step": step, **one}) + "\n" for one in bad)
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(lines)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def list_truncated(run: Path, shards: Sequence[tuple[str, int]]) -> list[str]:
-    """List truncated shards in the run folder, each with how many samples were kept; returns lines for the user.
-
-    Raises:
-        DataError: the list cannot be written.
-    """
-    path = run / _TRUNCATED
-    try:
-        if not shards:
-            path.unlink(missing_ok=True)
-            return []
-        lines = [json.dumps({"shard": shard, "samples_kept": kept}) + "\n" for shard, kept in shards]
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error
-    first = [f"note: shard {shard} is truncated: {kept:,} samples kept" for shard, kept in shards[:_SHOWN]]
-    more = len(shards) - len(first)
-    return [*first, f"note: {more:,} more truncated shards are listed in {path}"] if more else first
-
-
-def too_many_bad(bad: int, used: int, share: float) -> bool:
-    """Whether more than a share of the samples that were drawn is bad, or more than that of a thousand.
-
-    Draws are counted, not different samples: a bad sample that comes again in each epoch counts again, as each
-    good one does, so that the share does not depend on how long the run is.
-
-    Args:
-        bad: draws that could not be used, those in place of others too.
-        used: draws that were trained on; steps times the size of a batch.
-        share: 0 to 1, ``data.max_bad``.
-    """
-    return bad > share * max(bad + used, _FIRST_SAMPLES)  # a few early ones are no measure of the whole
-
-
-def bad_share(bad: int, used: int, share: float) -> str:
-    """The share of bad samples beside its limit, as a line tells it; arguments as of ``too_many_bad``."""
-    drawn = bad + used
-    least = f", taken of at least {_FIRST_SAMPLES:,}" if drawn < _FIRST_SAMPLES else ""
-    return (
-        f"{100 * bad / drawn:.3g}% of the {drawn:,} samples drawn were bad "
-        f"(limit: data.max_bad = {100 * share:.3g}%{least})"
-    )
-
-
-def check_bad_samples(bad: int, used: int, share: float, run: Path) -> None:
-    """End a run that is saved and has ``too_many_bad``.
-
-    Raises:
-        DataError: it has.
-    """
-    if too_many_bad(bad, used, share):
-        raise DataError(
-            f"{bad:,} of {bad + used:,} samples drawn so far are bad, more than data.max_bad = {share:g} allows: "
-            f"see {run}/bad_samples*.jsonl; all steps are saved: raise data.max_bad, and the same command goes on"
-        )
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What a training carries on with besides its weights: the loop's state, and the optimizer's tensors by name.
-#
-# Both are checked when they are read: a count that is none, or a tensor of another shape that would be
-# broadcast, would go on as another run.
-
-_MOST = 2**63  # of a count, or of seconds
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
     """All state of the training loop besides weights and the optimizer's tensors.
 
-    Order, augmentation and random draws are functions of the seed and the step, so the number of batches
-    consumed is all that the data need, and no generator is saved.
+    Sample order, augmentation and random draws are functions of the seed and the step, so the data need nothing but
+    the step, and no generator is saved.
     """
 
     step: int  # updates made = global batches consumed
     data: str  # fingerprint of the training samples
-    teacher: str = (
-        ""  # of the model or the stored features that are learned from; "" also where it was not kept
-    )
+    teacher: str = ""  # fingerprint of the teacher or its features; "" without one, and in old checkpoints
     seconds: float = 0.0  # of training so far
     bad_samples: int = 0
-    transparent: int = 0  # images drawn that are transparent
-    rotated: int = 0  # images drawn that have an EXIF orientation other than upright
-    skipped: int = 0  # updates left out, as their gradient was far above the usual
+    transparent: int = 0  # transparent images drawn
+    rotated: int = 0  # images drawn with an EXIF orientation other than upright
+    skipped: int = 0  # updates skipped because the gradient was a spike
     usual_norm: float = 0.0  # of gradients, see clipkit/training/guards.py
 
+    def next(self, counts: Mapping[str, int], *, seconds: float, usual_norm: float) -> "LoopState":
+        """Return the state after one more step, with its sums over ranks (``bad_samples``, ``spikes``, …)."""
+        return replace(
+            self,
+            step=self.step + 1,
+            seconds=seconds,
+            bad_samples=self.bad_samples + counts["bad_samples"],
+            transparent=self.transparent + counts["transparent"],
+            rotated=self.rotated + counts["rotated"],
+            skipped=self.skipped + (counts["spikes"] > 0),
+            usual_norm=usual_norm,
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Return what is recorded with the metrics."""
+        names = ("bad_samples", "transparent", "rotated", "skipped", "seconds")
+        return {name: getattr(self, name) for name in names}
+
     def trait_counts(self, images: int) -> TraitCounts:
-        """How many of the images drawn so far are transparent or rotated by EXIF."""
+        """Return how many of the images drawn so far are transparent or rotated by EXIF."""
         return TraitCounts(images=images, transparent=self.transparent, rotated=self.rotated)
 
 
 def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
-    """The state that state.json holds.
+    """Build the state from the content of state.json.
 
     Raises:
-        CheckpointError: something is missing, unknown, of another kind, or out of range.
+        CheckpointError: a value is missing, unknown, of the wrong type, or out of range.
     """
     try:
         state = LoopState(**stored)
     except TypeError as error:
-        raise CheckpointError(f"{origin}: state.json does not fit: {error}") from error
-    for name, kinds, what in (
-        ("step", (int,), "a count"),
-        ("data", (str,), "a string"),
-        ("teacher", (str,), "a string"),
-        ("seconds", (int, float), "a number of seconds"),
-        ("bad_samples", (int,), "a count"),
-        ("transparent", (int,), "a count"),
-        ("rotated", (int,), "a count"),
-        ("skipped", (int,), "a count"),
-        ("usual_norm", (int, float), "a norm"),
-    ):
-        value = getattr(state, name)
-        fits = isinstance(value, kinds) and not isinstance(value, bool)
-        if not fits or (isinstance(value, int | float) and not 0 <= value < _MOST):  # nor is it NaN
-            raise CheckpointError(f"{origin}: state.json does not fit: {name} = {value!r} is not {what}")
+        raise CheckpointError(f"{origin}: state.json is invalid: {error}") from error
+    for one in fields(state):
+        value = getattr(state, one.name)
+        valid = type(value) is str if one.type is str else type(value) in (int, one.type)
+        if not valid or (one.type is not str and not 0 <= value < _MAX_COUNT):  # NaN fails too
+            raise CheckpointError(f"{origin}: state.json is invalid: {one.name} = {shown(value)}")
     return state
 
 
@@ -385,24 +266,21 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def damaged_notes(newest: Path) -> list[str]:
-    """Return a line on newer checkpoints that cannot be used, if there are any."""
+    """Return a note on newer checkpoints that are skipped because they are damaged, if any."""
     bad = passed_over(newest)
-    return [f"note: {', '.join(bad)} is damaged or missing; {newest.name} was taken instead"] if bad else []
+    return [f"note: {', '.join(bad)} is damaged or missing; using {newest.name} instead"] if bad else []
 
 
 def planned_steps(folder: Path, *, otherwise: int) -> int:
-    """How many steps the run was to make when a checkpoint was written; ``otherwise`` where that cannot be read.
-
-    A line that is shown depends on it, and nothing else: no reason to leave the checkpoint.
-    """
+    """Return ``steps`` of a checkpoint's configuration; ``otherwise`` if that cannot be read."""
     try:
         return load_config(folder / "config.toml").steps
-    except ConfigError:
+    except ConfigError:  # only a note depends on it
         return otherwise
 
 
-def optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as ``<parameter name>/<state name>``, so that it does not depend on group order."""
+def optimizer_tensors(model: CLIP, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state as ``<parameter name>/<state name>``, independent of the order of groups."""
     return {
         f"{name}/{key}": torch.as_tensor(value).contiguous()
         for name, parameter in model.named_parameters()
@@ -412,121 +290,92 @@ def optimizer_tensors(model: CLIP, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def restore_optimizer(
-    model: CLIP,
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
-    *,
-    origin: Path,
-    partly: bool = False,
+    model: CLIP, optimizer: Optimizer, tensors: Mapping[str, Tensor], *, origin: Path, partly: bool = False
 ) -> None:
-    """Give an optimizer the state that ``optimizer_tensors`` took; model and optimizer may be sharded.
+    """Set an optimizer's state to what ``optimizer_tensors`` returned; both may be sharded.
 
     Args:
-        model: whose parameters the optimizer has.
-        optimizer: one of ``clipkit.training.optim``.
-        tensors: what was taken.
-        origin: where they come from, for messages.
-        partly: whether some parameters may have no state, as they had no gradient yet.
+        model: the model, with the optimizer's parameters.
+        optimizer: an optimizer of ``clipkit.training.optim``.
+        tensors: the state.
+        origin: their source, for error messages.
+        partly: whether parameters may lack state because they have had no gradient yet.
 
     Raises:
-        CheckpointError: it is for other parameters, incomplete, or of other shapes or dtypes.
+        CheckpointError: the state is for other parameters, incomplete, or of other shapes or dtypes.
     """
-    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = dict(model.named_parameters())
-    stored: dict[str, list[str]] = {}
-    for key in tensors:
-        name, _, what = key.rpartition("/")
-        stored.setdefault(name, []).append(what)
+    stored: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, kind = key.rpartition("/")
+        stored.setdefault(name, {})[kind] = value
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    missing = wanted.keys() - stored.keys()
+    missing = {name for name, one in parameters.items() if one.requires_grad} - stored.keys()
     if (missing and not partly) or any(id(parameters.get(name)) not in held for name in stored):
         raise CheckpointError(f"{origin}: the optimizer's state is for other parameters than the model has")
-    for name, kinds in stored.items():
-        _check(expected_state(optimizer, parameters[name]), kinds, tensors, name, origin)
-    for name, kinds in stored.items():
-        optimizer.state[parameters[name]] = {
-            what: _like(parameters[name], tensors[f"{name}/{what}"]) for what in kinds
-        }
-
-
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A state's tensor as the optimizer has it: spread as its parameter is, and a count beside it."""
-    if not value.ndim:
-        return value.to(parameter.device, copy=True)
-    held = torch.empty_like(parameter)
-    put(held, value)
-    return held
-
-
-def _check(
-    expected: Mapping[str, tuple[torch.Size, torch.dtype]],
-    kinds: Sequence[str],
-    tensors: Mapping[str, Tensor],
-    name: str,
-    origin: Path,
-) -> None:
-    whose = f"{origin}: the optimizer's state of {name}"
-    if sorted(kinds) != sorted(expected):
-        raise CheckpointError(f"{whose} holds {', '.join(sorted(kinds))} instead of {', '.join(expected)}")
-    for what, (shape, dtype) in expected.items():
-        value = tensors[f"{name}/{what}"]
-        if value.shape != shape or value.dtype != dtype:
+    for name, state in stored.items():
+        expected, where = (
+            expected_state(optimizer, parameters[name]),
+            f"{origin}: the optimizer's state of {name}",
+        )
+        if state.keys() != expected.keys():
             raise CheckpointError(
-                f"{whose}: {what} is {tuple(value.shape)} {value.dtype} instead of {tuple(shape)} {dtype}"
+                f"{where} holds {', '.join(sorted(state))} instead of {', '.join(expected)}"
             )
+        for kind, (shape, dtype) in expected.items():
+            value = state[kind]
+            if value.shape != shape or value.dtype != dtype:
+                raise CheckpointError(
+                    f"{where}: {kind} is {tuple(value.shape)} {value.dtype} instead of {tuple(shape)} {dtype}"
+                )
+    for name, state in stored.items():
+        parameter, own = parameters[name], {}
+        for kind, value in state.items():
+            if value.ndim:
+                own[kind] = torch.empty_like(parameter)  # sharded like its parameter
+                put(own[kind], value)
+            else:
+                own[kind] = value.to(parameter.device, copy=True)
+        optimizer.state[parameter] = own
 
-
-# --------------------------------------------------------------------------------------------------------------
 
 Files = dict[str, dict[str, Tensor]]  # tensors of each file
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Saving:
-    """A checkpoint that is being written."""
-
-    staged: "Future[Any] | None"  # when the model may change again
-    written: "Future[Any]"
-
-
 class CheckpointWriter:
-    """The checkpoints of one run, one at a time.
+    """Writes the checkpoints of one run, one at a time.
 
     Args:
         run: the run folder.
-        config: of the run.
-        keep: how many of the newest stay; 0 keeps all.
-        saved: the step of the newest checkpoint so far; None where there is none.
+        settings: the run's configuration as TOML, stored with each checkpoint.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        saved: the step of the newest checkpoint so far; None if there is none.
     """
 
-    def __init__(self, run: Path, config: Config, *, keep: int, saved: int | None = None) -> None:
-        self._saved = saved
-        self._run, self._config, self._keep = run, config, keep
+    def __init__(self, run: Path, settings: str, *, keep: int, saved: int | None = None) -> None:
+        self._run, self._settings, self._keep, self._saved = run, settings, keep, saved
         self._root = run / "checkpoints"
-        newest = None if saved is None else self._root / f"step_{saved:08d}"
-        self._damaged = set() if newest is None else set(passed_over(newest))  # none of those that are kept
+        # damaged checkpoints do not count as kept
+        self._damaged = set() if saved is None else set(passed_over(self._folder(saved)))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: _Saving | None = None
+        self._copied: Future[Any] | None = None  # when the model may change again
+        self._written: Future[Any] | None = None
         self._step = saved or 0
         self._stager: DefaultStager | None = None
         self._group: Any = None
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint; 0 where there is none."""
+        """The step of the newest checkpoint; 0 if there is none."""
         return self._saved or 0
 
     def save_now(
-        self,
-        model: CLIP,
-        optimizer: torch.optim.Optimizer,
-        state: LoopState,
-        averaged: AveragedWeights | None = None,
+        self, model: CLIP, optimizer: Optimizer, state: LoopState, averaged: AveragedWeights | None = None
     ) -> None:
-        """See that this step is saved, before any rank goes on; all ranks call this.
+        """Save this step unless it is saved, and wait until every rank has done so; all ranks call this.
 
         Raises:
-            CheckpointError: as ``begin`` and ``finish`` do.
+            CheckpointError: see ``begin`` and ``finish``.
         """
         self.finish()
         if self._saved != state.step:
@@ -535,116 +384,118 @@ class CheckpointWriter:
         barrier()
 
     def begin(
-        self,
-        model: CLIP,
-        optimizer: torch.optim.Optimizer,
-        state: LoopState,
-        averaged: AveragedWeights | None = None,
+        self, model: CLIP, optimizer: Optimizer, state: LoopState, averaged: AveragedWeights | None = None
     ) -> None:
-        """Write ``checkpoints/step_<8 digits>``; all ranks call this. The former one is waited for.
+        """Start writing ``checkpoints/step_<8 digits>``, after the previous one is written; all ranks call this.
+
+        Averaged weights become model.safetensors, and the weights in training trained.safetensors.
 
         Raises:
-            CheckpointError: the former one was not written, or this one cannot be begun, or its weights are not
-                finite; others are untouched.
+            CheckpointError: the previous checkpoint was not written, this one cannot be started, or its weights are
+                not finite; existing checkpoints are unchanged.
         """
         self.finish()
-        files = _files(model, optimizer, averaged)
-        if spoilt := spoilt_weight({**files["model.safetensors"], **files.get("trained.safetensors", {})}):
-            raise CheckpointError(line_of_weights(self._run, state.step, spoilt, saved=self._saved))
+        weights = weights_of(model)
+        files = {"model.safetensors": weights, "optimizer.safetensors": optimizer_tensors(model, optimizer)}
+        if averaged is not None:
+            average = averaged.tensors()
+            files["model.safetensors"] = {**weights, **average}
+            files["trained.safetensors"] = {f"{name}{TRAINED}": weights[name] for name in average}
+        if name := first_not_finite({**files["model.safetensors"], **files.get("trained.safetensors", {})}):
+            raise CheckpointError(weights_error(self._run, state.step, name, saved=self._saved))
         self._step = state.step
-        sharded = any(isinstance(tensor, DTensor) for tensor in files["model.safetensors"].values())
+        sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
         if rank() and not sharded:
             self._saved = state.step
             return
-        folder = self._root / f"step_{state.step:08d}"
-        aside = self._root / f".{folder.name}.partial"
+        folder = self._folder(state.step)
+        temporary = self._temporary()
         try:
             if not rank():
                 for left in self._root.glob(".step_*"):  # by a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
-                aside.mkdir(parents=True)
-                _write_cards(aside, model, state, self._config)
+                temporary.mkdir(parents=True)
+                card = json.dumps(model_card(model, temporary), indent=2)
+                (temporary / "model.json").write_text(card + "\n")
+                content = json.dumps({"format": FORMAT, **asdict(state)}, indent=2)
+                (temporary / "state.json").write_text(content + "\n")
+                (temporary / "config.toml").write_text(self._settings, encoding="utf-8")
         except OSError as error:
-            raise self._failed(aside, error) from error
+            raise self._failed(error) from error
         if sharded:
             barrier()
-            self._check_shared(aside)
-            self._saving = self._begin_shards(files, aside, folder)
-        else:
-            self._saving = self._begin_whole(files, aside, folder)
+            # otherwise rank 0 would join only the shards that it sees
+            if blind := int(sum_over_ranks(torch.tensor(int(not (temporary / "state.json").exists())))):
+                raise CheckpointError(
+                    f"{blind} ranks do not see {temporary}: with sharding, put the run folder on a filesystem "
+                    "shared by all hosts"
+                )
+            self._begin_shards(files, temporary, folder)
+            return
+        staged = self._staging().stage(files)
+        self._copied = staged if isinstance(staged, Future) else None
+
+        def write() -> None:
+            for name, content in (staged.result() if isinstance(staged, Future) else staged).items():
+                save_file(content, temporary / name)
+            self._commit(temporary, folder)
+
+        self._written = self._thread.submit(write)
 
     def wait_until_copied(self) -> None:
-        """Before weights change: wait until the last ``begin`` has its copy."""
-        if self._saving is not None and self._saving.staged is not None:
-            self._saving.staged.result()
+        """Wait until the last ``begin`` has its copy; call this before weights change."""
+        if self._copied is not None:
+            self._copied.result()
 
     def finish(self) -> None:
-        """Wait until all is written.
+        """Wait until everything is written.
 
         Raises:
-            CheckpointError: it could not be written, for example for want of space; those before are untouched.
+            CheckpointError: writing failed, for example on a full disk; earlier checkpoints are unchanged.
         """
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            try:
-                saving.written.result()
-            except (OSError, SafetensorError, CheckpointException) as error:
-                raise self._failed(self._root / f".step_{self._step:08d}.partial", error) from error
-            finally:
-                if self._stager is not None and not torch.cuda.is_available():  # keeps a copy of the state
-                    self._stager.close()
-                    self._stager = None
-            self._saved = self._step
+        written, self._written, self._copied = self._written, None, None
+        if written is None:
+            return
+        try:
+            written.result()
+        except (OSError, SafetensorError, CheckpointException) as error:
+            raise self._failed(error) from error
+        finally:
+            if self._stager is not None and not torch.cuda.is_available():  # it holds a copy of the state
+                self._stager.close()
+                self._stager = None
+        self._saved = self._step
 
     def finish_if_done(self) -> None:
-        """``finish`` where that takes no time."""
-        if self._saving is not None and self._saving.written.done():
+        """Call ``finish`` if it does not have to wait."""
+        if self._written is not None and self._written.done():
             self.finish()
 
     def close(self) -> None:
-        """End the thread; what it writes is written."""
+        """Finish writing and end the thread."""
         self._thread.shutdown()
 
-    def _check_shared(self, aside: Path) -> None:
-        """Every rank writes its shards to one folder, or rank 0 would join only those that it sees."""
-        blind = sum_over_ranks(torch.tensor(int(not (aside / "state.json").exists())))
-        if blind:
-            raise CheckpointError(
-                f"{int(blind)} ranks do not see {aside}: with sharding, put the run folder on a filesystem shared "
-                "by all hosts"
-            )
+    def _folder(self, step: int) -> Path:
+        return self._root / f"step_{step:08d}"
 
-    def _begin_whole(self, files: Files, aside: Path, folder: Path) -> _Saving:
-        staged = self._staging().stage(files)
+    def _temporary(self) -> Path:
+        return self._root / f".step_{self._step:08d}.partial"
 
-        def write() -> None:
-            tensors = staged.result() if isinstance(staged, Future) else staged
-            for name, content in tensors.items():
-                save_file(content, aside / name)
-            self._commit(aside, folder)
-
-        return _Saving(
-            staged=staged if isinstance(staged, Future) else None, written=self._thread.submit(write)
-        )
-
-    def _begin_shards(self, files: Files, aside: Path, folder: Path) -> _Saving:
+    def _begin_shards(self, files: Files, temporary: Path, folder: Path) -> None:
         if self._group is None:
             self._group = background_group()
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (max(soft, hard), hard)
-            )  # all shards are joined at once
+            soft, hard = resource.getrlimit(
+                resource.RLIMIT_NOFILE
+            )  # all shards are open while they are joined
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
         names = [name for name in files if files[name]]  # an optimizer that made no update has no state
-        numbers = {  # copies: they are written when the training has gone on
-            key: one.to("cpu", copy=True)
-            for content in files.values()
-            for key, one in content.items()
-            if not one.ndim
-        }
+        tensors = {name: tensor for content in files.values() for name, tensor in content.items()}
+        # scalars are copied: they are written after training has continued
+        scalars = {name: one.to("cpu", copy=True) for name, one in tensors.items() if not one.ndim}
         response = async_save(
-            {name: tensor for content in files.values() for name, tensor in content.items()},
+            tensors,
             storage_writer=HuggingFaceStorageWriter(
-                str(aside),
+                str(temporary),
                 {tensor: number for number, name in enumerate(names, 1) for tensor in files[name]},
                 save_distributed=True,
                 enable_consolidation=True,
@@ -654,81 +505,87 @@ class CheckpointWriter:
             process_group=self._group,
             async_stager=self._staging(),
         )
-        staged, uploaded = (
-            (None, response)
-            if isinstance(response, Future)
-            else (response.staging_completion, response.upload_completion)
-        )
+        uploaded = response if isinstance(response, Future) else response.upload_completion
+        self._copied = None if isinstance(response, Future) else response.staging_completion
 
         def write() -> None:
             uploaded.result()
             if rank() == 0:
                 for number, name in enumerate(names, 1):
-                    joined = aside / f"model-{number:05d}-of-{len(names):05d}.safetensors"
-                    _write_numbers(joined, numbers)
-                    joined.rename(aside / name)
+                    joined = temporary / f"model-{number:05d}-of-{len(names):05d}.safetensors"
+                    _write_scalars(joined, scalars)
+                    joined.rename(temporary / name)
                 for name in files.keys() - names:
-                    save_file({}, aside / name)
-                shutil.rmtree(aside / "sharded")
-                (aside / "model.safetensors.index.json").unlink(missing_ok=True)
-                self._commit(aside, folder)
+                    save_file({}, temporary / name)
+                shutil.rmtree(temporary / "sharded")
+                (temporary / "model.safetensors.index.json").unlink(missing_ok=True)
+                self._commit(temporary, folder)
 
-        return _Saving(staged=staged, written=self._thread.submit(write))
+        self._written = self._thread.submit(write)
 
     def _staging(self) -> DefaultStager:
+        cuda = torch.cuda.is_available()
         if self._stager is None:
-            cuda = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(cuda, False, cuda, cuda))
-        if torch.cuda.is_available():
+        if cuda:
             torch.cuda.current_stream().synchronize()  # its own stream does not wait for the last update
         return self._stager
 
-    def _commit(self, aside: Path, folder: Path) -> None:
-        """What is written becomes a checkpoint, and the newest one."""
-        (aside / COMPLETE).write_text(listing(aside))
-        files = [path for path in aside.rglob("*") if path.is_file()]
-        for path in files:  # safetensors makes files that only their owner can read
-            path.chmod((aside / COMPLETE).stat().st_mode & 0o777)
-        for path in (*aside.rglob("*"), aside):
+    def _commit(self, temporary: Path, folder: Path) -> None:
+        """Turn the temporary folder into a checkpoint, the newest one, and delete the oldest."""
+        (temporary / COMPLETE).write_text(listing(temporary))
+        for path in (path for path in temporary.rglob("*") if path.is_file()):
+            path.chmod((temporary / COMPLETE).stat().st_mode & 0o777)  # safetensors makes files private
+        for path in (*temporary.rglob("*"), temporary):
             sync(path)
         self._damaged.discard(folder.name)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             folder.rename(replaced)
-        aside.rename(folder)
+        temporary.rename(folder)
         sync(self._root)
         shutil.rmtree(replaced, ignore_errors=True)
-        _point_at(self._root, folder.name)
+        write_atomic(self._root / LATEST, folder.name + "\n", durable=True)
         (self._run / SAVED).touch()
         if self._keep:
-            # the one just written stays, even where someone has gone back to an older step
+            # the one just written stays, even if training was resumed from an older step
             others = [
                 other
                 for other in step_folders(self._root)
                 if other != folder and other.name not in self._damaged and is_complete(other)
             ]
             for old in others[self._keep - 1 :]:
-                removed = old.with_name(
-                    f".{old.name}.removed"
-                )  # at once: no half of one is left as a checkpoint
+                removed = old.with_name(f".{old.name}.removed")  # a partly deleted folder is no checkpoint
                 old.rename(removed)
                 shutil.rmtree(removed, ignore_errors=True)
 
-    def _failed(self, aside: Path, error: BaseException) -> CheckpointError:
-        shutil.rmtree(aside, ignore_errors=True)
+    def _failed(self, error: BaseException) -> CheckpointError:
+        shutil.rmtree(self._temporary(), ignore_errors=True)
         cause: BaseException = error
-        if isinstance(error, CheckpointException):  # of several ranks, each with its own
-            cause = next(
-                (one[0] for one in error.failures.values() if isinstance(one[0], BaseException)), error
-            )
+        if isinstance(error, CheckpointException):  # one cause for each rank that failed
+            causes = (one[0] for one in error.failures.values())
+            cause = next((one for one in causes if isinstance(one, BaseException)), error)
         return CheckpointError(f"the checkpoint of step {self._step} was not written: {cause}")
 
 
+def _write_scalars(path: Path, scalars: Mapping[str, Tensor]) -> None:
+    """Fill in a file's scalars: torch (2.15) joins shards with zeros in their place."""
+    with path.open("r+b") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_length))
+        for name in scalars.keys() & header.keys():
+            start, end = header[name]["data_offsets"]
+            content = scalars[name].contiguous().view(1).view(torch.uint8).numpy().tobytes()
+            assert header[name]["shape"] == [] and end - start == len(content), name
+            file.seek(8 + header_length + start)
+            file.write(content)
+
+
 def save_checkpoint(
-    run: Path, model: CLIP, optimizer: torch.optim.Optimizer, state: LoopState, config: Config, *, keep: int
+    run: Path, model: CLIP, optimizer: Optimizer, state: LoopState, config: Config, *, keep: int
 ) -> Path:
-    """Write one checkpoint and wait for it, see ``CheckpointWriter``; returns its folder."""
-    writer = CheckpointWriter(run, config, keep=keep)
+    """Write one checkpoint, see ``CheckpointWriter``, and return its folder."""
+    writer = CheckpointWriter(run, to_toml(config), keep=keep)
     try:
         writer.begin(model, optimizer, state)
         writer.finish()
@@ -737,146 +594,58 @@ def save_checkpoint(
     return run / "checkpoints" / f"step_{state.step:08d}"
 
 
-def _files(model: CLIP, optimizer: torch.optim.Optimizer, averaged: AveragedWeights | None) -> Files:
-    """What is written: with averaged weights, these are the model, and those in training stand beside."""
-    weights = weights_of(model)
-    files = {"model.safetensors": weights, "optimizer.safetensors": optimizer_tensors(model, optimizer)}
-    if averaged is not None:
-        average = averaged.tensors()
-        files["model.safetensors"] = {**weights, **average}
-        files["trained.safetensors"] = {f"{name}{TRAINED}": weights[name] for name in average}
-    return files
-
-
-def _write_cards(folder: Path, model: CLIP, state: LoopState, config: Config) -> None:
-    (folder / "model.json").write_text(json.dumps(model_card(model, folder), indent=2) + "\n")
-    (folder / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-
-
-def _write_numbers(path: Path, numbers: Mapping[str, Tensor]) -> None:
-    """Fill in a file's single numbers: what joins shards (torch 2.15) leaves room for them, and zeros."""
-    with path.open("r+b") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_length))
-        for name in numbers.keys() & header.keys():
-            start, end = header[name]["data_offsets"]
-            content = numbers[name].contiguous().view(1).view(torch.uint8).numpy().tobytes()
-            assert header[name]["shape"] == [] and end - start == len(content), name
-            file.seek(8 + header_length + start)
-            file.write(content)
-
-
-def _point_at(root: Path, name: str) -> None:
-    write_atomic(root / LATEST, name + "\n", durable=True)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Puts a checkpoint's weights and optimizer state into what a run has built, on any number of ranks.
-
-
-def as_replayed(config: Config, run: Path) -> Config:
-    """The configuration of a step that one process computes again: in as many pieces as all ranks had together.
-
-    How many ranks there were is told by the lists of samples that each has left, see clipkit/training/guards.py.
-
-    Raises:
-        ConfigError: the run was never saved.
-    """
-    checkpoint = latest_checkpoint(run)
-    if checkpoint is None:
-        raise ConfigError(f"--replay needs a run that was saved: there is no checkpoint in {run}")
-    failed = step_of(checkpoint.name) + 1
-    ranks = max(1, sum(_first_step(path) == failed for path in run.glob("not_finite*.jsonl")))
-    parts = load_config(checkpoint / "config.toml").accumulate * ranks
-    return replace(config, accumulate=min(max(parts, config.accumulate), config.batch_size))
-
-
-def _first_step(path: Path) -> int | None:
-    try:
-        with path.open(encoding="utf-8") as file:
-            step = json.loads(file.readline()).get("step")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return step if isinstance(step, int) else None
-
-
 def load_training(
     folder: Path,
     model: CLIP,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     averaged: AveragedWeights | None = None,
     *,
     partly: bool = False,
 ) -> LoopState:
-    """Put a checkpoint's weights and optimizer state into what a run has built; returns the loop's state.
+    """Load a checkpoint's weights and optimizer state, and return the loop's state.
 
     Args:
-        folder: of the checkpoint.
-        model: on its device, sharded or not, whatever the checkpoint was written by.
-        optimizer: over the model's parameters.
-        averaged: of the model, where the run averages weights.
-        partly: whether some parameters may have no optimizer state yet, as they are unfrozen one after the other.
+        folder: the checkpoint.
+        model: the model on its device, sharded or not, independent of how the checkpoint was written.
+        optimizer: its optimizer.
+        averaged: its averaged weights, if the run averages them.
+        partly: whether parameters may lack optimizer state because they are unfrozen later.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or does not fit the model.
+        CheckpointError: a file is missing or damaged, or does not match the model.
     """
     stored = read_json(folder / "state.json")
     if stored.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{folder}: state.json is of another format than this version writes")
+        raise CheckpointError(f"{folder}: this version cannot read the format of state.json")
     state = loop_state(stored, origin=folder)
     if STEP_FOLDER.fullmatch(folder.name) and state.step != step_of(folder.name):
         raise CheckpointError(f"{folder}: state.json is of step {state.step}")
-    weights: Mapping[str, Tensor] = _Stored(folder / "model.safetensors")
-    _check_weights(model, weights, folder)
+    weights = _load(folder / "model.safetensors")
+    _check(model, weights, folder)
     if averaged is not None:
         averaged.restore(weights, origin=folder)
-        trained = _Stored(folder / "trained.safetensors")
-        weights = {**weights, **{name.removesuffix(TRAINED): trained[name] for name in trained}}
-        _check_weights(model, weights, folder)
+        trained = _load(folder / "trained.safetensors")
+        weights |= {name.removesuffix(TRAINED): one for name, one in trained.items()}
+        _check(model, weights, folder)
     elif (folder / "trained.safetensors").exists():
-        raise CheckpointError(f"{folder}: the weights are averaged ones; set optim.average as it was")
+        raise CheckpointError(f"{folder}: its weights are averaged; set optim.average as before")
     for name, own in model.state_dict().items():
         put(own, weights[name])
     partly = partly or not state.step  # before the first update an optimizer has no state
-    restore_optimizer(
-        model, optimizer, _Stored(folder / "optimizer.safetensors"), origin=folder, partly=partly
-    )
+    restore_optimizer(model, optimizer, _load(folder / "optimizer.safetensors"), origin=folder, partly=partly)
     return state
 
 
-def _check_weights(model: CLIP, weights: Mapping[str, Tensor], folder: Path) -> None:
+def _load(path: Path) -> dict[str, Tensor]:
+    """Map the tensors of a file into memory, which are read from disk when they are used."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _check(model: CLIP, weights: Mapping[str, Tensor], folder: Path) -> None:
     check_weights(model, weights, origin=folder)
     for name, own in model.state_dict().items():
-        if weights[name].dtype != own.dtype:  # it would be converted, and the run not be the same
+        if weights[name].dtype != own.dtype:  # a conversion would change the run
             raise CheckpointError(f"{folder}: {name} is {weights[name].dtype}, not {own.dtype}")
-
-
-class _Stored(Mapping[str, Tensor]):
-    """The tensors of a file, each read when it is asked for.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: Any
-        try:
-            self._file = safe_open(path, framework="pt")
-            self._names = list(self._file.keys())  # no mapping: iterating gives nothing
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-    def __getitem__(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self._path} cannot be read: {error}") from error
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -1,115 +1,292 @@
-"""What a run will cost: parameters, FLOPs, memory of each GPU, hours.
+"""Estimate what a run costs: parameters, FLOPs, memory of each GPU, hours; and measure how fast a device is.
 
-Activations are counted by formula: what autograd keeps of clipkit's blocks from the forward to the backward pass,
-uncompiled, with attention that keeps its output and one number for each query instead of the whole square. Compiled
-blocks keep less. What CUDA, its libraries and the communication take for themselves comes on top, and so does what
-the allocator cannot use.
-
-Letters: L tokens, D width, H width inside a block's MLP, O embedding dimension, N rows of the global batch.
+FLOPs and activation memory are those of ``clipkit.model.flops``. Activations are what autograd keeps of clipkit's
+own blocks, uncompiled, with fused attention; compiled blocks keep less. The memory of CUDA, its libraries and
+communication, and memory that the allocator cannot use, come on top.
 """
 
 import math
+import re
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import takewhile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from clipkit.api import load
-from clipkit.config import Config, to_toml
-from clipkit.distributed import ranks_of_host, world_size
+from clipkit.config import Config, shown_settings
+from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
-from clipkit.files.terminal import without_secrets
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.flops import (
-    Flops,
-    counted_flops,
-    image_flops,
-    step_flops,
-    text_flops,
-    trained_blocks,
-)
+from clipkit.model.flops import Flops, counted_flops, image_flops, step_flops, text_flops, trained_blocks
 from clipkit.model.names import architecture
 from clipkit.objectives import OBJECTIVES
 from clipkit.training import OPTIMIZERS
-from clipkit.training.build import check_split, lock, patch_counts, shape_of
-from clipkit.training.machines import (
-    GPUS,
-    Machine,
-    computes_in_bf16,
-    measured_peak,
-    published_gpu,
-    published_memory,
-)
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from clipkit.model.clip import CLIP
+from clipkit.training.arguments import Target
+from clipkit.training.build import check_split, lock, patch_counts, shape_of, tower_of
 
 __all__ = [
     "COUNTED_ON",
     "CPU_MFU",
+    "GPUS",
     "GPU_MFU",
     "PUBLISHED_MFU",
     "Costs",
     "Estimate",
+    "Gpu",
+    "Machine",
     "Memory",
+    "Workload",
+    "computes_in_bf16",
     "cost_table",
     "dry_run",
     "duration",
     "estimate",
+    "flops_of_steps",
+    "measured_peak",
+    "memory_of",
+    "published_gpu",
+    "published_memory",
     "run_costs",
+    "workloads_of",
 ]
 
-_SHARDINGS = ("none", "full", "hybrid")
-_TILE = 1 << 22  # logits of the loss that exist at a time, three times: themselves, their slopes, a product
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU's data sheet: dense bfloat16 FLOP/s with float32 accumulation, and memory in GB.
+
+    Data sheets often state twice the FLOP/s, for matrices with 50% structured sparsity.
+    """
+
+    bf16: float
+    gb: int
+
+
+# By torch's name of the device; the first entry that occurs in it counts.
+GPUS: dict[str, Gpu] = {
+    "A100": Gpu(bf16=312e12, gb=80),  # NVIDIA A100 Tensor Core GPU data sheet; 40 or 80 GB
+    "A800": Gpu(bf16=312e12, gb=80),  # the same chip with slower links
+    "H100 PCIe": Gpu(bf16=756e12, gb=80),  # NVIDIA H100 Tensor Core GPU data sheet: 1,513 with sparsity
+    "H100 NVL": Gpu(bf16=835e12, gb=94),  # the same sheet: 1,671 with sparsity
+    "H100": Gpu(bf16=989e12, gb=80),  # the same sheet, SXM: 1,979 with sparsity
+    "H800": Gpu(bf16=989e12, gb=80),  # the same chip as H100 SXM with slower links
+    "H200 NVL": Gpu(bf16=835e12, gb=141),  # NVIDIA H200 Tensor Core GPU data sheet: 1,671 with sparsity
+    "H200": Gpu(bf16=989e12, gb=141),  # the same sheet, SXM: 1,979 with sparsity
+    "B200": Gpu(bf16=2250e12, gb=180),  # NVIDIA HGX B200: 36 PFLOP/s with sparsity and 1,440 GB for eight
+    "L40S": Gpu(bf16=362e12, gb=48),  # NVIDIA L40S data sheet: 362 | 733 with sparsity
+    "L4": Gpu(bf16=121e12, gb=24),  # NVIDIA L4 data sheet: 242 with sparsity
+    "A40": Gpu(bf16=149.7e12, gb=48),  # NVIDIA A40 data sheet: 149.7 | 299.4 with sparsity
+    "RTX 4090": Gpu(bf16=165.2e12, gb=24),  # NVIDIA Ada GPU architecture white paper, appendix A
+    "RTX 3090": Gpu(bf16=71e12, gb=24),  # NVIDIA Ampere GA102 GPU architecture white paper, appendix A
+}
+
+_SECONDS = 0.25  # per measurement
+_PRODUCTS = 20  # least number of products in a measurement
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+
+
+def computes_in_bf16(precision: str, device: torch.device) -> bool:
+    """Return whether the towers run in bfloat16 with a setting of ``precision``."""
+    if precision == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return precision == "bf16"
+
+
+def published_gpu(device_name: str) -> Gpu | None:
+    """Return the data sheet for a name from ``torch.cuda.get_device_name``; None if it is not known."""
+    words = device_name.replace("-", " ").split()
+    for name, gpu in GPUS.items():
+        wanted = name.split()
+        if any(words[at : at + len(wanted)] == wanted for at in range(len(words))):
+            return gpu
+    return None
+
+
+def published_memory(device_name: str) -> int | None:
+    """Return a GPU's bytes of memory; a name that states them, such as "A100-PCIE-40GB", overrides the table."""
+    if stated := re.search(r"\b(\d+) ?GB\b", device_name, re.IGNORECASE):
+        return int(stated[1]) << 30
+    gpu = published_gpu(device_name)
+    return None if gpu is None else gpu.gb << 30
+
+
+def measured_peak(
+    device: torch.device, dtype: torch.dtype, *, seconds: float = _SECONDS, together: bool = True
+) -> float:
+    """Measure the FLOP/s of a product of square matrices, the fastest of several, in about ``seconds``.
+
+    Other load only makes products slower. The matrices are as large as the time allows, up to 8,192 rows. With
+    ``together`` all ranks start at the same time, so that ranks on the same machine measure their part of its
+    cores; call it on all ranks then.
+
+    Args:
+        device: a CPU or a GPU.
+        dtype: that the towers compute in, such as ``torch.bfloat16``.
+        seconds: duration after the first product, which loads kernels.
+        together: wait for the other ranks first.
+    """
+
+    def timed() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    if together:
+        barrier()
+    began = time.monotonic()
+    operations, times = 0, [0.0]
+    for size in _SIZES:
+        generator = torch.Generator(device).manual_seed(0)  # zeros would draw less power, and be faster
+        a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        timed()  # loads the kernel
+        times = [timed()]
+        operations = 2 * size**3
+        # the next size takes eight times as long, and is needed several times
+        if 8 * times[0] > seconds / _PRODUCTS or time.monotonic() - began > seconds / 4:
+            break
+    while time.monotonic() - began < seconds or len(times) < 3:
+        times.append(timed())
+    return operations / min(times)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A kind of GPU, or the CPU of this machine.
+
+    Attributes:
+        gpu: its name; "" for a CPU.
+        memory: bytes; None if not known.
+        peak: FLOP/s of one GPU, or of one process's part of this machine's CPU; None if not known.
+        measured: whether ``peak`` is measured, not published.
+    """
+
+    gpu: str
+    memory: int | None
+    peak: float | None
+    measured: bool
+
+
+def flops_of_steps(
+    model: CLIP, patch_dropout: float, batch_size: int
+) -> Callable[[Sequence[int], int], int] | None:
+    """Return a function from a batch's caption lengths and image size to the FLOPs of this rank in a step.
+
+    None if a tower's FLOPs are not known.
+
+    Args:
+        model: the model; parameters that require no gradient are not trained.
+        patch_dropout: fraction of patches that is dropped.
+        batch_size: pairs of all ranks.
+    """
+    counted = counted_flops(model)
+    if counted is None:
+        return None
+    image_blocks, text_blocks = trained_blocks(model)
+
+    def of_step(lengths: Sequence[int], image_size: int) -> int:
+        shape = model.architecture
+        if shape.vision.size_step:
+            shape = shape.resized(image_size=image_size)
+        counts = patch_counts(shape, patch_dropout, image_size)
+        return step_flops(
+            shape,
+            rows=len(lengths),
+            lengths=lengths,
+            global_rows=batch_size,
+            patches=counts[1] if counts else None,
+            image_blocks=image_blocks,
+            text_blocks=text_blocks,
+            counted=counted,
+        )
+
+    return of_step
+
+
+_TILE = 1 << 22  # logits of a tiled loss in memory, three times: themselves, their gradients, a product
 _BYTE, _HALF, _FLOAT = 1, 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on each GPU when they are most; ``activations`` is None where a tower is another library's."""
+    """Peak memory of each GPU in bytes; ``activations`` is None for towers of another library."""
 
     weights: int
     gradients: int
     optimizer: int
-    average: int  # of the weights, if one is kept
+    average: int  # averaged weights
     activations: int | None
     loss: int
     images: int
-    teacher: int = 0  # that encodes along, if one does
+    teacher: int = 0  # weights of a teacher that encodes each batch
 
     @property
     def total(self) -> int:
-        """Their sum, without what is not known."""
-        known = (
-            self.weights,
-            self.gradients,
-            self.optimizer,
-            self.average,
-            self.loss,
-            self.images,
-            self.teacher,
-        )
-        return sum(known) + (self.activations or 0)
+        """The sum of what is known."""
+        return sum(getattr(self, one.name) or 0 for one in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a run computes, as far as its costs depend on it.
+
+    Attributes:
+        model: may be on the meta device; parameters that require no gradient are not trained.
+        batch_size: pairs of a step over all ranks.
+        steps: number of steps.
+        world: number of ranks, one for each GPU.
+        parts: parts in which each rank computes its rows (``accumulate``).
+        patch_dropout: fraction of patches that is dropped.
+        bf16: whether the towers compute in bfloat16.
+        recompute: every ``recompute``-th block keeps only its input; 0 for none.
+        optimizer: a name in ``OPTIMIZERS``.
+        tiled: whether the loss computes its logits in tiles, see ``clipkit.objectives.Objective``.
+        average: whether averaged weights are kept.
+        sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
+            ``shard_ranks`` of them, such as those of one host).
+        shard_ranks: with "hybrid", number of ranks that share one copy.
+        teacher: a model that encodes each batch.
+    """
+
+    model: CLIP
+    batch_size: int
+    steps: int
+    world: int = 1
+    parts: int = 1
+    patch_dropout: float = 0.0
+    bf16: bool = True
+    recompute: int = 0
+    optimizer: str = "adamw"
+    tiled: bool = True
+    average: bool = False
+    sharding: str = "none"
+    shard_ranks: int = 0
+    teacher: CLIP | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a run needs. FLOPs count the model's operations (``clipkit.model.flops``); None if not known.
+    """What a run needs; FLOPs are None if they are not known.
 
     Attributes:
         parameters: by "image", "text" and "other" (the temperature).
-        trained: how many of them are.
+        trained: number of trained parameters.
+        tokens: of a caption.
+        batch_size: pairs of a step over all ranks.
         image_flops: of one image, both passes; ``text_flops`` of one caption.
-        step_flops: of a step, on all ranks together.
+        step_flops: of a step, on all ranks together, including a teacher's.
         memory: of each GPU.
-        hours: of all steps at ``mfu`` of ``peak``; None where no peak is given.
+        steps: number of steps.
+        world: number of ranks.
+        hours: of all steps; None if the FLOPs or the speed are not known.
     """
 
     parameters: Mapping[str, int]
@@ -122,219 +299,148 @@ class Estimate:
     memory: Memory
     steps: int
     world: int
-    mfu: float
-    peak: float | None
     hours: float | None
 
 
-def estimate(
-    model: "CLIP",
-    *,
-    batch_size: int,
-    steps: int,
-    world: int = 1,
-    parts: int = 1,
-    tokens: int = 0,
-    patches: int | None = None,
-    bf16: bool = True,
-    recompute: int = 0,
-    optimizer: str = "adamw",
-    tiled: bool = True,
-    average: bool = False,
-    sharding: str = "none",
-    shard_ranks: int = 0,
-    mfu: float = 0.4,
-    peak: float | None = None,
-    counted: Mapping[str, Flops] | None = None,
-) -> Estimate:
-    """Estimate what a run of these settings needs, without computing anything.
+def memory_of(work: Workload) -> Memory:
+    """Estimate the memory of a workload."""
+    model, shape = work.model, work.model.architecture
+    rows = math.ceil(work.batch_size / work.world)
+    part = math.ceil(rows / work.parts)
 
-    Args:
-        model: may be on the meta device. What ``requires_grad`` says decides what is trained.
-        batch_size: pairs of a step over all ranks.
-        steps: of the whole run.
-        world: how many GPUs, one to a rank.
-        parts: how many pieces a rank's share is computed in (``accumulate``).
-        tokens: mean length of a caption, packed; 0 is the whole context length.
-        patches: of an image that patch dropout keeps; None is all.
-        bf16: whether the towers compute in bfloat16.
-        recompute: every so-manieth block keeps its input alone and is computed again in the backward pass; 0: none.
-        optimizer: a name in ``OPTIMIZERS``.
-        tiled: whether the loss computes its logits tile by tile, see ``clipkit.objectives.Objective``.
-        average: whether a moving average of the weights is kept.
-        sharding: "none", "full" (weights, gradients and states spread over all ranks), or "hybrid" (over
-            ``shard_ranks`` of them, such as those of one node).
-        shard_ranks: with "hybrid", how many ranks share one copy.
-        mfu: fraction of the peak that the run is expected to reach, 0–1.
-        peak: FLOP/s of a GPU, published or measured (``clipkit.training.machines``); None leaves the hours out.
-        counted: FLOPs of the towers that other libraries build, see ``clipkit.model.flops.counted_flops``.
-
-    Raises:
-        ConfigError: the optimizer or the sharding is unknown.
-    """
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer = {optimizer!r} is unknown: {nearest(optimizer, OPTIMIZERS)}")
-    if sharding not in _SHARDINGS:
-        raise ConfigError(f"sharding = {sharding!r} is unknown: {nearest(sharding, _SHARDINGS)}")
-    shape = model.architecture
-    tokens = tokens or shape.text.context_length
-    rows = math.ceil(batch_size / world)
-    part = math.ceil(rows / parts)
-    ways = {"none": 1, "full": world, "hybrid": shard_ranks or world}[sharding]
-    memory = Memory(
-        **_weights(model, optimizer=optimizer, average=average, ways=ways, bf16=bf16),
-        activations=_activations(model, part, tokens, patches, bf16=bf16, recompute=recompute),
-        loss=_loss(rows, len(shape.text.classes) or batch_size, shape.embed_dim, tiled=tiled),
-        # of this step and the next as they are stored, and a part of them as the tower takes it
-        images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
-    )
-    image, text, of_rank = _flops_of(model, rows, batch_size, tokens, patches, counted or {})
-    return Estimate(
-        parameters=_parameters(model),
-        trained=sum(one.numel() for one in model.parameters() if one.requires_grad),
-        tokens=tokens,
-        batch_size=batch_size,
-        image_flops=image,
-        text_flops=text,
-        step_flops=None if of_rank is None else of_rank * world,
-        memory=memory,
-        steps=steps,
-        world=world,
-        mfu=mfu,
-        peak=peak,
-        hours=None if peak is None or of_rank is None else steps * of_rank / (peak * mfu) / 3600,
-    )
-
-
-def _flops_of(
-    model: "CLIP", rows: int, all_rows: int, tokens: int, patches: int | None, counted: Mapping[str, Flops]
-) -> tuple[Flops, Flops, int] | tuple[None, None, None]:
-    """Of an image, of a caption, and of one rank's step; None where a tower's are not known."""
-    shape = model.architecture
-    image_blocks, text_blocks = trained_blocks(model)
-    try:
-        image = counted.get("image") or image_flops(shape, patches=patches, blocks=image_blocks)
-        text = counted.get("text") or text_flops(shape, tokens, blocks=text_blocks)
-    except ConfigError:
-        return None, None, None
-    step = step_flops(
-        shape,
-        rows=rows,
-        lengths={tokens: rows},
-        global_rows=all_rows,
-        patches=patches,
-        image_blocks=image_blocks,
-        text_blocks=text_blocks,
-        counted=counted,
-    )
-    return image, text, step
-
-
-def _parameters(model: "CLIP") -> dict[str, int]:
-    found = {"image": 0, "text": 0, "other": 0}
-    for name, parameter in model.named_parameters():
-        which = "image" if name.startswith("visual.") else "other" if name.startswith("logit_") else "text"
-        found[which] += parameter.numel()
-    return found
-
-
-def _weights(model: "CLIP", *, optimizer: str, average: bool, ways: int, bf16: bool) -> dict[str, int]:
-    """Bytes of what lasts from step to step, and of the gradients."""
-    entry = OPTIMIZERS[optimizer]
-    whole = gradients = state = multiplied = 0
+    # weights, gradients and state
+    entry = OPTIMIZERS[work.optimizer]
+    blocks: dict[str, int] = {}  # parameters of each
+    numbers = trained = state = multiplied = outside = 0
     for name, one in model.named_parameters():
+        numbers += one.numel()
+        before, in_block, after = name.partition("resblocks.")
+        if in_block:
+            block = before + after.split(".")[0]
+            blocks[block] = blocks.get(block, 0) + one.numel()
+        else:
+            outside += one.numel()
         is_matrix = one.ndim >= 2 and "embedding" not in name
-        whole += one.numel() * _FLOAT
         multiplied += one.numel() if is_matrix else 0
         if one.requires_grad:
-            gradients += one.numel() * _FLOAT
-            state += one.numel() * (
-                entry.matrix_bytes if is_matrix and "resblocks" in name else entry.other_bytes
-            )
-    weights = math.ceil(whole / ways)
-    if ways > 1:  # two blocks and what lies outside of blocks are whole at a time
-        largest, outside = _largest_block(model)
-        weights += (2 * largest + outside) * (_HALF if bf16 else _FLOAT)
-    elif bf16:
+            trained += one.numel()
+            state += one.numel() * (entry.matrix_bytes if is_matrix and in_block else entry.other_bytes)
+    ways = {"none": 1, "full": work.world, "hybrid": work.shard_ranks or work.world}[work.sharding]
+    own = math.ceil(_FLOAT * numbers / ways)
+    weights = own
+    if ways > 1:  # two blocks, and the parameters outside of blocks, are gathered at a time
+        weights += (2 * max(blocks.values(), default=0) + outside) * (_HALF if work.bf16 else _FLOAT)
+    elif work.bf16:
         weights += multiplied * _HALF  # autocast's copies
-    return {
-        "weights": weights,
-        "gradients": math.ceil(gradients / ways),
-        "optimizer": math.ceil(state / ways),
-        "average": math.ceil(whole / ways) if average else 0,
-    }
+    teacher = 0
+    if work.teacher is not None:  # whole on each GPU
+        for one in work.teacher.parameters():
+            teacher += one.numel() * (_FLOAT + (_HALF if work.bf16 and one.ndim >= 2 else 0))
+
+    # activations of one part: of both towers, and the features and their unit vectors
+    activations: int | None = part * shape.embed_dim * _FLOAT * 4
+    counts = (_kept_patches(work), shape.text.context_length)
+    for tower, count, last in zip((shape.vision, shape.text), counts, trained_blocks(model), strict=True):
+        if last != 0:
+            kept = tower.activation_bytes(count, blocks=last, bf16=work.bf16, recompute=work.recompute)
+            activations = None if kept is None or activations is None else activations + part * kept
+
+    # the loss: all texts and their gradients, this rank's features and theirs, and logits
+    text_rows = len(shape.text.classes) or work.batch_size
+    logits = min(_TILE, rows * text_rows) if work.tiled else rows * text_rows
+    return Memory(
+        weights=weights,
+        gradients=math.ceil(_FLOAT * trained / ways),
+        optimizer=math.ceil(state / ways),
+        average=own if work.average else 0,
+        activations=activations,
+        loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
+        # this step's and the next one's as they are stored, and a part as the tower's input
+        images=3 * shape.vision.image_size**2 * (2 * rows * _BYTE + part * _FLOAT),
+        teacher=teacher,
+    )
 
 
-def _largest_block(model: "nn.Module") -> tuple[int, int]:
-    """Parameters of the largest block, and of all that is in no block."""
-    blocks: dict[str, int] = {}
-    outside = 0
-    for name, parameter in model.named_parameters():
-        before, found, after = name.partition("resblocks.")
-        if found:
-            block = before + after.split(".")[0]
-            blocks[block] = blocks.get(block, 0) + parameter.numel()
-        else:
-            outside += parameter.numel()
-    return max(blocks.values(), default=0), outside
+def estimate(work: Workload, speed: float | None = None) -> Estimate:
+    """Estimate the costs of a workload without computing anything.
+
+    Args:
+        work: the workload.
+        speed: FLOP/s that each GPU is expected to reach; None: no hours.
+    """
+    model, shape = work.model, work.model.architecture
+    parameters, trained = {"image": 0, "text": 0, "other": 0}, 0
+    for name, one in model.named_parameters():
+        parameters[tower_of(name) or "other"] += one.numel()
+        trained += one.numel() if one.requires_grad else 0
+    rows, tokens = math.ceil(work.batch_size / work.world), shape.text.context_length
+    of_rank = flops_of_steps(model, work.patch_dropout, work.batch_size)
+    step = None if of_rank is None else of_rank([tokens] * rows, shape.vision.image_size) * work.world
+    if step is not None and work.teacher is not None:
+        encoding = _tower_flops(work.teacher)
+        step = step + work.batch_size * sum(one.forward for one in encoding) if encoding else None
+    image, text = _tower_flops(model, _kept_patches(work)) or (None, None)
+    return Estimate(
+        parameters=parameters,
+        trained=trained,
+        tokens=tokens,
+        batch_size=work.batch_size,
+        image_flops=image,
+        text_flops=text,
+        step_flops=step,
+        memory=memory_of(work),
+        steps=work.steps,
+        world=work.world,
+        hours=None if speed is None or step is None else work.steps * step / work.world / speed / 3600,
+    )
 
 
-def _activations(
-    model: "CLIP", rows: int, tokens: int, patches: int | None, *, bf16: bool, recompute: int
-) -> int | None:
-    """Of one part of a rank's rows; None where a trained tower is another library's."""
-    shape = model.architecture
+def _kept_patches(work: Workload) -> int | None:
+    shape = work.model.architecture
+    counts = patch_counts(shape, work.patch_dropout, shape.vision.image_size)
+    return counts[1] if counts else None
+
+
+def _tower_flops(model: CLIP, patches: int | None = None) -> tuple[Flops, Flops] | None:
+    """Return the FLOPs of an image and of a caption; None if a tower's are not known."""
+    shape, counted = model.architecture, counted_flops(model)
+    if counted is None:
+        return None
     image_blocks, text_blocks = trained_blocks(model)
-    total = 0
-    for tower, count, blocks in ((shape.vision, patches, image_blocks), (shape.text, tokens, text_blocks)):
-        if blocks == 0:
-            continue
-        kept = tower.activation_bytes(count, blocks=blocks, bf16=bf16, recompute=recompute)
-        if kept is None:
-            return None
-        total += rows * kept
-    return total + rows * shape.embed_dim * _FLOAT * 4  # features and their unit vectors, of both
+    return (
+        counted.get("image") or image_flops(shape, patches=patches, blocks=image_blocks),
+        counted.get("text") or text_flops(shape, shape.text.context_length, blocks=text_blocks),
+    )
 
 
-def _loss(rows: int, text_rows: int, embed_dim: int, *, tiled: bool) -> int:
-    """All texts and their gradients, this rank's features and theirs, and logits: those of a tile, or all."""
-    logits = min(_TILE, rows * text_rows) if tiled else rows * text_rows
-    return _FLOAT * (2 * text_rows * embed_dim + 4 * rows * embed_dim + 3 * logits)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What a configuration's run will cost on a machine, estimated for ``train.py --dry-run``.
-#
-# The share of a GPU's peak that a run reaches (MFU) is the great unknown. Runs of CLIP whose hours are
-# published, by this estimate's own count of FLOPs, with captions of 77 tokens, and A100's 312 TFLOP/s:
+# Which fraction of a GPU's peak a run reaches (MFU) is the largest unknown. Published hours of CLIP runs, by this
+# estimate's count of FLOPs, with captions of 77 tokens and the A100's 312 TFLOP/s:
 #
 # * ViT-B/32 on LAION-400M, 36 hours on 128 A100 (open_clip, docs/PRETRAINED.md): 10%.
 # * ViT-L/14 on LAION-400M, 50,800 hours of A100 (the same): 12%.
 # * ViT-H/14 on LAION-2B, 34,608 samples/s on 824 A100 (LAION's scaling-laws-openclip, trained_models_info.csv):
-# 15%.
+#   15%.
 # * ViT-B/16 by CLIPA with its finish, about 2 days on 8 A100 (open_clip, docs/clipa.md): 19%.
 
-PUBLISHED_MFU = (0.10, 0.19)  # of the runs above, the least and the most
-GPU_MFU = PUBLISHED_MFU[0]  # what is assumed where nothing is said
-CPU_MFU = 0.4  # of the rate measured a moment before
-COUNTED_ON = (
-    0.9  # share of a GPU's memory that may be counted on: CUDA, NCCL and the allocator's gaps take some
-)
+PUBLISHED_MFU = (0.10, 0.19)  # the lowest and highest of these runs
+GPU_MFU = PUBLISHED_MFU[0]  # default
+CPU_MFU = 0.4  # of the measured rate
+COUNTED_ON = 0.9  # fraction of a GPU's memory that is usable: CUDA, NCCL and the allocator's gaps take some
 _GPUS_PER_HOST = 8
 _OPEN_CLIP = "open_clip:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """An estimate, and what it is of.
+    """The estimated costs of a run.
 
     Attributes:
-        whole: of all steps; memory is that of the full size.
-        machine: computed on.
+        whole: of all steps; memory is that at full size.
+        machine: that the run uses.
         mfu: fraction of its peak that is reached.
-        assumed: whether ``mfu`` is a default.
-        instead: settings with which it would fit the memory, each a group for a command line.
-        unknown_teacher: whether a teacher's costs are left out, as it is not on this machine.
+        assumed: whether ``mfu`` is the default.
+        instead: settings with which the run would fit into memory, each a group for a command line.
+        unknown_teacher: whether a teacher's costs are missing because it is not on this machine.
     """
 
     whole: Estimate
@@ -346,7 +452,7 @@ class Costs:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory does; None where it is not known."""
+        """Whether the memory suffices; None if it is not known."""
         memory, wanted = self.machine.memory, self.whole.memory
         if memory is None or not self.machine.gpu:
             return None
@@ -355,242 +461,181 @@ class Costs:
         return None if wanted.activations is None or self.unknown_teacher else True
 
 
-def run_costs(
+def workloads_of(
     config: Config,
     shape: Architecture,
-    machine: Machine,
     *,
     world: int,
     shard_ranks: int,
     bf16: bool,
-    mfu: float | None = None,
-) -> Costs:
-    """Estimate what a run costs, without computing anything.
+    teacher: CLIP | None = None,
+) -> list[Workload]:
+    """Return the workloads of a run: its small steps, if any, and its steps at full size.
 
     Args:
         config: of the run.
-        shape: its model's architecture.
-        machine: that each process computes on.
-        world: processes.
-        shard_ranks: with sharding=hybrid, how many share one copy.
+        shape: the model's architecture.
+        world: number of ranks.
+        shard_ranks: with sharding=hybrid, number of ranks that share one copy.
         bf16: whether the towers compute in bfloat16.
-        mfu: fraction of the peak, above 0 and at most 1; None: a cautious default.
-
-    Raises:
-        ConfigError: it is not.
+        teacher: a model that encodes each batch.
     """
-    if mfu is not None and not 0 < mfu <= 1:
-        raise ConfigError(f"--mfu {mfu} does not fit: above 0, at most 1")
-    assumed = mfu is None
-    share = mfu if mfu is not None else GPU_MFU if machine.gpu else CPU_MFU
-    teacher, unknown = _teacher(config.distill.teacher)
-    given = _Given(
-        shape=shape,
-        teacher=teacher,
-        world=world,
-        shard_ranks=shard_ranks,
-        bf16=bf16,
-        mfu=share,
-        peak=machine.peak,
-    )
+    small = config.small
+    sizes = [(shape, max(0, config.steps - small.steps))]
+    if small.steps:
+        resized = shape.resized(image_size=small.image_size, context_length=small.context_length)
+        sizes.insert(0, (resized, min(small.steps, config.steps)))
+    works = []
+    for own, steps in sizes:
+        with torch.device("meta"):
+            model = CLIP(own, name=config.model.label)
+        lock(model, image=config.lock.image, text=config.lock.text)
+        works.append(
+            Workload(
+                model=model,
+                batch_size=config.batch_size,
+                steps=steps,
+                world=world,
+                parts=config.accumulate,
+                patch_dropout=config.model.patch_dropout,
+                bf16=bf16,
+                recompute=config.recompute,
+                optimizer=config.optim.name,
+                tiled=OBJECTIVES[config.loss.name].tiled,
+                average=bool(config.optim.average),
+                sharding=config.sharding,
+                shard_ranks=shard_ranks,
+                teacher=teacher,
+            )
+        )
+    return works
+
+
+def run_costs(
+    works: Sequence[Workload], machine: Machine, *, mfu: float | None = None, unknown_teacher: bool = False
+) -> Costs:
+    """Estimate what a run costs, and with which settings it would fit into memory.
+
+    Args:
+        works: see ``workloads_of``.
+        machine: that each process uses.
+        mfu: fraction of the peak that is reached, above 0 and at most 1; None: a cautious default.
+        unknown_teacher: whether there is a teacher that is not on this machine.
+    """
+    fraction = mfu or (GPU_MFU if machine.gpu else CPU_MFU)
+    speed = None if machine.peak is None else fraction * machine.peak
+    *small, full = (estimate(work, speed) for work in works)
+    for one in small:
+        hours = None if one.hours is None or full.hours is None else one.hours + full.hours
+        full = replace(full, steps=one.steps + full.steps, hours=hours)
     costs = Costs(
-        whole=given.whole(config), machine=machine, mfu=share, assumed=assumed, unknown_teacher=unknown
+        whole=full, machine=machine, mfu=fraction, assumed=mfu is None, unknown_teacher=unknown_teacher
     )
     if costs.fits is not False:
         return costs
-    fitting = (
-        next(
-            (said for said, changed in tried if replace(costs, whole=given.whole(changed)).fits is not False),
-            None,
-        )
-        for tried in _alternatives(config, world)
-    )
-    return replace(costs, instead=tuple(one for one in fitting if one))
+
+    # ways to less memory, the cheapest first; each is tried with more and more parts
+    work = works[-1]
+    rows = max(1, work.batch_size // work.world)
+    ways = [("", work, 2 * work.parts)]
+    recomputed = replace(work, recompute=1)
+    if work.recompute != 1:
+        ways.append(("recompute=1", recomputed, work.parts))
+    if work.sharding == "none" and work.world > 1:
+        settings = "sharding=full" if work.recompute == 1 else "sharding=full recompute=1"
+        ways.append((settings, replace(recomputed, sharding="full"), work.parts))
+    instead = []
+    for settings, changed, parts in ways:
+        while parts <= rows:
+            memory = memory_of(replace(changed, parts=parts))
+            if replace(costs, whole=replace(full, memory=memory)).fits is not False:
+                more = f"accumulate={parts}" if parts > work.parts else ""
+                instead.append(" ".join(filter(None, (settings, more))))
+                break
+            parts *= 2
+    return replace(costs, instead=tuple(instead))
 
 
-def dry_run(
-    config: Config,
-    device: torch.device,
-    *,
-    gpu: str | None = None,
-    gpus: int = 0,
-    gpus_per_host: int = 0,
-    mfu: float | None = None,
-) -> list[str]:
+def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     """Return the lines of ``train.py --dry-run``: the settings that are not defaults, and the estimated costs.
 
     Args:
         config: of the run.
-        device: of this process, which is measured where ``gpu`` is not given.
-        gpu: name of a GPU whose data sheet is used instead.
-        gpus: total number of GPUs; 0: one for each process of this job.
-        gpus_per_host: with sharding=hybrid; 0: ``gpus``, at most 8, or as many as this host has processes.
-        mfu: as for ``run_costs``.
+        device: of this process, which is measured unless ``target`` names a GPU.
+        target: the machines.
 
     Raises:
         ConfigError: the GPU is unknown, or the batch cannot be split over so many.
     """
     shape = shape_of(config.model, config.loss, config.small)
-    world = gpus or world_size()
+    world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
-    if gpu:
+    if gpu := target.gpu:
         bf16, sheet = config.precision != "fp32", published_gpu(gpu)
         if sheet is None:
             raise ConfigError(f"--gpu {gpu} is unknown: {nearest(gpu, GPUS)}")
-        machine = Machine(
-            gpu=gpu, memory=published_memory(gpu), peak=sheet.bf16 if bf16 else None, measured=False
-        )
+        peak = sheet.bf16 if bf16 else None
+        machine = Machine(gpu=gpu, memory=published_memory(gpu), peak=peak, measured=False)
     else:
         peak = measured_peak(device, torch.bfloat16 if bf16 else torch.float32)
         machine = Machine(gpu="", memory=None, peak=peak, measured=True)
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
-    shard_ranks = gpus_per_host or min(gpus, _GPUS_PER_HOST) or ranks_of_host()
-    costs = run_costs(config, shape, machine, world=world, shard_ranks=shard_ranks, bf16=bf16, mfu=mfu)
-    settings = without_secrets(to_toml(config, differing_from=Config()))
-    return ["# settings that differ from the defaults, which --settings lists", settings, *cost_table(costs)]
-
-
-def _alternatives(config: Config, world: int) -> Iterator[Iterator[tuple[str, Config]]]:
-    """Ways to less memory, and of each the steps on it, from the cheapest on."""
-    rows = config.batch_size // world
-
-    def with_parts(changed: Config, said: str, first: int) -> Iterator[tuple[str, Config]]:
-        parts = (first * 2**power for power in range(40))
-        for count in takewhile(lambda count: count <= max(rows, 1), parts):
-            words = [said] if said else []
-            words += [f"accumulate={count}"] if count > config.accumulate else []
-            yield " ".join(words), replace(changed, accumulate=count)
-
-    yield with_parts(config, "", 2 * config.accumulate)
-    again = replace(config, recompute=1)
-    if config.recompute != 1:
-        yield with_parts(again, "recompute=1", config.accumulate)
-    if config.sharding == "none" and world > 1:
-        said = "sharding=full" if config.recompute == 1 else "sharding=full recompute=1"
-        yield with_parts(replace(again, sharding="full"), said, config.accumulate)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Given:
-    """All but the configuration that an estimate depends on."""
-
-    shape: Architecture
-    teacher: CLIP | None
-    world: int
-    shard_ranks: int
-    bf16: bool
-    mfu: float
-    peak: float | None
-
-    def whole(self, config: Config) -> Estimate:
-        """Of all steps, small ones and those of full size."""
-        small = config.small
-        full = self._of_steps(config, self.shape, max(0, config.steps - small.steps))
-        if not small.steps:
-            return full
-        sizes = self.shape.resized(image_size=small.image_size, context_length=small.context_length)
-        first = self._of_steps(config, sizes, min(small.steps, config.steps))
-        both = None if first.hours is None or full.hours is None else first.hours + full.hours
-        return replace(full, steps=config.steps, hours=both)
-
-    def _of_steps(self, config: Config, shape: Architecture, steps: int) -> Estimate:
-        with torch.device("meta"):
-            model = CLIP(shape, name=config.model.label)
-        lock(model, image=config.lock.image, text=config.lock.text)
-        counts = patch_counts(shape, config.model.patch_dropout, shape.vision.image_size)
-        found = estimate(
-            model,
-            batch_size=config.batch_size,
-            steps=steps,
-            world=self.world,
-            parts=config.accumulate,
-            patches=counts[1] if counts else None,
-            bf16=self.bf16,
-            recompute=config.recompute,
-            optimizer=config.optim.name,
-            tiled=OBJECTIVES[config.loss.name].tiled,
-            average=bool(config.optim.average),
-            sharding=config.sharding,
-            shard_ranks=self.shard_ranks,
-            mfu=self.mfu,
-            peak=self.peak,
-            counted=counted_flops(model),
-        )
-        return found if self.teacher is None else self._taught(found, self.teacher)
-
-    def _taught(self, found: Estimate, teacher: CLIP) -> Estimate:
-        """With a teacher that encodes each batch along; its weights are whole on each GPU."""
-        numbers = sum(one.numel() for one in teacher.parameters())
-        copies = sum(one.numel() for one in teacher.parameters() if one.ndim >= 2) if self.bf16 else 0
-        memory = replace(found.memory, teacher=4 * numbers + 2 * copies)
-        counted, shape = counted_flops(teacher) or {}, teacher.architecture
-        try:
-            image = counted.get("image") or image_flops(shape)
-            text = counted.get("text") or text_flops(shape, shape.text.context_length)
-        except ConfigError:
-            return replace(found, memory=memory, hours=None)
-        if found.step_flops is None or found.hours is None:
-            return replace(found, memory=memory)
-        flops = found.step_flops + found.batch_size * (image.forward + text.forward)
-        return replace(found, memory=memory, step_flops=flops, hours=found.hours * flops / found.step_flops)
-
-
-def _teacher(source: str) -> tuple[CLIP | None, bool]:
-    """A teacher's shape, if there is one; and whether there is one of which nothing is known here."""
-    if not source:
-        return None, False
+    teacher, source = None, config.distill.teacher
     if source.startswith(_OPEN_CLIP):
         try:
-            shape = architecture(source.partition("/")[0])
+            with torch.device("meta"):
+                teacher = CLIP(architecture(source.partition("/")[0]), name=source)
         except ClipkitError:
-            return None, True
-        with torch.device("meta"):
-            return CLIP(shape, name=source), False
-    if Path(source).expanduser().exists():
-        return load(source), False
-    return None, True
+            pass
+    elif source and Path(source).expanduser().exists():
+        teacher = load(source)
+    shard_ranks = target.gpus_per_host or min(target.gpus, _GPUS_PER_HOST) or ranks_of_host()
+    works = workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16, teacher=teacher)
+    costs = run_costs(works, machine, mfu=target.mfu, unknown_teacher=bool(source) and teacher is None)
+    title = "# settings that differ from the defaults, see --settings"
+    return [title, shown_settings(config), *cost_table(costs)]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The table that ``train.py --dry-run`` prints of a run's costs: plain text, at most 80 columns wide.
-
-_WIDTH, _NAME = 80, 16  # columns: in all, and of a row's name
+_WIDTH, _NAME = 80, 16  # columns of the table, and of a row's name
 
 
 def cost_table(costs: Costs) -> list[str]:
-    """Parameters, FLOPs, memory, whether that fits, time, and what was not looked at."""
-    rows = [*_model(costs.whole), *_memory(costs), *_fits(costs), *_time(costs)]
-    rows.append(("data", "not looked at: python -m data inspect SOURCE does that"))
+    """Return parameters, FLOPs, memory, whether it fits, and time, as lines of at most 80 columns."""
+    rows = [*_model_rows(costs.whole), *_memory_rows(costs), *_time_rows(costs)]
+    rows.append(("data", "not checked: use python -m data inspect SOURCE"))
     return [f"{name:<{_NAME}}{text}" for name, text in rows]
 
 
 Row = tuple[str, str]
 
 
-def _model(found: Estimate) -> Iterator[Row]:
-    image, text = found.parameters["image"], found.parameters["text"]
-    whole = sum(found.parameters.values())
-    both = f"image {_millions(image)}, text {_millions(text)}"
-    yield "parameters", f"{both}, {_millions(whole)} in all, {_millions(found.trained)} trained"
-    if found.image_flops is None or found.text_flops is None or found.step_flops is None:
+def _model_rows(found: Estimate) -> Iterator[Row]:
+    image, text, total = (
+        f"{count / 1e6:,.1f} M"
+        for count in (found.parameters["image"], found.parameters["text"], sum(found.parameters.values()))
+    )
+    trained = f"{found.trained / 1e6:,.1f} M"
+    yield "parameters", f"image {image}, text {text}, {total} in all, {trained} trained"
+    if found.image_flops is None or found.text_flops is None:
         yield "FLOPs", "not known for a tower of another library"
         return
     of_text = f"{_flops(found.text_flops.both)} a caption of {found.tokens} tokens"
     yield "FLOPs", f"{_flops(found.image_flops.both)} an image, {of_text}"
-    teacher = ", a teacher's too" if found.memory.teacher else ""
-    yield "", f"{_flops(found.step_flops)} a step of {found.batch_size:,} pairs, both passes{teacher}"
+    if found.step_flops is not None:
+        teacher = ", with the teacher's" if found.memory.teacher else ""
+        yield "", f"{_flops(found.step_flops)} a step of {found.batch_size:,} pairs, both passes{teacher}"
 
 
-def _memory(costs: Costs) -> Iterator[Row]:
-    memory, gpu = costs.whole.memory, costs.machine.gpu
-    yield "memory per GPU" if gpu else "memory", f"{_gb(memory.weights)} weights"
+def _memory_rows(costs: Costs) -> Iterator[Row]:
+    memory, machine = costs.whole.memory, costs.machine
+    yield "memory per GPU" if machine.gpu else "memory", f"{_gib(memory.weights)} weights"
     rows = [
         (memory.gradients, "gradients"),
         (memory.optimizer, "optimizer state"),
-        (memory.average, "moving average of the weights"),
+        (memory.average, "averaged weights"),
         (memory.teacher, "the teacher's weights"),
         (memory.activations, "activations"),
         (memory.loss, "loss"),
@@ -600,45 +645,43 @@ def _memory(costs: Costs) -> Iterator[Row]:
         if size is None:
             yield "", f"        {name} of another library's tower: not known"
         elif size:
-            yield "", f"{_gb(size)} {name}"
+            yield "", f"{_gib(size)} {name}"
     if costs.unknown_teacher:
         yield "", "        a teacher that is not on this machine: not known"
     known = "at least" if memory.activations is None or costs.unknown_teacher else "in all"
-    yield "", f"{_gb(memory.total)} {known}, and what {'CUDA' if gpu else 'Python'} itself takes"
-
-
-def _fits(costs: Costs) -> Iterator[Row]:
-    machine = costs.machine
+    yield "", f"{_gib(memory.total)} {known}, besides that of {'CUDA' if machine.gpu else 'Python'} itself"
     if costs.fits is None or machine.memory is None:
         return
-    size = machine.memory / 2**30
+    whole = machine.memory / 2**30
     answer = "yes" if costs.fits else "no"
-    counted = f"{size:.0f} GB, of which {COUNTED_ON * size:.0f} are counted on"
-    yield "fits", f"{answer}: {_short(machine.gpu)} has {counted}"
-    if costs.fits:
-        return
-    if not costs.instead:
-        yield "", "it might with more GPUs (--gpus), a smaller model or batch_size"
+    yield (
+        "fits",
+        f"{answer}: {_short(machine.gpu)} has {whole:.0f} GB, {COUNTED_ON * whole:.0f} of them usable",
+    )
+    if not costs.fits and not costs.instead:
+        yield "", "try more GPUs (--gpus), a smaller model or a smaller batch_size"
     for number, settings in enumerate(costs.instead):
-        yield "", f"{'or with' if number else 'it would with'} {settings}"
+        yield "", f"{'or' if number else 'it fits'} with {settings}"
 
 
-def _time(costs: Costs) -> Iterator[Row]:
+def _time_rows(costs: Costs) -> Iterator[Row]:
     found, machine = costs.whole, costs.machine
     if machine.peak is None:
-        yield "time", "not known: the published rates of GPUs are of bf16"
+        yield "time", "not known: the published rates of GPUs are for bf16"
         return
     if found.hours is None:
         yield "time", "not known: the FLOPs of another library's tower"
         return
-    text = f"{duration(found.hours)} for {found.steps:,} steps, scores left out, "
+    text = f"{duration(found.hours)} for {found.steps:,} steps, without evaluation, "
     rate = f"{costs.mfu:.0%} (--mfu) of {machine.peak / 1e12:,.3g} TFLOP/s are reached"
     if machine.gpu:
         text += f"on {found.world} × {_short(machine.gpu)}: {found.hours * found.world:,.0f} GPU-hours, "
-        origin = "measured just now" if machine.measured else "by its data sheet"
-        text += f"if the data keep up and {rate}, the rate {origin}"
+        origin = "measured now" if machine.measured else "according to its data sheet"
+        text += f"if loading data is fast enough and {rate}, the rate {origin}"
     else:
-        text += f"if the data keep up and {rate}, the rate measured just now; what else runs here slows both"
+        text += (
+            f"if loading data is fast enough and {rate}, the rate measured now; other programs slow down both"
+        )
     if costs.assumed and machine.gpu:
         least, most = PUBLISHED_MFU
         text += f" (published runs reached {least:.0%} to {most:.0%}, see configs/README.md)"
@@ -647,7 +690,7 @@ def _time(costs: Costs) -> Iterator[Row]:
 
 
 def duration(hours: float) -> str:
-    """In the unit that suits it."""
+    """Format a duration in a suitable unit."""
     seconds = hours * 3600
     if seconds < 90:
         return f"{seconds:.0f} seconds"
@@ -662,10 +705,6 @@ def _short(gpu: str) -> str:
     return gpu.removeprefix("NVIDIA ").removeprefix("GeForce ")[:15].rstrip()
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e6:,.1f} M"
-
-
 def _flops(count: int) -> str:
     for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T")):
         if count >= size:
@@ -673,5 +712,5 @@ def _flops(count: int) -> str:
     return f"{count / 1e9:,.3g} GFLOP"
 
 
-def _gb(size: int) -> str:
+def _gib(size: int) -> str:
     return f"{size / 2**30:8.2f} GiB"

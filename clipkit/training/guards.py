@@ -1,6 +1,8 @@
-"""Values that are not finite, gradient spikes, and stopping: what protects a run.
+"""What protects a run: bad samples, values that are not finite, gradient spikes, and stopping.
 
-RUN/not_finite.jsonl          the samples of that batch, a line each; of rank 3: not_finite-3.jsonl
+RUN/bad_samples.jsonl         samples that were replaced; of rank 3: bad_samples-3.jsonl
+RUN/not_finite.jsonl          samples of a batch with a loss or gradient that is not finite; not_finite-3.jsonl
+RUN/truncated_shards.jsonl    shards of which only the intact part is used
 """
 
 import json
@@ -10,8 +12,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,97 +23,177 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipkit.config import load_config
 from clipkit.distributed import gather_objects, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError, Stopped
+from clipkit.formats.checkpoint import latest_checkpoint, step_of
 from clipkit.model.clip import CLIP
+from clipkit.training.metrics import drop_lines_after
 from clipkit.training.parallel import local_part
 from clipkit.training.step import Features, PairBatch, TrainingStep
 
 __all__ = [
     "Finding",
     "StopRequest",
+    "append_bad_samples",
+    "bad_fraction",
+    "check_bad_samples",
+    "drop_bad_samples_after",
     "end_with_launcher",
     "failed_step",
     "find",
+    "first_not_finite",
     "is_spike",
     "launcher_of",
-    "line",
-    "line_of_weights",
+    "list_not_finite",
+    "list_truncated",
     "loss_after",
     "next_usual",
-    "replayed",
-    "spoilt_weight",
-    "write_down",
+    "replay",
+    "replay_parts",
+    "too_many_bad",
+    "weights_error",
 ]
 
 _SHOWN_ROWS = 10
+_SHOWN_SHARDS = 5
+_FIRST_SAMPLES = 1000  # draws
 _ADVICE = "for a new run try a lower optim.lr, a longer optim.warmup, optim.skip_above or precision=fp32"
 
 
-def write_down(run: Path, names: Sequence[tuple[str, str]], *, step: int, rank: int) -> Path:
-    """List a batch's samples, each by its shard and key.
-
-    Raises:
-        DataError: it cannot be written.
-    """
-    path = run / (f"not_finite-{rank}.jsonl" if rank else "not_finite.jsonl")
-    lines = [json.dumps({"step": step + 1, "shard": shard, "key": key}) + "\n" for shard, key in names]
+def _write_lines(path: Path, records: Sequence[Mapping[str, Any]], *, append: bool = False) -> None:
     try:
-        path.write_text("".join(lines), encoding="utf-8")
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.write("".join(json.dumps(one) + "\n" for one in records))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from error
-    return path
 
 
-def line(run: Path, step: int, loss: float, norm: float) -> str:
-    """Return the error message for a loss or gradient that is not finite, after ``step`` updates."""
-    what = f"the loss of step {step + 1} is {loss}"
-    if math.isfinite(loss):
-        what = f"the gradient of step {step + 1} is {norm}"
+def append_bad_samples(run: Path, bad: Sequence[Mapping[str, Any]], step: int, *, rank: int) -> None:
+    """Append the bad samples of a step to this rank's list.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    if bad:
+        path = run / (f"bad_samples-{rank}.jsonl" if rank else "bad_samples.jsonl")
+        _write_lines(path, [{"step": step, **one} for one in bad], append=True)
+
+
+def drop_bad_samples_after(run: Path, step: int) -> None:
+    """Remove bad samples of steps after ``step`` from the lists of all ranks, also of earlier world sizes."""
+    for path in run.glob("bad_samples*.jsonl"):
+        drop_lines_after(path, step)
+
+
+def too_many_bad(bad: int, used: int, limit: float) -> bool:
+    """Return whether more than a fraction of the samples drawn is bad.
+
+    Repeated draws count, so the fraction does not depend on the length of the run.
+
+    Args:
+        bad: draws that could not be used, including replacements.
+        used: draws that were trained on: steps × batch size.
+        limit: ``data.max_bad``, a fraction of at least 1,000 draws.
+    """
+    return bad > limit * max(bad + used, _FIRST_SAMPLES)
+
+
+def bad_fraction(bad: int, used: int, limit: float) -> str:
+    """Describe the fraction of bad samples and its limit; see ``too_many_bad``."""
+    drawn = bad + used
+    least = f" of at least {_FIRST_SAMPLES:,} samples" if drawn < _FIRST_SAMPLES else ""
     return (
-        f"{what}; step {step} is saved, and {run}/not_finite*.jsonl lists the samples: the same command with "
-        f"--replay, in one process, repeats the step and reports where it starts; {_ADVICE}"
+        f"{100 * bad / drawn:.3g}% of the {drawn:,} samples drawn were bad "
+        f"(limit: data.max_bad = {100 * limit:.3g}%{least})"
     )
 
 
-def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, norm: float) -> ClipkitError:
-    """Return the error of a step without a batch (the ranks' ``causes``, empty without one), or not finite."""
-    if cause := next(filter(None, causes), ""):
-        kept = (
-            f"step {step} is saved; the same command resumes once this is fixed"
-            if step
-            else "no step was made"
+def check_bad_samples(bad: int, used: int, limit: float, run: Path) -> None:
+    """Raise DataError for a saved run that has ``too_many_bad`` samples."""
+    if too_many_bad(bad, used, limit):
+        raise DataError(
+            f"{bad:,} of {bad + used:,} samples drawn so far are bad, more than data.max_bad = {limit:g} allows: "
+            f"see {run}/bad_samples*.jsonl; all steps are saved: raise data.max_bad, and the same command resumes"
         )
-        return DataError(f"{cause}; {kept}")
-    return ClipkitError(line(run, step, loss, norm))
 
 
-def line_of_weights(run: Path, step: int, name: str, *, saved: int | None) -> str:
-    """Return the error message for weights that are not saved because they are not finite.
+def list_truncated(run: Path, shards: Sequence[tuple[str, int]]) -> list[str]:
+    """Write the truncated shards and their numbers of intact samples to a file, and return notes to print.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    path = run / "truncated_shards.jsonl"
+    if not shards:
+        path.unlink(missing_ok=True)
+        return []
+    _write_lines(path, [{"shard": shard, "samples_kept": kept} for shard, kept in shards])
+    notes = [
+        f"note: shard {shard} is truncated: {kept:,} samples kept" for shard, kept in shards[:_SHOWN_SHARDS]
+    ]
+    if more := len(shards) - len(notes):
+        notes.append(f"note: {more:,} more truncated shards are listed in {path}")
+    return notes
+
+
+# Values that are not finite
+
+
+def list_not_finite(run: Path, names: Sequence[tuple[str, str]], *, step: int, rank: int) -> Path:
+    """Write the shard and key of each sample of a batch to a file and return its path."""
+    path = run / (f"not_finite-{rank}.jsonl" if rank else "not_finite.jsonl")
+    _write_lines(path, [{"step": step + 1, "shard": shard, "key": key} for shard, key in names])
+    return path
+
+
+def failed_step(run: Path, step: int, *, causes: Sequence[str], loss: float, norm: float) -> ClipkitError:
+    """Return the error of a step after ``step`` updates.
+
+    Args:
+        run: the run folder.
+        step: updates made.
+        causes: of each rank that has no batch, the reason; "" for others. Without any, a value is not finite.
+        loss: the loss.
+        norm: the norm of the gradient.
+    """
+    if cause := next(filter(None, causes), ""):
+        kept = f"step {step} is saved; the same command resumes once this is fixed"
+        return DataError(f"{cause}; {kept if step else 'no step was made'}")
+    name, value = ("gradient", norm) if math.isfinite(loss) else ("loss", loss)
+    return ClipkitError(
+        f"the {name} of step {step + 1} is {value}; step {step} is saved, and {run}/not_finite*.jsonl lists the "
+        f"samples: the same command with --replay, in one process, repeats the step and reports where it starts; "
+        f"{_ADVICE}"
+    )
+
+
+def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:
+    """Return the error message for weights that are not finite and therefore not saved.
 
     Args:
         run: the run folder.
         step: updates made.
         name: of the first such tensor.
-        saved: the step of the newest checkpoint; None where there is none.
+        saved: the step of the newest checkpoint; None if there is none.
     """
     if not step:
-        return f"the weights that {run} begins with are not finite, first {name}: give other model.weights"
-    kept = "no step before it was"
+        return f"the initial weights of {run} are not finite, first {name}: set another model.weights"
+    kept = "no checkpoint exists"
     if saved is not None:
-        kept = f"step {saved} was the last: a new run goes on from its weights with model.weights={run}"
-    return f"the weights after step {step} are not finite, first {name}; it is not saved, {kept}; {_ADVICE}"
+        kept = f"the newest checkpoint is step {saved}: model.weights={run} starts a new run from its weights"
+    return f"the weights after step {step} are not finite, first {name}, and are not saved; {kept}; {_ADVICE}"
 
 
 @torch.no_grad()
-def spoilt_weight(tensors: Mapping[str, Tensor]) -> str:
-    """The name of the first tensor with a number that is not finite, "" where there is none; all ranks call this.
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor with a value that is not finite, or ""; all ranks call this.
 
-    One fused pass over the tensors on their device and one wait for it: only a tensor whose norm is not finite is
-    looked at number by number, as the squares of finite ones may be too large.
+    Takes one fused pass and one synchronization with the device. Only tensors with a norm that is not finite are
+    checked by element, since squares of large finite values overflow.
 
     Args:
-        tensors: by name, on any device; each rank may hold a part of each. Those of whole numbers count as finite.
+        tensors: by name, on any device, possibly sharded; integers count as finite.
     """
     parts = {name: local_part(one) for name, one in tensors.items() if one.is_floating_point()}
     parts = {name: part for name, part in parts.items() if part.numel()}
@@ -128,8 +210,8 @@ class Finding:
     """The result of repeating a step.
 
     Attributes:
-        where: the first number that is not finite, in words; "" where all are.
-        rows: of the batch whose features are not finite.
+        where: the first value that is not finite; "" if all are.
+        rows: rows of the batch with features that are not finite.
         loss: of the batch.
     """
 
@@ -138,13 +220,13 @@ class Finding:
     loss: float
 
 
-def replayed(
+def replay(
     model: CLIP, compute: TrainingStep, batch: PairBatch, step: int, names: Sequence[tuple[str, str]]
 ) -> list[str]:
-    """Repeat a step in its precision and in fp32, and report what is not finite; no weight changes.
+    """Repeat a step in its precision and in fp32 without changing weights, and report what is not finite.
 
     Args:
-        model: in one process, with the weights of that moment; its gradients are replaced.
+        model: the model in one process, with the weights before the step; its gradients are replaced.
         compute: the step.
         batch: the whole global batch, on the model's device.
         step: updates made before.
@@ -160,17 +242,36 @@ def replayed(
     lines = []
     for bf16 in dict.fromkeys((compute.bf16, False)):
         found = find(model, partial(replace(compute, bf16=bf16).gradients, model, batch, step))
-        said = (
+        result = (
             f"{found.where} is not finite" if found.where else f"all is finite, the loss is {found.loss:.4f}"
         )
-        lines.append(f"step {step + 1} in {'bf16' if bf16 else 'fp32'}: {said}")
+        lines.append(f"step {step + 1} in {'bf16' if bf16 else 'fp32'}: {result}")
         bad = [names[row] for row in found.rows[:_SHOWN_ROWS]]
         lines += [f"  its features are not finite: {key} in {shard}" for shard, key in bad]
     return lines
 
 
+def replay_parts(run: Path, accumulate: int, batch_size: int) -> int:
+    """Return ``accumulate`` with which one process computes a failed step in the same parts as all ranks did.
+
+    The number of ranks is that of the not_finite files of the step.
+
+    Raises:
+        ConfigError: the run has no checkpoint.
+    """
+    checkpoint = latest_checkpoint(run)
+    if checkpoint is None:
+        raise ConfigError(f"--replay requires a saved run: there is no checkpoint in {run}")
+    ranks, failed = 0, step_of(checkpoint.name) + 1
+    for path in run.glob("not_finite*.jsonl"):
+        with suppress(OSError, ValueError, AttributeError), path.open(encoding="utf-8") as file:
+            ranks += json.loads(file.readline()).get("step") == failed
+    parts = load_config(checkpoint / "config.toml").accumulate * max(1, ranks)
+    return min(max(parts, accumulate), batch_size)
+
+
 def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
-    """Compute a step's loss and gradients again and find where the first number is that is not finite.
+    """Compute a step's loss and gradients again, and find the first value that is not finite.
 
     Args:
         model: a CLIP in one process; its gradients are replaced.
@@ -179,8 +280,17 @@ def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
     for parameter in model.parameters():
         parameter.grad = None
     found = [f"the weight {name}" for name, one in model.named_parameters() if not bool(one.isfinite().all())]
-    with _looking_at_outputs(model, found):
+
+    def look(name: str, module: nn.Module, given: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            found.append(f"the output of {name or 'the model'}")
+
+    hooks = [one.register_forward_hook(partial(look, name)) for name, one in model.named_modules()]
+    try:
         features = compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
     if not bool(features.loss.isfinite()):
         found.append("the loss")
     for name, parameter in model.named_parameters():
@@ -191,72 +301,51 @@ def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
     return Finding(where=found[0] if found else "", rows=rows, loss=float(features.loss))
 
 
-@contextmanager
-def _looking_at_outputs(model: nn.Module, found: list[str]) -> Iterator[None]:
-    """Name modules whose output is not finite, inner ones before those that hold them."""
-
-    def looking_at(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, given: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not bool(output.isfinite().all()):
-                found.append(f"the output of {name or 'the model'}")
-
-        return look
-
-    handles = [one.register_forward_hook(looking_at(name)) for name, one in model.named_modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Gradients far above the usual: an update from one of them can undo much, and may be left out.
+# Gradient spikes: a single update with a gradient far above the usual norm can undo much training.
 #
-# The usual norm is a moving average over the steps made, in which a spike counts as the most that is borne: one
-# alone changes little, and where norms rise for good, as when more layers are unfrozen, they are soon the usual
-# ones. It is part of the loop's state, so a run that is resumed judges as one that never stopped.
+# The usual norm is a moving average, to which a spike contributes the largest norm that is not a spike: one spike
+# changes little, and norms that rise permanently, as when layers are unfrozen, soon become usual. It is part of
+# ``LoopState``, so a resumed run makes the same decisions.
 
 _MEMORY = 0.98  # of the average: about fifty steps
-_FIRST = 20  # updates that only tell what is usual
+_FIRST_UPDATES = 20  # without skipping
 
 
 def is_spike(norm: float, usual: float, *, factor: float, updates: int) -> bool:
-    """Whether a gradient of this norm is to be left out.
+    """Return whether the update with this gradient is skipped.
 
     Args:
         norm: of the gradient before clipping.
-        usual: of those before, see ``next_usual``.
-        factor: how many times the usual is too much; 0 leaves nothing out.
+        usual: the usual norm, see ``next_usual``.
+        factor: multiple of the usual norm above which a gradient is a spike; 0 skips nothing.
         updates: made so far.
     """
-    return factor > 0 and updates >= _FIRST and norm > factor * usual
+    return factor > 0 and updates >= _FIRST_UPDATES and norm > factor * usual
 
 
 def next_usual(usual: float, norm: float, *, factor: float, updates: int) -> float:
-    """The usual norm after one more step; the arguments are those of ``is_spike``."""
+    """Return the usual norm after one more step; arguments as for ``is_spike``."""
     if is_spike(norm, usual, factor=factor, updates=updates):
         norm = factor * usual
     memory = min(_MEMORY, updates / (updates + 1))
     return memory * usual + (1 - memory) * norm
 
 
-# --------------------------------------------------------------------------------------------------------------
 # Stopping: signals ask to save and exit, and a rank ends with its launcher.
 
 _PARENT_SECONDS = 0.2  # between two checks that the launcher is alive
 
 
 def loss_after(saved: int) -> str:
-    """Return what exiting at once costs where the last checkpoint is of step ``saved``."""
+    """Return what exiting at once costs if the newest checkpoint is of step ``saved``."""
     return f"training after step {saved} is lost; the same command resumes from there"
 
 
 class StopRequest:
     """Save and exit after the current step on Ctrl-C, SIGTERM, SIGHUP (end of an ssh session) or SIGUSR1.
 
-    SIGUSR1 is the signal that cluster schedulers are usually configured to send before the job's time is up. A
-    second Ctrl-C exits at once, and so does the first signal where there is nothing to save.
+    Cluster schedulers usually send SIGUSR1 before a job's time is up. A second Ctrl-C exits at once, and so does
+    the first signal if there is nothing to save.
 
     Attributes:
         number: of the signal received, or 0. The program's exit status is 128 + this number.
@@ -277,7 +366,7 @@ class StopRequest:
         return self.number > 0
 
     def save_first(self, saves: bool, otherwise: str) -> None:
-        """Set whether there is something to save before exiting from now on."""
+        """Set whether to save before exiting from now on."""
         self.saves, self.otherwise = saves, otherwise
         if self.asked and not saves:
             raise Stopped(self.number, otherwise)
@@ -308,14 +397,14 @@ def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
 
     Args:
         parent: ID of the parent process, read when this process started.
-        leaving: whether this process is about to save and exit by itself, which it may finish.
+        leaving: whether this process is about to save and exit, which it may finish.
     """
-    launcher = launcher_of(parent)
+    launcher, environment = launcher_of(parent), os.environ
     if launcher is None:
         return
 
     def end() -> None:
-        if os.environ.get("LOCAL_RANK") == "0":
+        if environment.get("LOCAL_RANK") == "0":
             with suppress(OSError):
                 kept = "the last checkpoint is kept, and the same command resumes"
                 os.write(2, f"error: torchrun has died, so its ranks end; {kept}\n".encode())
@@ -326,21 +415,13 @@ def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
             time.sleep(_PARENT_SECONDS)
         end()
 
-    if _store_is_refused():
-        end()
+    # if torchrun died before ``parent`` was read, its store on this host is closed
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("GROUP_RANK") == "0":
+        try:
+            address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+            socket.create_connection(address, timeout=10).close()
+        except ConnectionRefusedError:
+            end()
+        except (OSError, KeyError, ValueError):
+            pass  # reported when the ranks meet
     threading.Thread(target=watch, name="launcher", daemon=True).start()
-
-
-def _store_is_refused() -> bool:
-    """Whether torchrun died before ``parent`` was read: its store is then closed if it was on this host."""
-    environment = os.environ
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_RANK") != "0":
-        return False
-    try:
-        address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        socket.create_connection(address, timeout=10).close()
-    except ConnectionRefusedError:
-        return True
-    except (OSError, KeyError, ValueError):  # reported when the ranks meet
-        return False
-    return False

@@ -1,33 +1,25 @@
-"""How a model in training is spread over ranks: whole on each (DDP), or in shards (FSDP2); what follows from it.
+"""Models in training on several ranks: replicated (DDP) or sharded (FSDP2); compiled and recomputed blocks.
 
-Sharded parameters are DTensors (S): each rank holds some of the rows. The temperature and SigLIP's bias are single
-numbers and stay whole (W); what the wrappers do for the others, is done for them here.
+Sharded parameters are DTensors: each rank holds some of the rows. The temperature and SigLIP's bias are scalars and
+stay whole; their gradients are averaged here instead of by FSDP2.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "clip_gradients",
@@ -40,15 +32,15 @@ __all__ = [
     "put",
     "recompute_blocks",
     "replicated",
+    "scalars",
     "shard",
-    "single_numbers",
     "sums_over_parts",
     "without_values",
 ]
 
 
 def without_values(model: CLIP) -> CLIP:
-    """The same model on the meta device, in training mode, what is trained marked likewise."""
+    """Return the same model on the meta device, in training mode, with the same parameters trained."""
     with torch.device("meta"):
         empty = CLIP(
             model.architecture, name=model.name, preprocess=model.preprocess, tokenizer=model.tokenizer
@@ -67,29 +59,40 @@ def shard(
     device: torch.device,
     reshard: bool = True,
 ) -> None:
-    """Split a model's parameters over ranks (FSDP2, Zhao et al. 2023, https://arxiv.org/abs/2304.11277), in place.
+    """Shard a model's parameters over ranks (FSDP2, Zhao et al. 2023, https://arxiv.org/abs/2304.11277), in place.
 
-    Every block is gathered when it is computed, in float32, so that the maths is that of the whole model. Gradients
-    are the mean over ranks. No device ever holds the whole.
+    Each block is gathered in float32 when it is computed, so results are those of the whole model. Gradients are
+    the mean over ranks. No device ever holds the whole model.
 
     Args:
-        model: see ``without_values``; locked, compiled and recomputed as it is to be.
-        weights: what it is to hold, whole, by name; the same on all ranks.
-        sharding: "full": over all ranks; "hybrid": over the ranks of a host, and the same on every host.
-        device: where the shards go.
-        reshard: whether blocks are let go after the forward pass and gathered again for the backward one.
+        model: see ``without_values``; already locked, compiled and set to recompute.
+        weights: its weights by name, whole, the same on all ranks.
+        sharding: "full": over all ranks; "hybrid": over the ranks of each host, replicated on the hosts.
+        device: the device of the shards.
+        reshard: whether blocks are freed after the forward pass and gathered again for the backward pass.
 
     Raises:
-        ConfigError: the towers are another library's, or there is one process, or hosts differ in size.
+        ConfigError: the towers are another library's, there is one process, or hosts differ in size.
     """
     if not model.architecture.is_own:
-        raise ConfigError(f"sharding = {sharding!r} splits clipkit's own towers; {model.name} has others")
-    if world_size() == 1:
-        raise ConfigError(f"sharding = {sharding!r} needs several processes: start with torchrun")
-    mesh = _mesh(sharding, device.type)
+        raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
+    world, per_host = world_size(), ranks_of_host()
+    if world == 1:
+        raise ConfigError(f"sharding = {sharding!r} requires several processes: start with torchrun")
+    if sharding == "full":
+        mesh = init_device_mesh(device.type, (world,))
+    elif world % per_host:
+        raise ConfigError(f"sharding = 'hybrid' requires hosts of equal size: {world} ranks, {per_host} here")
+    elif per_host == 1:
+        raise ConfigError(
+            "sharding = 'hybrid' shards over the ranks of a host, and torchrun started one: set 'full'"
+        )
+    else:
+        shape = (world // per_host, per_host)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("hosts", "ranks"))
     for block in [module for module in model.modules() if isinstance(module, ResidualAttentionBlock)]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, ignored_params=set(single_numbers(model)))
+    fully_shard(model, mesh=mesh, ignored_params=set(scalars(model)))
     for method in ("encode_image", "encode_text"):
         register_fsdp_forward_method(model, method)
     model.to_empty(device=device)
@@ -98,37 +101,21 @@ def shard(
         put(own, weights[name])
 
 
-def _mesh(sharding: str, device: str) -> DeviceMesh:
-    world, ranks_per_host = world_size(), ranks_of_host()
-    if sharding == "full":
-        return init_device_mesh(device, (world,))
-    if world % ranks_per_host:
-        raise ConfigError(
-            f"sharding = 'hybrid' needs hosts of equal size: {world} ranks, {ranks_per_host} here"
-        )
-    if ranks_per_host == 1:
-        raise ConfigError(
-            "sharding = 'hybrid' splits over the ranks of a host, and torchrun started one: set 'full'"
-        )
-    shape = (world // ranks_per_host, ranks_per_host)
-    return init_device_mesh(device, shape, mesh_dim_names=("hosts", "ranks"))
-
-
 def replicated(model: CLIP) -> nn.Module:
-    """The model as a module whose backward pass leaves the mean gradient on every rank."""
+    """Return the model as a module that computes the mean gradient over ranks on every rank."""
     if world_size() == 1 or isinstance(model, FSDPModule):
         return model
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def single_numbers(model: CLIP) -> list[nn.Parameter]:
-    """The temperature, and SigLIP's bias where there is one."""
+def scalars(model: CLIP) -> list[nn.Parameter]:
+    """Return the temperature, and SigLIP's bias if there is one."""
     return [parameter for parameter in (model.logit_scale, model.logit_bias) if parameter is not None]
 
 
 @contextmanager
 def local_gradients(module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Backward passes within add to this rank's gradients; those of the last one are brought together."""
+    """Accumulate gradients of backward passes on this rank; synchronize ranks in the ``last`` one."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
         module.set_is_last_backward(last)
@@ -142,7 +129,7 @@ def local_gradients(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 @contextmanager
 def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
-    """The whole model on every rank, for ranks that do not call it the same number of times; not for training."""
+    """Gather the whole model on every rank, so that ranks may call it differently often; not for training."""
     if not isinstance(model, FSDPModule):
         yield
         return
@@ -160,17 +147,17 @@ def gathered(model: CLIP, *, reshard: bool = True) -> Iterator[None]:
 
 @torch.no_grad()
 def complete_gradients(model: CLIP) -> None:
-    """After the backward pass: the mean over ranks of what no wrapper has brought together."""
+    """Average the gradients of scalars over ranks after the backward pass of a sharded model."""
     if isinstance(model, FSDPModule):
-        for parameter in single_numbers(model):
+        for parameter in scalars(model):
             if parameter.grad is not None:
                 parameter.grad.copy_(sum_over_ranks(parameter.grad) / world_size())
 
 
 @torch.no_grad()
 def clip_gradients(model: CLIP, limit: float) -> Tensor:
-    """Scale gradients down to a norm of ``limit`` (0: any); returns the norm that they had, on every rank."""
-    parts: dict[bool, list[nn.Parameter]] = {}  # one call of torch's takes tensors of one kind
+    """Scale gradients down to a norm of ``limit`` (0: no clipping); return their norm before, on every rank."""
+    parts: dict[bool, list[nn.Parameter]] = {}  # torch's functions take tensors of one kind
     for parameter in model.parameters():
         if parameter.grad is not None:
             parts.setdefault(isinstance(parameter.grad, DTensor), []).append(parameter)
@@ -187,7 +174,7 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
 
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into one of the same shape, of which this rank may hold a part."""
+    """Copy a whole tensor into one of the same shape that may be sharded."""
     if isinstance(target, DTensor):
         value = distribute_tensor(
             value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
@@ -195,26 +182,19 @@ def put(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# torch.compile by block: what one block computes is compiled once for each tower and used by all its blocks.
-#
-# The blocks of a tower are alike, so this compiles two short functions a tower instead of one long graph, in a
-# fraction of the time, and leaves everything around them as it was: names, hooks, DDP, FSDP, recomputation.
-
-_MOST_SHAPES = 32  # of one function, before it runs uncompiled
+_MAX_SHAPES = 32  # of a compiled function, before it runs uncompiled
 
 
 def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
-    """Compute the blocks of clipkit's own towers by compiled code while the model is in training mode.
+    """Compile the blocks of clipkit's own towers for training mode.
 
-    Image blocks are compiled for the exact shapes that occur: in training there are few, one for each size of a
-    part of a batch, image size and number of patches kept. Text blocks are compiled for any number of texts and
-    tokens, packed or padded. In evaluation mode, where batches have many sizes, blocks run as they are.
+    Blocks of a tower are alike: compiling one function for all of them is much faster than one long graph, and
+    leaves names, hooks, DDP, FSDP and recomputation unchanged. Image blocks are compiled for each shape that
+    occurs, of which there are few; text blocks for any number of texts and tokens, packed or padded. In evaluation
+    mode, where batches have many sizes, blocks run uncompiled.
 
-    The order of what can be done to a block, from inside, is: compiled, recomputed (``recompute_blocks``), sharded
-    (FSDP). It holds whatever is called first, since each has its own place: the compiled code is what a block's
-    ``forward`` calls, ``forward`` does the recomputation, and FSDP's hooks run around ``forward``. Wrap in DDP or
-    FSDP last all the same.
+    From inside to outside a block may be compiled, recomputed (``recompute_blocks``) and sharded, in any order of
+    calls: the block's ``forward`` calls the compiled code and recomputes, and FSDP's hooks run around ``forward``.
 
     Args:
         model: the model; its state dict keeps its names, and copies of it are compiled too.
@@ -224,46 +204,32 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
         ConfigError: no tower is clipkit's own.
     """
     if not model.transformers:
-        raise ConfigError("only blocks of clipkit's own towers are compiled, and this model has none")
-    for called, transformer in model.transformers.items():
-        kernels = (
-            _compiled(ResidualAttentionBlock.whole, backend, dynamic=called == "text"),
-            _compiled(ResidualAttentionBlock.read, backend, dynamic=called == "text"),
-        )
+        raise ConfigError("compile requires towers of clipkit's own, and this model has none")
+    for tower, transformer in model.transformers.items():
+        options: dict[str, Any] = {"dynamic": tower == "text", "backend": backend}
+        if "isolate_recompiles" in signature(torch.compile).parameters:  # not in torch 2.11
+            # towers share the function, not its shapes
+            options |= {"isolate_recompiles": True, "recompile_limit": _MAX_SHAPES}
+        whole: Kernel = torch.compile(ResidualAttentionBlock.whole, **options)
+        read: Kernel = torch.compile(ResidualAttentionBlock.read, **options)
         for block in transformer.blocks:
-            block.kernels = kernels
+            block.kernels = (whole, read)
 
 
-def _compiled(function: Kernel, backend: str, *, dynamic: bool) -> Kernel:
-    options: dict[str, Any] = {"dynamic": dynamic, "backend": backend}
-    if "isolate_recompiles" in signature(torch.compile).parameters:  # torch 2.11 does not have it
-        # towers share the function, not its shapes
-        options |= {"isolate_recompiles": True, "recompile_limit": _MOST_SHAPES}
-    kernel: Kernel = torch.compile(function, **options)
-    return kernel
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Activation checkpointing by block: less memory for one more forward pass of the blocks chosen.
-#
-# A block that is recomputed keeps its input alone; its inner values are computed again when its gradient is due
-# (Chen et al. 2016, arXiv 1604.06174). Gradients are the same, bit for bit.
-
-_NOT_DONE = ("ModifiedResNet",)  # open_clip's takes the call and does nothing
+_WITHOUT_EFFECT = ("ModifiedResNet",)  # open_clip's accepts the call and does nothing
 
 
 def recompute_blocks(model: CLIP, every: int = 1) -> None:
-    """Recompute every ``every``-th block of each tower in the backward pass; 0 keeps all values, as at first.
+    """Recompute every ``every``-th block of each tower in the backward pass; 0 recomputes none.
 
-    Towers of other libraries have one switch for all their blocks, and any ``every`` from 1 sets it. Names of the
-    state dict stay. May be called at any time, before or after ``compile_blocks`` and FSDP or DDP: within a block,
-    recomputation lies around what is compiled, and inside what FSDP does before and after the block.
+    Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): the block keeps only its input.
+    Gradients are the same, bit for bit. Towers of other libraries have one switch for all their blocks, which any
+    ``every`` from 1 turns on. May be called at any time, see ``compile_blocks``.
 
     Raises:
         ConfigError: a library's tower cannot.
     """
-    if every < 0:
-        raise ConfigError(f"every = {every} blocks must be 0 or more")
+    assert every >= 0, every
     for transformer in model.transformers.values():
         for number, block in enumerate(transformer.blocks):
             block.recompute = every > 0 and number % every == 0
@@ -273,11 +239,11 @@ def recompute_blocks(model: CLIP, every: int = 1) -> None:
         _switch(model.text, "text", on=every > 0)
 
 
-def _switch(tower: nn.Module, called: str, *, on: bool) -> None:
-    """By what timm and open_clip, or transformers, call it; it may lie on what the tower wraps."""
+def _switch(tower: nn.Module, name: str, *, on: bool) -> None:
+    """Turn recomputation of a tower of timm, open_clip or transformers, or of the module it wraps, on or off."""
     part: Any
     for part in (tower, *tower.children()):
-        if type(part).__name__ in _NOT_DONE:
+        if type(part).__name__ in _WITHOUT_EFFECT:
             continue
         try:
             if hasattr(part, "set_grad_checkpointing"):
@@ -287,68 +253,44 @@ def _switch(tower: nn.Module, called: str, *, on: bool) -> None:
             else:
                 continue
         except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:
-            raise ConfigError(f"the {called} tower cannot recompute its blocks: {error!r}") from error
+            raise ConfigError(f"the {name} tower cannot recompute its blocks: {error!r}") from error
         return
     if on:
-        raise ConfigError(f"the {called} tower, {type(tower).__name__}, cannot recompute its blocks")
-
-
-# --------------------------------------------------------------------------------------------------------------
-# What of a tensor lies in this process, and sums over all processes that hold a part of it.
-#
-# FSDP2 makes parameters DTensors of which each rank holds some rows. An optimizer works on the rows that are
-# here; what is a property of a whole tensor, such as its norm, is a sum over ranks. A plain tensor is its only
-# part.
+        raise ConfigError(f"the {name} tower, {type(tower).__name__}, cannot recompute its blocks")
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is spread over processes."""
-    return _sharded(tensor) is not None
+    """Return whether the tensor is sharded over ranks."""
+    return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The rows that are here, in the same memory; of a plain tensor all. No gradient flows through it."""
+    """Return the rows that this rank holds, in the same memory and without gradient; all of a plain tensor."""
     bare = tensor.detach()
-    sharded = _sharded(bare)
-    return bare if sharded is None else sharded.to_local()
+    return bare.to_local() if isinstance(bare, DTensor) else bare
 
 
 def sums_over_parts(tensors: Sequence[Tensor], sums: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over whole tensors, from those over the parts that are here; one message for all tensors of a layout.
+    """Add up values of the parts of tensors over ranks, with one message for all tensors of a layout.
 
     Args:
-        tensors: N, plain or spread over processes.
-        sums: of each one's local part something that adds up, scalars of one dtype on one device.
+        tensors: N, plain or sharded.
+        sums: a value of each one's local part, scalars of one dtype on one device.
 
     Returns:
         N scalars, the same on all ranks.
     """
     whole = list(sums)
-    layouts: dict[object, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if (sharded := _sharded(tensor)) is not None:
-            layouts.setdefault((sharded.device_mesh, sharded.placements), []).append(place)
-    for rows in layouts.values():
-        first = _sharded(tensors[rows[0]])
-        assert first is not None
-        totals = _sums_like(first, torch.stack([sums[row] for row in rows]))
-        for row, total in zip(rows, totals.unbind(), strict=True):
-            whole[row] = total
+    layouts: dict[object, list[tuple[int, DTensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            layouts.setdefault((tensor.device_mesh, tensor.placements), []).append((index, tensor))
+    for members in layouts.values():
+        layout = members[0][1]
+        # ranks that hold the same rows, as in hybrid sharding, must not count them twice
+        kinds = [Partial() if placement.is_shard() else Replicate() for placement in layout.placements]
+        parts = torch.stack([sums[index] for index, _ in members])
+        totals = DTensor.from_local(parts, layout.device_mesh, kinds, run_check=False).full_tensor()
+        for (index, _), total in zip(members, totals.unbind(), strict=True):
+            whole[index] = total
     return whole
-
-
-def _sums_like(tensor: "DTensor", parts: Tensor) -> Tensor:
-    """(N,) of each rank → their (N,) sums over the ranks that the tensor is spread over."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    # ranks that hold the same rows, as in hybrid sharding, must not count them twice
-    kinds = [Partial() if placement.is_shard() else Replicate() for placement in tensor.placements]
-    total: Tensor = DTensor.from_local(parts, tensor.device_mesh, kinds, run_check=False).full_tensor()
-    return total
-
-
-def _sharded(tensor: Tensor) -> "DTensor | None":
-    library = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # takes a second to load, and is there if one was made
-    return tensor if library is not None and isinstance(tensor, library.DTensor) else None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import clipkit
-from clipkit.config import load_config
+from clipkit.config import load_config, to_toml
 from clipkit.errors import CheckpointError
 from clipkit.formats.checkpoint import latest_checkpoint, passed_over, resolve_checkpoint
 from clipkit.model.clip import CLIP, create
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_other_bytes_is_passed_over_where_they_are_needed(
         (second / "COMPLETE").unlink()
         assert not same_bits(bits(clipkit.load(second)), bits(small))
 
-    writer = CheckpointWriter(root.parent, CONFIG, keep=2, saved=1)
+    writer = CheckpointWriter(root.parent, to_toml(CONFIG), keep=2, saved=1)
     writer.save_now(small, adamw(small, CONFIG.optim), state(3))
     writer.close()  # the damaged one is none of the two that are kept
     assert {path.name for path in root.glob("step_*")} == {f"step_0000000{number}" for number in (1, 2, 3)}

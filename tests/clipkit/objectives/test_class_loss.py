@@ -155,7 +155,7 @@ def test_other_names_than_the_weights_were_trained_for_are_told(
     save_model(head, tmp_path / "head")
     file = tmp_path / "classnames.txt"
     file.write_text("\n".join(names))
-    with pytest.raises(ConfigError, match=f"head' are of {said}: give classes:.* as it was for them"):
+    with pytest.raises(ConfigError, match=f"head' are of {said}: set classes:.* as it was for them"):
         begin(tmp_path / "head", f"classes:{file}")
     with pytest.raises(CheckpointError, match=f"head is of {said}: give .*, or set out=… for a new run"):
         begin(tmp_path / "head", f"classes:{file}", checkpoint=tmp_path / "head")
@@ -168,10 +168,12 @@ def test_weights_that_have_the_other_kind_of_head_are_told(head: CLIP, tmp_path:
     save_model(create(ARCHITECTURES[TINY], name=TINY, seed=0), tmp_path / "clip")
     (tmp_path / "names").write_text("a\nb")
     with pytest.raises(
-        ConfigError, match=r"have a text tower and no rows of classes, .* eval fine-tune` makes"
+        ConfigError, match=r"have a text tower instead of the class head .* eval fine-tune` makes"
     ):
         begin(tmp_path / "clip", f"classes:{tmp_path}/names")
-    with pytest.raises(ConfigError, match=r"have a head of classes and no text tower, .* give other weights"):
+    with pytest.raises(
+        ConfigError, match=r"have a class head instead of the text tower .* set other weights"
+    ):
         begin(tmp_path / "head", "", loss="clip")
 
 

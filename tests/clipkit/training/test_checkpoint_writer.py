@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from clipkit.config import to_toml
 from clipkit.errors import CheckpointError
 from clipkit.formats.checkpoint import latest_checkpoint
 from clipkit.model.clip import CLIP
@@ -26,7 +27,7 @@ __all__ = ["small"]  # a fixture
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[CheckpointWriter]:
-    made = CheckpointWriter(tmp_path, CONFIG, keep=2)
+    made = CheckpointWriter(tmp_path, to_toml(CONFIG), keep=2)
     yield made
     made.close()
 
@@ -122,7 +123,7 @@ def test_averaged_weights_are_the_model_and_those_in_training_stand_beside(
     its = AveragedWeights(other, 0.9)
     load_training(folder(tmp_path, 2), other, adamw(other, CONFIG.optim), its)
     assert same_bits(bits(other), bits(small)) and same_bits(its.tensors(), averaged.tensors())
-    with pytest.raises(CheckpointError, match=r"the weights are averaged ones; set optim\.average"):
+    with pytest.raises(CheckpointError, match=r"its weights are averaged; set optim\.average"):
         load_training(folder(tmp_path, 2), other, adamw(other, CONFIG.optim))
 
 
@@ -152,10 +153,10 @@ def test_what_fails_beside_the_training_is_told_at_the_next_occasion(
 def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(
     value: float, weight: str, small: CLIP, optimizer: torch.optim.Optimizer, tmp_path: Path
 ) -> None:
-    writer = CheckpointWriter(tmp_path, CONFIG, keep=1)
+    writer = CheckpointWriter(tmp_path, to_toml(CONFIG), keep=1)
     good = small.state_dict()[weight].clone()
     small.state_dict()[weight].view(-1)[-1] = value
-    with pytest.raises(CheckpointError, match=f"begins with are not finite, first {weight}: give other"):
+    with pytest.raises(CheckpointError, match=f"initial weights of .* are not finite, first {weight}: set"):
         writer.save_now(small, optimizer, state(0))
     assert not (tmp_path / "checkpoints").exists()
     small.state_dict()[weight].copy_(good)
@@ -168,7 +169,7 @@ def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(
             writer.save_now(small, optimizer, state(2), average)
         message = str(caught.value)
         assert message.startswith(f"the weights after step 2 are not finite, first {weight}")
-        assert "; it is not saved, step 1 was the last: " in message and "\n" not in message
+        assert ", and are not saved; the newest checkpoint is step 1: " in message and "\n" not in message
         assert latest_checkpoint(tmp_path) == folder(tmp_path, 1) and writer.saved_step == 1
     small.state_dict()[weight].copy_(good.fill_(3e38))  # large, and finite
     writer.save_now(small, optimizer, state(2), averaged)

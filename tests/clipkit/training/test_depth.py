@@ -15,7 +15,7 @@ from clipkit.model import (
     VisionTower,
 )
 from clipkit.model.clip import CLIP, create
-from clipkit.training.depth import Place, places, tower_of
+from clipkit.training.build import Place, places, tower_of
 from tests.clipkit.stored_models import TEXT, VIT
 
 OWN_TEXT = TextTower(width=32, layers=1, heads=2, context_length=16)
@@ -147,10 +147,10 @@ def test_towers_without_known_blocks_are_refused(monkeypatch: pytest.MonkeyPatch
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
         "embedding_size": 8,
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="the text tower has no blocks that are recognised"):
+    with pytest.raises(ConfigError, match="the blocks of the text tower are not recognized"):
         places(with_encoder("albert", **sharing))  # all layers are one
     model = with_image(TimmVision(image_size=64, name="test_convnext"))
     trunk = model.visual.get_submodule("trunk")
     monkeypatch.setattr(trunk, "group_matcher", lambda coarse: lambda name: (0,))
-    with pytest.raises(ConfigError, match="the image tower has no blocks that are recognised"):
+    with pytest.raises(ConfigError, match="the blocks of the image tower are not recognized"):
         places(model)

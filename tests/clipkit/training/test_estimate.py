@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipkit.errors import ConfigError
 from clipkit.model import ARCHITECTURES, OpenClipVision
 from clipkit.model.clip import CLIP, create
-from clipkit.model.flops import counted_flops, step_flops
-from clipkit.training.costs import Estimate, estimate
+from clipkit.model.flops import step_flops
+from clipkit.training.costs import Workload, estimate, memory_of
 
 TOLERANCE = 0.1
 SMALL = "ViT-Ti-8-48"
@@ -87,7 +86,8 @@ def test_weights_gradients_and_state_are_what_adamw_holds(model: CLIP, name: str
     for parameter in copy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    found = estimate(copy, batch_size=16, steps=1, bf16=False, optimizer=name).memory
+    work = Workload(model=copy, batch_size=16, steps=1, bf16=False, optimizer=name)
+    found = memory_of(work)
     numbers = sum(parameter.numel() for parameter in copy.parameters())
     held = sum(
         value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1
@@ -95,15 +95,16 @@ def test_weights_gradients_and_state_are_what_adamw_holds(model: CLIP, name: str
     assert found.weights == found.gradients == 4 * numbers
     assert found.optimizer == pytest.approx(held, rel=1e-3)
     assert found.average == 0
-    assert estimate(copy, batch_size=16, steps=1, average=True).memory.average == 4 * numbers
-    assert estimate(copy, batch_size=16, steps=1, optimizer="muon").memory.optimizer < found.optimizer
+    assert memory_of(replace(work, average=True)).average == 4 * numbers
+    assert memory_of(replace(work, optimizer="muon")).optimizer < found.optimizer
 
 
 def test_what_is_frozen_has_no_gradient_no_state_no_activations() -> None:
     locked = create(SMALL, seed=0)
-    whole = estimate(locked, batch_size=64, steps=10, peak=1e12)
+    work = Workload(model=locked, batch_size=64, steps=10)
+    whole = estimate(work, 1e12)
     locked.visual.requires_grad_(False)
-    found = estimate(locked, batch_size=64, steps=10, peak=1e12)
+    found = estimate(work, 1e12)
     image = found.parameters["image"]
     assert found.trained == whole.trained - image
     assert whole.memory.gradients - found.memory.gradients == 4 * image
@@ -120,9 +121,10 @@ def meta(name: str) -> CLIP:
 
 def test_sharding_divides_what_lasts() -> None:
     model = meta("ViT-H-14")
-    plain = estimate(model, batch_size=4096, steps=1, world=64).memory
-    full = estimate(model, batch_size=4096, steps=1, world=64, sharding="full").memory
-    hybrid = estimate(model, batch_size=4096, steps=1, world=64, sharding="hybrid", shard_ranks=8).memory
+    work = Workload(model=model, batch_size=4096, steps=1, world=64)
+    plain = memory_of(work)
+    full = memory_of(replace(work, sharding="full"))
+    hybrid = memory_of(replace(work, sharding="hybrid", shard_ranks=8))
     assert full.optimizer == pytest.approx(plain.optimizer / 64, rel=1e-3)
     assert hybrid.gradients == pytest.approx(plain.gradients / 8, rel=1e-3)
     assert full.weights < hybrid.weights < plain.weights
@@ -132,37 +134,34 @@ def test_sharding_divides_what_lasts() -> None:
 def test_the_loss_grows_with_the_batch_and_not_with_its_square() -> None:
     model = meta("ViT-B-32")
     small, large = (
-        estimate(model, batch_size=size, steps=1, world=8).memory.loss for size in (32_768, 1_048_576)
+        memory_of(Workload(model=model, batch_size=size, steps=1, world=8)).loss
+        for size in (32_768, 1_048_576)
     )
     assert 2 < large / small <= 32
 
 
 def test_parts_divide_activations_and_hours_follow_the_peak() -> None:
     model = meta("ViT-L-14")
-    one = estimate(model, batch_size=1024, steps=1000, peak=312e12, mfu=0.4, tokens=16)
-    four = estimate(model, batch_size=1024, steps=1000, peak=624e12, mfu=0.4, tokens=16, parts=4)
+    work = Workload(model=model, batch_size=1024, steps=1000)
+    one, four = estimate(work, 125e12), estimate(replace(work, parts=4), 250e12)
     assert one.memory.activations is not None and four.memory.activations is not None
     assert one.memory.activations == 4 * four.memory.activations
     assert one.hours is not None and four.hours == pytest.approx(one.hours / 2)
-    flops = step_flops(model.architecture, rows=1024, lengths={16: 1024}, global_rows=1024)
+    flops = step_flops(model.architecture, rows=1024, lengths={77: 1024}, global_rows=1024)
     assert one.step_flops == flops
-    assert one.hours == pytest.approx(1000 * flops / (0.4 * 312e12) / 3600)
-    two = estimate(model, batch_size=1024, steps=1000, peak=312e12, world=2, tokens=16)
+    assert one.hours == pytest.approx(1000 * flops / 125e12 / 3600)
+    two = estimate(replace(work, world=2), 125e12)
     assert two.hours == pytest.approx(one.hours / 2, rel=1e-3)
 
 
-def test_a_librarys_tower_has_no_activations_but_flops_where_counted() -> None:
+def test_a_librarys_tower_has_no_activations_but_flops_where_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     vision = OpenClipVision(
         image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
     )
     model = create(replace(ARCHITECTURES["ViT-Ti-4-16"], vision=vision), seed=0)
-    unknown = estimate(model, batch_size=8, steps=1, peak=1e12)
-    assert unknown.step_flops is None and unknown.hours is None and unknown.memory.activations is None
-    known: Estimate = estimate(model, batch_size=8, steps=1, peak=1e12, counted=counted_flops(model))
-    assert known.step_flops is not None and known.hours is not None
-
-
-@pytest.mark.parametrize("settings", [{"optimizer": "adam"}, {"sharding": "fully"}])
-def test_unknown_names_are_told(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="did you mean"):
-        estimate(meta(SMALL), batch_size=8, steps=1, **settings)  # type: ignore[arg-type]
+    work = Workload(model=model, batch_size=8, steps=1)
+    known = estimate(work, 1e12)
+    assert known.step_flops is not None and known.hours is not None and known.memory.activations is None
+    monkeypatch.setattr("clipkit.training.costs.counted_flops", lambda model: None)
+    unknown = estimate(work, 1e12)
+    assert unknown.step_flops is None and unknown.hours is None and unknown.image_flops is None

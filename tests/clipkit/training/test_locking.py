@@ -11,8 +11,7 @@ from clipkit.errors import ConfigError
 from clipkit.model import Architecture, OpenClipVision, TextTower, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.build import Unfreezing, free_depths, lock, still_statistics
-from clipkit.training.depth import places, tower_of
+from clipkit.training.build import Unfreezing, free_depths, lock, places, still_statistics, tower_of
 from clipkit.training.optim import make_optimizer
 
 TEXT = TextTower(width=16, layers=2, heads=2, context_length=8, vocab_size=50)
@@ -72,7 +71,7 @@ def test_whole_towers_of_any_library_can_be_locked(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(trunk, "group_matcher", lambda coarse: lambda name: (0,))
     lock(model, image="all")
     assert not any(name.startswith("visual.") for name in trained(model))
-    with pytest.raises(ConfigError, match="the image tower has no blocks that are recognised"):
+    with pytest.raises(ConfigError, match="the blocks of the image tower are not recognized"):
         lock(model, image=2)
 
 

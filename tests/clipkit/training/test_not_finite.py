@@ -10,7 +10,7 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.model.clip import CLIP
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.guards import find, line, write_down
+from clipkit.training.guards import failed_step, find, list_not_finite
 from clipkit.training.step import Features, backward
 
 NAMES = [("a.tar", "0001"), ("b.tar", 'an "odd" näme\n')]
@@ -78,9 +78,9 @@ def test_a_gradient_alone_is_found(tiny: CLIP, inputs: dict[str, Tensor]) -> Non
 
 
 def test_samples_are_listed_by_rank_and_anew(tmp_path: Path) -> None:
-    assert write_down(tmp_path, NAMES, step=4, rank=0) == tmp_path / "not_finite.jsonl"
-    assert write_down(tmp_path, NAMES[1:], step=4, rank=3) == tmp_path / "not_finite-3.jsonl"
-    write_down(tmp_path, NAMES, step=7, rank=0)
+    assert list_not_finite(tmp_path, NAMES, step=4, rank=0) == tmp_path / "not_finite.jsonl"
+    assert list_not_finite(tmp_path, NAMES[1:], step=4, rank=3) == tmp_path / "not_finite-3.jsonl"
+    list_not_finite(tmp_path, NAMES, step=7, rank=0)
     found = [json.loads(one) for one in (tmp_path / "not_finite.jsonl").read_text().splitlines()]
     assert found == [{"step": 8, "shard": shard, "key": key} for shard, key in NAMES]
     assert len((tmp_path / "not_finite-3.jsonl").read_text().splitlines()) == 1
@@ -89,11 +89,14 @@ def test_samples_are_listed_by_rank_and_anew(tmp_path: Path) -> None:
 def test_a_list_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "not_finite.jsonl").mkdir()
     with pytest.raises(DataError, match=r"not_finite.jsonl cannot be written: Is a directory"):
-        write_down(tmp_path, NAMES, step=4, rank=0)
+        list_not_finite(tmp_path, NAMES, step=4, rank=0)
 
 
 def test_what_is_said_names_what_is_no_number(tmp_path: Path) -> None:
-    assert line(tmp_path, 4, torch.nan, 1.0).startswith("the loss of step 5 is nan; step 4 is saved")
-    assert line(tmp_path, 4, torch.nan, torch.nan).startswith("the loss of step 5 is nan")
-    assert line(tmp_path, 4, 2.5, torch.inf).startswith("the gradient of step 5 is inf")
-    assert "\n" not in line(tmp_path, 4, torch.nan, 1.0)
+    def message(loss: float, norm: float) -> str:
+        return str(failed_step(tmp_path, 4, causes=["", ""], loss=loss, norm=norm))
+
+    assert message(torch.nan, 1.0).startswith("the loss of step 5 is nan; step 4 is saved")
+    assert message(torch.nan, torch.nan).startswith("the loss of step 5 is nan")
+    assert message(2.5, torch.inf).startswith("the gradient of step 5 is inf")
+    assert "\n" not in message(torch.nan, 1.0)

@@ -15,13 +15,12 @@ from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
-from clipkit.training import OPTIMIZERS, SCHEDULES
+from clipkit.training import OPTIMIZERS, SCHEDULES, learning_rate
+from clipkit.training.build import places
 from clipkit.training.checkpoint import optimizer_tensors
-from clipkit.training.depth import places
 from clipkit.training.optim import (
     adamw,
     expected_state,
-    learning_rate,
     make_optimizer,
     parameter_groups,
 )

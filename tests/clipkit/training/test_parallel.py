@@ -27,8 +27,8 @@ from clipkit.training.parallel import (
     local_gradients,
     put,
     replicated,
+    scalars,
     shard,
-    single_numbers,
     without_values,
 )
 
@@ -146,9 +146,11 @@ def test_one_rank_needs_no_wrapper(model: CLIP) -> None:
     with gathered(model), local_gradients(model, last=False):
         complete_gradients(model)
     assert all(torch.equal(one, before[name]) for name, one in gradients(model).items())
-    assert single_numbers(model) == [model.logit_scale, model.logit_bias]
+    assert scalars(model) == [model.logit_scale, model.logit_bias]
 
 
 def test_what_cannot_be_split_is_one_line(model: CLIP) -> None:
-    with pytest.raises(ConfigError, match="sharding = 'full' needs several processes: start with torchrun"):
+    with pytest.raises(
+        ConfigError, match="sharding = 'full' requires several processes: start with torchrun"
+    ):
         shard(without_values(model), model.state_dict(), "full", device=CPU)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from clipkit.training.machines import GPUS, measured_peak, published_gpu
+from clipkit.training.costs import GPUS, measured_peak, published_gpu
 
 
 def test_the_measured_peak_is_what_a_product_reaches() -> None:

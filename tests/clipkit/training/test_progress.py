@@ -7,12 +7,11 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from clipkit.config import Config, LogConfig
+from clipkit.config import LogConfig
 from clipkit.errors import DataError
 from clipkit.training import metrics as module
 from clipkit.training.metrics import BadSampleLines, MetricsLog, ProgressLine, _clock, drop_lines_after
@@ -20,7 +19,7 @@ from clipkit.training.metrics import BadSampleLines, MetricsLog, ProgressLine, _
 FIGURES = {
     "loss": 1.25, "chance": 5.5, "samples_per_second": 100.0, "data_time": 0.05, "batch_time": 0.5, "scale": 14.3,
 }  # fmt: skip
-QUIET = replace(Config(), log=LogConfig(tensorboard=False))
+QUIET = LogConfig(tensorboard=False)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -28,14 +27,14 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def test_figures_of_a_killed_run_are_taken_out_and_go_on(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, QUIET, step=0)
+    log = MetricsLog(tmp_path, QUIET, "", step=0)
     for step in (10, 20, 30):
         log.write(step, {"loss": 1.0 / step})
     log.close()
     path = tmp_path / "metrics.jsonl"
     with path.open("a") as file:
         file.write('{"step": 40, "lo')  # cut by a kill
-    log = MetricsLog(tmp_path, QUIET, step=20)
+    log = MetricsLog(tmp_path, QUIET, "", step=20)
     log.write(30, {"loss": 5.0})
     log.write_scores(30, {"digits/acc1": 0.5})
     log.close()
@@ -61,7 +60,7 @@ def test_lines_are_kept_to_the_letter(tmp_path: Path) -> None:
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = MetricsLog(tmp_path, Config(), step=0)
+    log = MetricsLog(tmp_path, LogConfig(), "", step=0)
     log.write(10, {"loss": 2.0})
     log.write_scores(10, {"digits/zero-shot/acc1": 0.25})
     log.close()
@@ -197,11 +196,11 @@ def test_where_nothing_can_be_shown_the_training_goes_on_in_silence(end: str) ->
 def test_wandb_without_a_login_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     program = (
-        "import sys\nfrom dataclasses import replace\nfrom pathlib import Path\n"
-        "from clipkit.config import Config, LogConfig\nfrom clipkit.errors import run_command\n"
+        "import sys\nfrom pathlib import Path\n"
+        "from clipkit.config import LogConfig\nfrom clipkit.errors import run_command\n"
         "from clipkit.training.metrics import MetricsLog\n"
-        "config = replace(Config(), log=LogConfig(tensorboard=False, wandb='mine'))\n"
-        "run_command(lambda: MetricsLog(Path(sys.argv[1]), config, step=0).close())\n"
+        "log = LogConfig(tensorboard=False, wandb='mine')\n"
+        "run_command(lambda: MetricsLog(Path(sys.argv[1]), log, '', step=0).close())\n"
     )
     left_out = {name for name in os.environ if name.startswith("WANDB_")}
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
@@ -211,13 +210,13 @@ def test_wandb_without_a_login_is_one_line(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: log.wandb = 'mine', but wandb does not begin: ")
+    assert last.startswith("error: log.wandb = 'mine', but wandb does not start: ")
     assert "run `wandb login`, or set WANDB_MODE=offline" in last
 
 
 def test_figures_that_cannot_be_written_are_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    log = MetricsLog(tmp_path, QUIET, step=0)
+    log = MetricsLog(tmp_path, QUIET, "", step=0)
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written: No space left on device"):
         log.write(1, {"loss": 1.0})
     log.close()

@@ -1,14 +1,13 @@
 """A step of several ranks is computed again by one process in as many pieces as they had together."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from clipkit.config import Config, to_toml
 from clipkit.errors import ConfigError
-from clipkit.training.checkpoint import as_replayed
+from clipkit.training.guards import replay_parts
 
 CONFIG = Config(out="runs/test", batch_size=48, accumulate=2)
 
@@ -35,14 +34,14 @@ def failed_run(run: Path, *, ranks: int) -> None:
 )
 def test_pieces_are_those_of_all_ranks(tmp_path: Path, ranks: int, given: int, parts: int) -> None:
     failed_run(tmp_path, ranks=ranks)
-    assert as_replayed(replace(CONFIG, accumulate=given), tmp_path) == replace(CONFIG, accumulate=parts)
+    assert replay_parts(tmp_path, given, CONFIG.batch_size) == parts
 
 
 def test_no_piece_is_without_a_row(tmp_path: Path) -> None:
     failed_run(tmp_path, ranks=8)
-    assert as_replayed(replace(CONFIG, batch_size=12), tmp_path).accumulate == 12
+    assert replay_parts(tmp_path, CONFIG.accumulate, 12) == 12
 
 
 def test_a_run_that_was_never_saved_is_not_replayed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a run that was saved: there is no checkpoint in"):
-        as_replayed(CONFIG, tmp_path)
+    with pytest.raises(ConfigError, match="requires a saved run: there is no checkpoint in"):
+        replay_parts(tmp_path, 1, 8)

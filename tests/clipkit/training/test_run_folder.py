@@ -10,12 +10,12 @@ import pytest
 
 from clipkit.config import Config, load_config
 from clipkit.errors import ConfigError, DataError
-from clipkit.training.checkpoint import (
+from clipkit.training.checkpoint import only_trainer_of
+from clipkit.training.guards import (
     append_bad_samples,
-    bad_share,
+    bad_fraction,
     check_bad_samples,
     drop_bad_samples_after,
-    only_trainer_of,
     too_many_bad,
 )
 
@@ -40,14 +40,17 @@ def test_what_a_full_disk_or_a_kill_has_left_is_no_foreign_file(tmp_path: Path) 
     with only_trainer_of(run, CONFIG, rank0=True):
         assert (run / "config.toml").is_file()
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="is no run folder"), only_trainer_of(tmp_path, CONFIG, rank0=True):
+    with (
+        pytest.raises(ConfigError, match="is not a run folder"),
+        only_trainer_of(tmp_path, CONFIG, rank0=True),
+    ):
         pass
 
 
 def test_a_folder_that_is_there_and_cannot_be_written_is_said_to(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
     long = tmp_path / ("x" * 5000)
-    for run, why in ((tmp_path, "written: Is a directory"), (long, "made: File name too long")):
+    for run, why in ((tmp_path, "written: Is a directory"), (long, "created: File name too long")):
         with (
             pytest.raises(ConfigError, match=f"cannot be {why}") as caught,
             only_trainer_of(run, CONFIG, rank0=True),
@@ -185,7 +188,7 @@ def test_the_share_of_bad_samples_does_not_grow_with_epochs(epochs: int) -> None
             6,
             34,
             0.05,
-            "15% of the 40 samples drawn were bad (limit: data.max_bad = 5%, taken of at least 1,000)",
+            "15% of the 40 samples drawn were bad (limit: data.max_bad = 5% of at least 1,000 samples)",
         ),
         (1, 99_999, 0.001, "0.001% of the 100,000 samples drawn were bad (limit: data.max_bad = 0.1%)"),
     ],
@@ -193,4 +196,4 @@ def test_the_share_of_bad_samples_does_not_grow_with_epochs(epochs: int) -> None
 def test_the_share_of_bad_samples_is_told_beside_its_limit(
     bad: int, used: int, share: float, line: str
 ) -> None:
-    assert bad_share(bad, used, share) == line
+    assert bad_fraction(bad, used, share) == line

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.config import load_config
-from clipkit.training.metrics import beginning, notes
+from clipkit.training.metrics import beginning
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 QUICKSTART = CONFIGS / "quickstart.toml"
@@ -16,11 +16,11 @@ QUICKSTART = CONFIGS / "quickstart.toml"
     [
         (
             ["optim.warmup=6"],
-            "optim.warmup = 6 is no shorter than the run of 6 steps: the rate ends at 0.0015,",
+            "optim.warmup = 6 is not shorter than the run of 6 steps: the learning rate ends at 0.0015,",
         ),
         (
             ["optim.warmup=2", "small.steps=6", "small.image_size=8"],
-            "small.steps = 6 is no shorter than the run",
+            "small.steps = 6 is not shorter than the run",
         ),
         (
             ["optim.warmup=2", "lock.unfreeze_every=2"],
@@ -38,28 +38,28 @@ QUICKSTART = CONFIGS / "quickstart.toml"
 )
 def test_what_may_not_be_meant_is_told(settings: list[str], note: str) -> None:
     config = load_config(QUICKSTART, ["steps=6", *settings])
-    (line,) = notes(config, step=0, samples=960, layers=14)
+    (line,) = config.notes(step=0, samples=960, layers=14)
     assert line.startswith(f"note: {note}")
-    assert not notes(config, step=6, samples=960, layers=14)  # all is done
+    assert not config.notes(step=6, samples=960, layers=14)  # all is done
 
 
 def test_what_just_fits_is_not_told() -> None:
     settings = ["optim.warmup=26", "small.steps=26", "small.image_size=8", "lock.unfreeze_every=2"]
-    assert not notes(load_config(QUICKSTART, ["steps=27", *settings]), step=0, samples=9600, layers=14)
+    assert not load_config(QUICKSTART, ["steps=27", *settings]).notes(step=0, samples=9600, layers=14)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_configurations_need_no_note(path: Path) -> None:
     config = load_config(path)
-    assert not notes(config, step=0, samples=config.steps * config.batch_size // 40, layers=14)
+    assert not config.notes(step=0, samples=config.steps * config.batch_size // 40, layers=14)
 
 
 def test_how_it_begins_is_a_line_each() -> None:
     run, config = Path("runs/a"), load_config(QUICKSTART, ["steps=8", "optim.warmup=2", "model.weights=b"])
-    assert beginning(run, 0, config, planned=8) == ["starting runs/a"]
-    assert beginning(run, 8, config, planned=8) == ["runs/a has made all its 8 steps"]
-    resumed = beginning(run, 4, config, planned=6)
+    assert beginning(run, 0, 8, 8, config.optim) == ["starting runs/a"]
+    assert beginning(run, 8, 8, 8, config.optim) == ["runs/a has made all its 8 steps"]
+    resumed = beginning(run, 4, 8, 6, config.optim, config.model.weights)
     assert resumed[0] == "resuming runs/a at step 4" and "model.weights = 'b' is not read" in resumed[1]
     assert resumed[2].startswith(
-        "steps = 8 now, and were 6: the rate follows the longer run's schedule from here on, "
+        "steps = 8 now, and was 6: from here on the learning rate follows the schedule of the longer run, "
     )

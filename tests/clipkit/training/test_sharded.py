@@ -15,4 +15,4 @@ def test_updates_and_averages_of_spread_weights_are_those_of_whole_ones(forked: 
         for name in ("adamw", "stable_adamw", "lamb"):
             assert said.count(f"{layout} {name} the same") == 2
             assert said.count(f"training with {name} the same") == 2
-        assert said.count(f"{layout} muon refused: optim.name = 'muon' needs whole matrices") == 2
+        assert f"{layout} muon" not in said  # it needs whole matrices

@@ -22,7 +22,8 @@ class Training:
         self.watch = Stopwatch(CPU)
         peaks = iter(measured)
 
-        def measure() -> float:
+        def measure(*, together: bool) -> float:
+            assert not together
             self.now += 0.25
             return next(peaks)
 
