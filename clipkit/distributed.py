@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,12 @@ from clipkit.errors import ClipkitError, ConfigError, tell_torchrun
 
 __all__ = [
     "Failures",
-    "KeyValueStore",
     "background_group",
     "barrier",
     "broadcast_buffers",
     "broadcast_bytes",
     "check_launch",
     "counts_of_rows",
-    "failing_together",
     "gather_objects",
     "gather_rows",
     "greatest_over_ranks",
@@ -47,19 +45,18 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# When one rank fails, all end, and the error is reported once, through the store that the ranks met in.
+# When one rank fails, all end, and the error is reported once, through the store that the ranks rendezvous in.
 #
 # A rank that fails leaves a note. Ranks that then lose the connection to it, or wait for it in vain, read the note
-# and exit silently. An error that all ranks make is reported by rank 0 alone, one that only some make by each.
+# and exit silently. Rank 0 reports an error that all ranks have; otherwise each rank that has one reports it.
 
 Answer = TypeVar("Answer")
 
 _NOTE = "clipkit/failed"
-_POLL_SECONDS = 0.1  # between looks while waiting for others
-_WATCH_SECONDS = 2.0  # between looks for a note while all is well
-_RANK0_FIRST_SECONDS = 3.0  # for rank 0 to make the same error
-_NOTE_SECONDS = 5.0  # for the note of a rank whose connection has closed
+_POLL_SECONDS = 0.1  # between requests while waiting for others
+_WATCH_SECONDS = 2.0  # between requests for a note while there is none
+_RANK0_FIRST_SECONDS = 3.0  # for rank 0 to have the same error
+_NOTE_SECONDS = 5.0  # for the note of a rank that closed its connection
 _END_SECONDS = 5.0  # from the note until a rank that still waits for the others is ended
 _END_RANK0_SECONDS = 30.0  # it may be saving; torchrun gives as long
 _NO_WORD = (
@@ -77,25 +74,16 @@ _LOST = re.compile(
 )
 
 
-class KeyValueStore(Protocol):
-    """The methods of ``torch.distributed.Store`` that are used."""
-
-    def add(self, key: str, value: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
-    def get(self, key: str) -> bytes: ...
-
-
 class Failures:
     """The notes that ranks leave for each other.
 
     Args:
-        store: shared by all ranks. One that cannot be reached any more has no notes.
+        store: shared by all ranks; there are no notes once it cannot be reached.
         rank: of this process.
         host: whether the store ends with this process, which then waits for the others when it fails.
     """
 
-    def __init__(self, store: KeyValueStore, *, rank: int, host: bool) -> None:
+    def __init__(self, store: Store, *, rank: int, host: bool) -> None:
         self._store, self._rank, self._host = store, rank, host
         self._note = ""
         # the store cannot be reached; every further request would print a long C++ stack to stderr
@@ -117,8 +105,8 @@ class Failures:
         who = "error" if self._rank == 0 else f"error (rank {self._rank})"
         self._ask(lambda: self._store.compare_set(_NOTE, "", f"{who}: {message}"))
 
-    def tells(self, message: str) -> bool:
-        """Whether this rank reports an error to the user: rank 0, if it makes the same one soon."""
+    def reports(self, message: str) -> bool:
+        """Return whether this rank reports an error to the user: rank 0, if it soon has the same one."""
         key = f"clipkit/told/{message}"
         if self._rank:
             self._until(_RANK0_FIRST_SECONDS, lambda: bool(self._ask(lambda: self._store.check([key]))))
@@ -152,7 +140,7 @@ class Failures:
             time.sleep(_POLL_SECONDS)
 
     def _watch(self) -> None:
-        """End a process that waits for a failed one, as NCCL does for many minutes."""
+        """End a process that waits for a failed one, which NCCL would do for many minutes."""
         while not self._gone and not self._over.wait(_WATCH_SECONDS):
             if self._look():
                 if not self._over.wait(_END_SECONDS if self._rank else _END_RANK0_SECONDS):
@@ -161,14 +149,18 @@ class Failures:
                 return
 
 
-def failing_together(
-    command: Callable[[], int], failures: Callable[[], Failures | None]
-) -> Callable[[], int]:
-    """Return a main function that ends all ranks when one fails.
+_TIMEOUT = timedelta(minutes=10)
+_LONG_TIMEOUT = timedelta(hours=6)  # of a thread that waits while shards of many gigabytes are joined
+_failures: Failures | None = None  # of the process group
+_store: Store | None = None  # in which its ranks rendezvous
+_messages = count()  # broadcast by rank 0
+
+
+def together(command: Callable[[], int]) -> Callable[[], int]:
+    """Return a main function that ends all ranks when one fails after ``start``.
 
     Args:
-        command: the main function; raises what ``clipkit.errors.run_command`` reports.
-        failures: the notes, or None as long as there is no other rank.
+        command: a main function; raises what ``clipkit.errors.run_command`` reports.
     """
 
     def program() -> int:
@@ -176,72 +168,62 @@ def failing_together(
             return command()
         except SystemExit:
             raise
-        except KeyboardInterrupt:  # perhaps by torchrun, because another rank has ended: then say nothing
-            _end_if_another_failed(failures(), 0.0)
+        except KeyboardInterrupt:  # perhaps from torchrun, because another rank has ended: then exit silently
+            _end_if_another_failed(0.0)
             raise
         except BaseException as error:
-            _report(error, failures())
+            _report(error)
             raise
 
     return program
 
 
-def _report(error: BaseException, failures: Failures | None) -> None:
+def _report(error: BaseException) -> None:
     """Leave a note of this rank's error; exit silently if another rank reports it."""
     # torchrun ends the others as soon as one has ended, and the rest takes seconds
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    reported = error
+    reported, failures = error, _failures
     if failures is not None and isinstance(error, RuntimeError):
         lost = _LOST.search(f"{type(error).__name__}: {error}")
         if lost or _SILENT.search(str(error)):
-            _end_if_another_failed(failures, _NOTE_SECONDS)
+            _end_if_another_failed(_NOTE_SECONDS)
             reported = ClipkitError(_NO_WORD if lost else _NO_ANSWER)
-    # everything else is a bug, and each rank shows its traceback
+    # everything else is a bug, and each rank prints its traceback
     users = isinstance(reported, ClipkitError | OSError)
     message = " ".join((str(reported) if users else f"{type(reported).__name__}: {reported}").split())
     tell_torchrun(f"error: {message}")
     if failures is not None:
         failures.leave(message)
-        tells = not users or failures.tells(message)
+        reports = not users or failures.reports(message)
         failures.wait_for_readers()
-        if not tells:
+        if not reports:
             tell_torchrun(f"error: {message}", late=True)
             raise SystemExit(1)
     if reported is not error:
         raise reported from None
 
 
-def _end_if_another_failed(failures: Failures | None, seconds: float) -> None:
-    if failures is not None and (note := failures.note(seconds)):
+def _end_if_another_failed(seconds: float) -> None:
+    if _failures is not None and (note := _failures.note(seconds)):
         tell_torchrun(note, late=True)
         raise SystemExit(1)
 
 
-# --------------------------------------------------------------------------------------------------------------
-
-_TIMEOUT = timedelta(minutes=10)
-_LONG_TIMEOUT = timedelta(hours=6)  # of what a thread waits for while shards of many gigabytes are joined
-_failures: Failures | None = None  # of the process group
-_store: Store | None = None  # that its ranks met in
-_messages = count()  # broadcast by rank 0
-
-
 def check_launch() -> None:
-    """Check the environment variables that a process needs to find the others, as torchrun sets them.
+    """Check the environment variables with which a process finds the others, as torchrun sets them.
 
     Raises:
-        ConfigError: there are several processes and one is missing, or one is not a number.
+        ConfigError: there are several processes and a variable is missing, or one is not a number.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if world != "1" else ()
     missing = [name for name in needed if not os.environ.get(name)]
-    numbers = [
-        name for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if not os.environ.get(name, "0").isdecimal()
-    ]
-    if missing or numbers:
-        wrong = f"{', '.join(missing)} not set" if missing else f"{numbers[0]} = {os.environ[numbers[0]]!r}"
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    invalid = [name for name in names if not os.environ.get(name, "0").isdecimal()]
+    if missing or invalid:
+        wrong = f"{', '.join(missing)} not set" if missing else f"{invalid[0]} = {os.environ[invalid[0]]!r}"
         raise ConfigError(
-            f"the environment says WORLD_SIZE = {world}, but has {wrong}: start with torchrun, or unset WORLD_SIZE"
+            f"the environment has WORLD_SIZE = {world}, but {wrong}: start with torchrun, or unset WORLD_SIZE"
         )
     rank_and_world()
 
@@ -250,14 +232,14 @@ def rank_and_world() -> tuple[int, int]:
     """Return rank and world size from torchrun's environment variables; 0 and 1 without them.
 
     Raises:
-        ConfigError: the environment says something impossible.
+        ConfigError: they are impossible.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     rank = os.environ.get("RANK", "0" if world == "1" else "not set")
     if rank.isdecimal() and world.isdecimal() and int(rank) < int(world):
         return int(rank), int(world)
     raise ConfigError(
-        f"the environment says RANK = {rank} and WORLD_SIZE = {os.environ.get('WORLD_SIZE', 'not set')}: "
+        f"the environment has RANK = {rank} and WORLD_SIZE = {os.environ.get('WORLD_SIZE', 'not set')}: "
         "start with torchrun, or unset both"
     )
 
@@ -269,14 +251,20 @@ def start() -> torch.device:
         ConfigError: the machine has fewer GPUs than processes.
     """
     global _failures, _store
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    environment = os.environ
+    local_rank, local_world = int(environment.get("LOCAL_RANK", "0")), environment.get("LOCAL_WORLD_SIZE")
     cuda, gpus = torch.cuda.is_available(), torch.cuda.device_count()
     if cuda and local_rank < gpus:
         torch.cuda.set_device(local_rank)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
         store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
-        _store = PrefixStore(f"attempt {_attempt()}", store)
-        _failures = Failures(_store, rank=rank, host=rank == 0 and not _store_is_torchruns())
+        # Torchrun's store outlives the ranks: when it restarts them (torch 2.15), their old addresses and notes are
+        # still there. With several torchruns each has its own count of restarts, and they differ.
+        torchruns = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        alone = torchruns and local_world == environment.get("WORLD_SIZE")
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+        _store = PrefixStore(f"attempt {attempt}", store)
+        _failures = Failures(_store, rank=rank, host=rank == 0 and not torchruns)
         # CPU tensors use gloo, so that agreeing on a flag never waits for a GPU's queue
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -287,8 +275,7 @@ def start() -> torch.device:
         )
     if cuda and local_rank >= gpus:  # only now, when it can be reported once
         raise ConfigError(
-            f"{os.environ.get('LOCAL_WORLD_SIZE')} processes on a machine with {gpus} GPUs: "
-            "set --nproc-per-node to the number of GPUs"
+            f"{local_world} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
         )
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
 
@@ -300,26 +287,6 @@ def stop() -> None:
         if _failures is not None:
             _failures.close()
         dist.destroy_process_group()
-
-
-def together(command: Callable[[], int]) -> Callable[[], int]:
-    """Return a main function of which no rank fails alone after ``start``, see ``failing_together``."""
-    return failing_together(command, lambda: _failures)
-
-
-def _store_is_torchruns() -> bool:
-    """Whether torchrun hosts the store that the ranks meet in, so that it outlives them."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _attempt() -> str:
-    """Return torchrun's count of restarts of the ranks.
-
-    Torchrun keeps its store when it restarts the ranks (torch 2.15), with their old addresses and notes. With
-    several torchruns each has its own count, and the numbers differ.
-    """
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone and _store_is_torchruns() else "0"
 
 
 def rank() -> int:
@@ -384,7 +351,7 @@ def gather_objects(value: Any) -> list[Any]:
 def broadcast_bytes(content: bytes) -> bytes:
     """Return rank 0's bytes on each rank; the others' are ignored.
 
-    They wait without a time limit, so that rank 0 may count shards for hours.
+    Ranks wait without a time limit, since rank 0 may count shards for hours.
     """
     if world_size() == 1:
         return content
@@ -399,8 +366,10 @@ def broadcast_bytes(content: bytes) -> bytes:
     dist.broadcast(size, src=0)
     if not size:
         return b""
-    data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if rank() == 0 else None
-    data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
+    if rank() == 0:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    else:
+        data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, src=0)
     return data.numpy().tobytes()
 
@@ -418,7 +387,7 @@ def counts_of_rows(own: int) -> list[int]:
     """Return the number of rows of each rank, in the order of ranks, without waiting for a GPU."""
     if world_size() == 1:
         return [own]
-    # a group that someone else made may have no way for tensors on the CPU
+    # a process group that was not created by start() may not support CPU tensors
     device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
     counts = torch.empty(world_size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(counts, torch.tensor([own], device=device))
@@ -429,7 +398,7 @@ def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
     """Return every rank's (B, …) rows as (N, …), in the order of ranks; no gradient.
 
     Args:
-        rows: this rank's; of the same shape and dtype on all ranks, but for B.
+        rows: this rank's; of the same shape, except for B, and dtype on all ranks.
         counts: every rank's B, see ``counts_of_rows``.
     """
     if world_size() == 1:

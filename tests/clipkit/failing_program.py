@@ -29,19 +29,19 @@ def one_rank(how: str) -> int:
         if rank == distributed.world_size() - 1:
             raise DataError("the last one's shard is gone")
         distributed.barrier()
-    if how == "the chief":
+    if how == "rank 0":
         if rank == 0:
-            raise DataError("the chief's shard is gone")
+            raise DataError("rank 0's shard is gone")
         distributed.sum_over_ranks(torch.ones(1))
-    if how == "the chief, the others are busy":  # as where NCCL waits
+    if how == "rank 0, the others are busy":  # as where NCCL waits
         if rank == 0:
-            raise DataError("the chief's shard is gone")
+            raise DataError("rank 0's shard is gone")
         time.sleep(500)
     if how == "a mistake of ours":
         if rank == 1:
             raise AssertionError("ours")
         distributed.barrier()
-    if how in ("killed", "the chief is killed"):
+    if how in ("killed", "rank 0 is killed"):
         if rank == (how == "killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         distributed.barrier()

@@ -14,7 +14,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from clipkit.distributed import _NO_ANSWER, _NO_WORD, Failures, failing_together
+from clipkit.distributed import _NO_ANSWER, _NO_WORD, Failures, together
 from clipkit.errors import ClipkitError
 
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
@@ -24,11 +24,11 @@ FAILURES = {
     "all alike": ["error: no such setting"],
     "each its own": ["error (rank 1): no such setting as 1", "error: no such setting as 0"],
     "the last": ["error (rank 1): the last one's shard is gone"],
-    "the chief": ["error: the chief's shard is gone"],
-    "the chief, the others are busy": ["error: the chief's shard is gone"],
+    "rank 0": ["error: rank 0's shard is gone"],
+    "rank 0, the others are busy": ["error: rank 0's shard is gone"],
     "a mistake of ours": [],
     "killed": [f"error: {_NO_WORD}"],
-    "the chief is killed": [f"error (rank 1): {_NO_WORD}"],
+    "rank 0 is killed": [f"error (rank 1): {_NO_WORD}"],
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_where_one_rank_fails_all_end_and_it_is_told_once(how: str, ends: dict[s
     said, status = ends[how]["said"], ends[how]["status"]
     assert errors_in("\n".join(said)) == FAILURES[how], said
     assert ["Traceback" in one for one in said] == [False, how == "a mistake of ours"]
-    special = {"none": [0, 0], "killed": [1, -9], "the chief is killed": [-9, 1]}
+    special = {"none": [0, 0], "killed": [1, -9], "rank 0 is killed": [-9, 1]}
     assert status == special.get(how, [1, 1])
     assert (
         sum(one.count("frame #0") for one in said) <= 2
@@ -103,10 +103,11 @@ def test_a_lost_connection_is_one_line(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     store, _, _ = next(rendezvous(f"file://{tmp_path}/store", rank=0, world_size=1))
     failures = Failures(PrefixStore("notes", store), rank=1, host=False)
+    monkeypatch.setattr("clipkit.distributed._failures", failures)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(ClipkitError) as caught:
-            failing_together(lose, lambda: failures)()
+            together(lose)()
     finally:
         signal.signal(signal.SIGTERM, before)
         failures.close()
