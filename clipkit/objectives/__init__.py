@@ -1,8 +1,8 @@
 """Training objectives by name. Imports no torch, so that configurations can be checked against the names.
 
-To add an objective, write its loss in a file of its own and add an entry to ``OBJECTIVES``. Every loss takes what
-the model returns (image features, text features, exp(t), and the bias of a model that has one) and the batch's
-``Targets``, and returns the scalar of the whole global batch; so a weighted sum of several is a loss too.
+To add an objective, write its loss in a separate file and add an entry to ``OBJECTIVES``. A loss is a function of
+the model's outputs (image features, text features, exp(t), and the bias of a model that has one) and the batch's
+``Targets``, and returns the scalar of the global batch; so a weighted sum of several is a loss too.
 """
 
 import math
@@ -20,10 +20,10 @@ __all__ = ["OBJECTIVES", "Objective", "Targets"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Targets:
-    """What features of a batch are compared with.
+    """The targets of a batch.
 
     Attributes:
-        identities: (B, K) int64 numbers of the image and of the caption; equal where two pairs show the same.
+        identities: (B, K) int64 numbers of the image and of the caption; equal for pairs that show the same thing.
         tokens: (B, L) int64 captions; (B, 1) numbers of classes for an objective over classes.
         same: the setting ``loss.same``.
     """
@@ -45,8 +45,8 @@ class Objective:
         loss: ``(image_features, text_features, logit_scale, logit_bias=None, *, targets)`` → scalar, the same on
             all ranks; the mean of its gradients over ranks is the gradient of the global batch.
         figures: ``(image_features, text_features, targets)`` → further metrics by name; all ranks call it together.
-        chance: ``(targets, text_rows)`` → the least loss of a model that gives all logits the same value, all ranks
-            call it together; None where there is no such level.
+        chance: ``(targets, text_rows)`` → the lowest loss of a model with equal logits; all ranks call it together.
+            None if there is no such level.
         over_classes: whether texts are the classes of ``model.text=classes:FILE``, not the batch's captions.
         initial_scale: exp(t) of fresh weights; None: the model's own.
         initial_bias: of an objective that adds a trained bias to the logits; None: it has none.

@@ -1,4 +1,4 @@
-"""Cross-entropy of images over a head of classes, and how many it gets right; see ``ClassTable``.
+"""Cross-entropy of images over a classification head, and its accuracy; see ``ClassTable``.
 
 Letters: B rows of this rank, C classes, O embedding dimension.
 """
@@ -24,15 +24,15 @@ def class_loss(
     *,
     labels: Tensor,
 ) -> Tensor:
-    """The mean over the images of all ranks of softmax's cross-entropy over all classes.
+    """Compute the mean over the images of all ranks of softmax's cross-entropy over all classes.
 
-    Value and gradients hold on any number of ranks as those of ``clip_loss`` do. All ranks call it together.
+    Value and gradients on several ranks are as for ``clip_loss``. All ranks call it together.
 
     Args:
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
         class_features: (C, O) unit norm, the same on all ranks.
-        logit_scale: one number, exp(t).
-        logit_bias: is not looked at, as softmax does not see it.
+        logit_scale: scalar, exp(t).
+        logit_bias: ignored, since it does not change softmax.
         labels: (B,) int64 numbers of classes.
 
     Returns:
@@ -43,20 +43,17 @@ def class_loss(
         logits = logit_scale.to(images.dtype) * images @ classes.T  # (B, C)
         each = F.cross_entropy(logits, labels, reduction="none")
         batch = GlobalBatch(images)
-        own = each.sum() * batch.weight  # its mean over ranks is the loss, and so for the gradients
+        own = each.sum() * batch.weight  # the mean over ranks is the loss, and likewise for gradients
         return own + (batch.mean(each.detach()) - own.detach())
 
 
 @torch.no_grad()
 def right_classes(image_features: Tensor, class_features: Tensor, labels: Tensor) -> float:
-    """Return the fraction of images, over all ranks, whose nearest class is their own; see ``class_loss``."""
+    """Return the fraction of images of all ranks that are nearest to their own class; see ``class_loss``."""
     nearest = (at_least_float32(image_features) @ at_least_float32(class_features).T).argmax(dim=1)
     right = torch.stack([(nearest == labels).sum(), labels.new_tensor(len(labels))])
     correct, count = sum_over_ranks(right).tolist()
     return float(correct / count)
-
-
-# The entry of ``clipkit.objectives.OBJECTIVES``.
 
 
 def class_objective(

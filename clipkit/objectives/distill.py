@@ -1,4 +1,4 @@
-"""Distillation within the global batch: the student's similarities are to be spread as a teacher's are.
+"""Distillation within the global batch: the student learns the distribution of a teacher's similarities.
 
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, P that of the teacher, R rows of a tile.
 """
@@ -29,8 +29,8 @@ __all__ = ["Teaching", "distillation_loss", "with_teacher"]
 class Teaching:
     """A teacher's features of one batch, in its own embedding dimension."""
 
-    images: Tensor  # (B, T)
-    texts: Tensor  # (B, T)
+    images: Tensor  # (B, P)
+    texts: Tensor  # (B, P)
     scale: Tensor  # exp(t)
 
 
@@ -55,26 +55,25 @@ def distillation_loss(
     teacher_text_features: Tensor,
     teacher_logit_scale: Tensor,
 ) -> Tensor:
-    """The Kullback–Leibler divergence from the teacher's softmax over the batch to the student's.
+    """Compute the Kullback–Leibler divergence from the teacher's softmax over the batch to the student's.
 
-    The mean over the N images, of their distributions over all texts, and that over the N texts, of theirs over
-    all images, in equal parts (MobileCLIP, Vasu et al. 2024, https://arxiv.org/abs/2311.17049). Value and
-    gradients hold on any number of ranks as those of ``clip_loss`` do; the teacher gets no gradient. All ranks
-    call it together.
+    The mean of two terms: over the N images, of their distributions over all texts, and over the N texts, of theirs
+    over all images (MobileCLIP, Vasu et al. 2024, https://arxiv.org/abs/2311.17049). Value and gradients on several
+    ranks are as for ``clip_loss``; the teacher gets no gradient. All ranks call it together.
 
     Args:
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
         text_features: (B, O) the matching rows.
-        logit_scale: one number, exp(t).
-        teacher_image_features: (B, P) the teacher's of the same images, unit norm.
+        logit_scale: scalar, exp(t).
+        teacher_image_features: (B, P) the teacher's features of the same images, unit norm.
         teacher_text_features: (B, P) of the same texts.
-        teacher_logit_scale: one number.
+        teacher_logit_scale: scalar.
 
     Returns:
-        A float32 scalar (float64 for float64 features of the student); 0 where both agree.
+        A float32 scalar (float64 for float64 features of the student); 0 if both agree.
 
     Raises:
-        ValueError: shapes are not these.
+        ValueError: shapes are wrong.
     """
     check_features(image_features, text_features)
     check_features(teacher_image_features, teacher_text_features)
@@ -108,7 +107,7 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         all_texts, all_teacher_texts = batch.gather(texts), batch.gather(teacher_texts)  # (N, O), (N, P)
         by_row, teacher_by_row = images.new_empty(2, 2, len(images))
-        of_rows = images.new_empty(len(images))  # how much higher the teacher's logits are, by its softmax
+        of_rows = images.new_empty(len(images))  # mean difference of the teacher's logits, by its softmax
         columns, teacher_columns = ColumnSums(batch.size, images), ColumnSums(batch.size, images, means=1)
         for (tile, logits), (_, teacher_logits) in zip(
             tiles(images, all_texts, scale),
@@ -127,8 +126,8 @@ class _Divergence(torch.autograd.Function):
         teacher = (teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column)
         ctx.save_for_backward(*student, *teacher)
         ctx.batch = batch
-        by_images = of_rows + _logarithms(by_row) - _logarithms(teacher_by_row)
-        by_texts = of_columns + _logarithms(by_column) - _logarithms(teacher_by_column)
+        by_images = of_rows + _logarithm(by_row) - _logarithm(teacher_by_row)
+        by_texts = of_columns + _logarithm(by_column) - _logarithm(teacher_by_column)
         return batch.mean(by_images + by_texts[batch.own]) / 2
 
     @staticmethod
@@ -149,5 +148,5 @@ class _Divergence(torch.autograd.Function):
         return *found.over_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
 
 
-def _logarithms(sums: Tensor) -> Tensor:
+def _logarithm(sums: Tensor) -> Tensor:
     return sums[0] + sums[1].log()

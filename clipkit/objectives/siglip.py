@@ -1,8 +1,5 @@
 """The sigmoid loss of SigLIP over the global batch (Zhai et al. 2023, https://arxiv.org/abs/2303.15343).
 
-On the quickstart, whose settings were chosen for the softmax loss: handwriting 57.5% and unseen fonts 80.4%, where
-softmax gives 62.3% and 84.5% (bench/options.py, one seed).
-
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile, K identities of a pair.
 """
 
@@ -19,18 +16,17 @@ from clipkit.objectives.tiles import (
     FeatureGradients,
     GlobalBatch,
     OwnPairs,
-    Same,
     at_least_float32,
-    belonging,
     check_features,
     counts_alike,
+    positive_pairs,
     tiles,
 )
 
 __all__ = ["siglip_chance", "siglip_loss", "siglip_objective"]
 
-_NONE = -1e30  # a logit whose sigmoid is 0: neither loss nor gradient
-_LINEAR = 40.0  # from where log(1 + exp(x)) is x to the last bit, also of float64
+_NONE = -1e30  # a logit with sigmoid 0: neither loss nor gradient
+_LINEAR = 40.0  # above which log(1 + exp(x)) equals x, also in float64
 
 
 def siglip_loss(
@@ -40,34 +36,34 @@ def siglip_loss(
     logit_bias: Tensor,
     *,
     identities: Tensor | None = None,
-    same: Same = "positives",
+    same: str = "positives",
 ) -> Tensor:
     """Treat each image–text pair as an independent binary classification: do they belong together?
 
-    The sum over all texts of −log σ(z · (scale · cosine + bias)), z = 1 for an image's own text and −1 for the
-    others, is averaged over the N images of the global batch. Value and gradients hold on any number of ranks
-    as those of ``clip_loss`` do. All ranks call it together.
+    The sum over all texts of −log σ(z · (scale · cosine + bias)), with z = 1 for an image's own text and −1 for the
+    others, is averaged over the N images of the global batch. Value and gradients on several ranks are as for
+    ``clip_loss``. All ranks call it together.
 
     Args:
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
         text_features: (B, O) the matching rows.
-        logit_scale: one number, exp(t); the paper begins with 10.
-        logit_bias: one number; the paper begins with −10.
+        logit_scale: scalar, exp(t); initially 10 in the paper.
+        logit_bias: scalar; initially −10 in the paper.
         identities: (B, K) int64, as for ``clip_loss``: which pairs show the same thing.
-        same: z of those: "positives" 1, "ignored" none, they are left out.
+        same: z of those: "positives" 1, "negatives" −1; "ignored": they are left out.
 
     Returns:
         A float32 scalar (float64 for float64 features).
 
     Raises:
-        ValueError: shapes or dtypes are not these.
+        ValueError: shapes or dtypes are wrong, or ``same`` is unknown.
     """
     check_features(image_features, text_features)
     with torch.autocast(image_features.device.type, enabled=False):
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         scale, bias = logit_scale.to(images.dtype), logit_bias.to(images.dtype)
         batch = GlobalBatch(images)
-        pairs = belonging(batch, images, identities, same)
+        pairs = positive_pairs(batch, images, identities, same)
         loss: Tensor = _Sigmoid.apply(images, texts, scale, bias, batch, pairs, torch.is_grad_enabled())
         return loss
 
@@ -75,8 +71,8 @@ def siglip_loss(
 class _Sigmoid(torch.autograd.Function):
     """Rows are this rank's images, columns the texts of all ranks.
 
-    A logit's derivative depends on no other, so that the gradients are made along with the value: three products
-    of N × N × O, and nothing is computed again.
+    A logit's derivative depends on no other logit, so gradients are computed together with the value: three
+    products of N × N × O, and nothing is computed again.
     """
 
     @staticmethod
@@ -96,7 +92,7 @@ class _Sigmoid(torch.autograd.Function):
         for tile, logits in tiles(images, all_texts, scale):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate(wrong, tile)
-            pairs.leave_out(wrong, tile, _NONE)
+            pairs.mask(wrong, tile, _NONE)
             of_rows[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
             if differentiated:
                 slopes = wrong.sigmoid_()
@@ -114,9 +110,6 @@ class _Sigmoid(torch.autograd.Function):
         return *of_inputs, None, None, None
 
 
-# The entry of ``clipkit.objectives.OBJECTIVES``.
-
-
 def siglip_objective(
     image_features: Tensor,
     text_features: Tensor,
@@ -125,12 +118,9 @@ def siglip_objective(
     *,
     targets: Targets,
 ) -> Tensor:
-    """Return ``siglip_loss`` with identities as the setting ``loss.same`` says."""
+    """Return ``siglip_loss`` of a batch."""
     features = (image_features, text_features, logit_scale, logit_bias)
-    if targets.same == "negatives":
-        return siglip_loss(*features)
-    same: Same = "positives" if targets.same == "positives" else "ignored"
-    return siglip_loss(*features, identities=targets.identities, same=same)
+    return siglip_loss(*features, identities=targets.identities, same=targets.same)
 
 
 def siglip_chance(targets: Targets, text_rows: int) -> float:

@@ -1,19 +1,18 @@
-"""What the losses over the global batch share: its rows, its logits tile by tile, and the way back to the features.
+"""What losses over the global batch share: its rows, its logits tile by tile, and gradients of the features.
 
-Of the N × N logits only some rows exist at a time: what softmax needs is summed up by row and by column while tiles
-of rows come and go, and the backward pass computes each tile again (as FlashAttention does, Dao et al. 2022; for
-the contrastive loss Cheng et al. 2024, https://arxiv.org/abs/2410.17243). So memory grows with N, not its square.
+Only some rows of the N × N logits exist at a time: sums for softmax are accumulated by row and by column over tiles
+of rows, and the backward pass computes each tile again (as FlashAttention does, Dao et al. 2022; for the
+contrastive loss Cheng et al. 2024, https://arxiv.org/abs/2410.17243). Memory grows with N instead of its square.
 
-Every loss is a mean over the N rows of all ranks. A rank takes the derivatives by the logits of its own images
+Every loss is a mean over the N rows of all ranks. A rank computes the derivatives by the logits of its own images
 with all texts, times the number of ranks: the mean over ranks, which DistributedDataParallel and FSDP take, is then
-the gradient of the whole batch, however the rows are spread.
+the gradient of the whole batch, however the rows are distributed.
 
-Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile.
+Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile, K identities of a pair.
 """
 
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,11 +32,10 @@ __all__ = [
     "FeatureGradients",
     "GlobalBatch",
     "OwnPairs",
-    "Same",
     "at_least_float32",
-    "belonging",
     "check_features",
     "counts_alike",
+    "positive_pairs",
     "row_sums",
     "softmaxes",
     "tile_height",
@@ -45,11 +43,11 @@ __all__ = [
 ]
 
 _TILE = 1 << 22  # logits that exist at a time,
-_LEAST_ROWS = 128  # but no fewer rows than these: each tile passes over all texts' gradients once
+_LEAST_ROWS = 128  # but no fewer rows than these: each tile reads and writes all texts' gradients
 
 
 class GlobalBatch:
-    """The rows of all ranks, in the order of ranks; all ranks make it together.
+    """The rows of all ranks, in the order of ranks; all ranks create it together.
 
     Args:
         rows: (B, …) this rank's rows; B may differ from rank to rank.
@@ -62,32 +60,32 @@ class GlobalBatch:
         self.own = slice(first, first + len(rows))  # this rank's among all
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' (N, …) of every rank's (B, …); no gradient."""
+        """Return all ranks' (N, …) rows from each rank's (B, …); no gradient."""
         return gather_rows(rows, self._counts)
 
     def scatter_sums(self, rows: Tensor) -> Tensor:
-        """This rank's (B, …) of the sum over ranks of (N, …); no gradient."""
+        """Return this rank's (B, …) rows of the sum over ranks of (N, …); no gradient."""
         return scatter_sums_of_rows(rows, self._counts)
 
     def mean(self, own: Tensor) -> Tensor:
-        """The mean over all rows of a (B,) number for each, a scalar that is the same on all ranks."""
+        """Return the mean over all rows of a (B,) value of each, a scalar that is the same on all ranks."""
         return sum_over_ranks(own.sum()) / self.size
 
     @property
     def weight(self) -> float:
-        """Of a row in this rank's gradient."""
+        """Weight of a row in this rank's gradient."""
         return world_size() / self.size
 
 
 def tile_height(rows: int, columns: int) -> int:
-    """How many of the rows a tile has, R."""
+    """Return the number of rows of a tile, R."""
     return min(rows, max(_LEAST_ROWS, _TILE // max(1, columns)))
 
 
 def tiles(rows: Tensor, columns: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the (B, O) rows and their products with all (N, O) columns, times a scale.
+    """Yield slices of the (B, O) rows and their products with all (N, O) columns, times a scale.
 
-    The (R, N) products may be overwritten; they lie in memory that the next ones take over.
+    The (R, N) products may be overwritten; the next ones use the same memory.
     """
     height = tile_height(len(rows), len(columns))
     memory = rows.new_empty(height, len(columns))
@@ -97,29 +95,29 @@ def tiles(rows: Tensor, columns: Tensor, scale: Tensor) -> Iterator[tuple[slice,
 
 
 def row_sums(logits: Tensor) -> Tensor:
-    """The sums of exponentials by row of an (R, N) tile: (2, R), the greatest logits and the sums over their exp.
+    """Return (2, R) by row of an (R, N) tile: the greatest logit, and the sum of exponentials divided by its exp.
 
-    The two stay apart, as their logarithm's rounding by the size of the logits would be softmax's error.
+    They are separate because rounding their logarithm would be an error of softmax.
     """
     greatest = logits.amax(1)
     return torch.stack([greatest, (logits - greatest[:, None]).exp_().sum(1)])
 
 
 class ColumnSums:
-    """The sums of exponentials by column, over tiles that come one after the other and over all ranks.
+    """Sums of exponentials by column, over consecutive tiles and over all ranks.
 
     Args:
-        columns: how many, N.
+        columns: number of columns, N.
         like: a tensor of the dtype and on the device.
-        means: how many further values are averaged by column with the weights of softmax.
+        means: number of further values that are averaged by column with the weights of softmax.
     """
 
     def __init__(self, columns: int, like: Tensor, *, means: int = 0) -> None:
         self._greatest = like.new_full((columns,), -torch.inf)
-        self._totals = like.new_zeros(1 + means, columns)  # over exp(greatest)
+        self._totals = like.new_zeros(1 + means, columns)  # divided by exp(greatest)
 
     def add(self, logits: Tensor, *values: Tensor) -> None:
-        """Take in an (R, N) tile, which is overwritten, and values of the same shape."""
+        """Add an (R, N) tile, which is overwritten, and values of the same shape."""
         before, self._greatest = self._greatest, torch.maximum(self._greatest, logits.amax(0))
         self._totals.mul_((before - self._greatest).exp_())
         exponentials = logits.sub_(self._greatest).exp_()
@@ -128,34 +126,34 @@ class ColumnSums:
             total += (exponentials * value).sum(0)
 
     def over_ranks(self) -> tuple[Tensor, Tensor]:
-        """The (2, N) greatest logits and sums over their exp, as of ``row_sums``, and the (means, N) means."""
+        """Return (2, N) sums by column, as ``row_sums`` by row, and the (means, N) means."""
         greatest = greatest_over_ranks(self._greatest)
         totals = sum_over_ranks(self._totals * (self._greatest - greatest).exp_())
         return torch.stack([greatest, totals[0]]), totals[1:] / totals[0]
 
 
 def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Softmax by row plus softmax by column of an (R, N) tile, which is overwritten.
+    """Return softmax by row plus softmax by column of an (R, N) tile, which is overwritten.
 
     Args:
         logits: (R, N).
-        by_row: (2, R) sums as ``row_sums`` gives them.
-        by_column: (2, N) sums as ``ColumnSums`` gives them.
+        by_row: (2, R) from ``row_sums``.
+        by_column: (2, N) from ``ColumnSums``.
     """
     both = (logits - by_row[0, :, None]).exp_().mul_(by_row[1, :, None].reciprocal())
     return both.addcmul_(logits.sub_(by_column[0]).exp_(), by_column[1].reciprocal())
 
 
 class FeatureGradients:
-    """Carries the derivatives by logits, scale · images · texts, tile by tile to what they are made of.
+    """Computes gradients of features and scale from derivatives by logits, scale · images · texts, tile by tile.
 
     Args:
         batch: the rows.
         images: (B, O) this rank's.
         all_texts: (N, O).
-        scale: one number.
-        needed: which of images, texts and scale want a gradient, the same on all ranks. A product is saved
-            where a tower is frozen.
+        scale: scalar.
+        needed: which of images, texts and scale require a gradient, the same on all ranks; a locked tower saves a
+            product.
     """
 
     def __init__(
@@ -163,19 +161,19 @@ class FeatureGradients:
     ) -> None:
         self._batch, self._images, self._all_texts, self._scale = batch, images, all_texts, scale
         self._needed = needed
-        # by way of either one the temperature gets its own
+        # the gradient of the scale follows from either one
         self._of_images = torch.empty_like(images) if needed[0] or not needed[1] else None
         self._of_texts = torch.zeros_like(all_texts) if needed[1] else None
 
     def add(self, slopes: Tensor, tile: slice) -> None:
-        """Take in the (R, N) derivatives by a tile's logits."""
+        """Add the (R, N) derivatives by a tile's logits."""
         if self._of_images is not None:
             torch.mm(slopes, self._all_texts, out=self._of_images[tile])
         if self._of_texts is not None:
             self._of_texts.addmm_(slopes.T, self._images[tile])
 
     def over_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """The gradients of images (B, O), texts (B, O) and scale, all times a factor."""
+        """Return the gradients of images (B, O), texts (B, O) and scale, times a factor."""
         if self._of_images is not None:
             of_scale = (self._of_images * self._images).sum()
         else:
@@ -190,16 +188,12 @@ class FeatureGradients:
 
 
 def at_least_float32(features: Tensor) -> Tensor:
-    """The same, of float32 where it was of fewer bits."""
+    """Convert features of lower precision to float32."""
     return features if features.dtype == torch.float64 else features.float()
 
 
 def check_features(image_features: Tensor, text_features: Tensor) -> None:
-    """See that both are matrices of one shape.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Raise ValueError unless both are matrices of one shape."""
     if image_features.shape != text_features.shape or image_features.ndim != 2:
         raise ValueError(
             f"features must be two matrices of one shape, not {tuple(image_features.shape)} and "
@@ -207,29 +201,22 @@ def check_features(image_features: Tensor, text_features: Tensor) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Positive pairs of the global batch, one tile at a time.
-#
-# Letters: B rows of this rank, N rows of all ranks, R rows of a tile, K identities of a pair.
-
-Same = Literal["positives", "ignored"]
-
-
-def belonging(batch: GlobalBatch, features: Tensor, identities: Tensor | None, same: Same) -> "OwnPairs":
+def positive_pairs(batch: GlobalBatch, features: Tensor, identities: Tensor | None, same: str) -> "OwnPairs":
     """Build the positive pairs, which losses read one tile at a time.
 
     Args:
         batch: the rows.
         features: (B, O), for dtype and device.
-        identities: (B, K) int64, see ``clip_loss``; None: every image belongs to its own text alone.
-        same: what becomes of two pairs that show the same thing.
+        identities: (B, K) int64, see ``clip_loss``; None: only an image's own text is positive.
+        same: how to treat pairs that show the same thing, see ``clip_loss``.
 
     Raises:
-        ValueError: identities are no (B, K) integers, or ``same`` is unknown.
+        ValueError: identities are not (B, K) integers, or ``same`` is unknown.
     """
     if same not in _KINDS:
         raise ValueError(f"same must be one of {', '.join(_KINDS)}, not {same!r}")
-    if identities is None:
+    kind = _KINDS[same]
+    if identities is None or kind is None:
         return OwnPairs(batch, features)
     if identities.ndim != 2 or len(identities) != len(features) or not identities.shape[1]:
         raise ValueError(
@@ -237,32 +224,32 @@ def belonging(batch: GlobalBatch, features: Tensor, identities: Tensor | None, s
         )
     if identities.dtype != torch.int64:
         raise ValueError(f"identities must be int64, not {identities.dtype}")
-    return _KINDS[same](batch, features, identities)
+    return kind(batch, features, identities)
 
 
 class OwnPairs:
-    """Every image belongs to its own text alone.
+    """Only an image's own text is positive.
 
-    A loss shows it the logits tile by tile with ``see``; then ``mean_targets`` and, after it, ``subtract_targets``.
+    A loss calls ``read`` for all tiles of logits, then ``mean_targets``, and only then ``subtract_targets``.
     """
 
     def __init__(self, batch: GlobalBatch, features: Tensor) -> None:
         self._batch = batch
         self._of_rows = features.new_empty(len(features))
 
-    def leave_out(self, logits: Tensor, tile: slice, filling: float) -> None:
-        """Put ``filling`` where an image and a text are to be no pair at all."""
+    def mask(self, logits: Tensor, tile: slice, filling: float) -> None:
+        """Write ``filling`` where an image and a text are neither positive nor negative."""
 
     def negate(self, values: Tensor, tile: slice) -> None:
-        """Change the sign of what belongs together."""
+        """Change the sign of positive pairs."""
         self._own(values, tile).neg_()
 
-    def see(self, logits: Tensor, tile: slice) -> None:
-        """Take in the logits of what belongs together."""
+    def read(self, logits: Tensor, tile: slice) -> None:
+        """Read the logits of positive pairs."""
         self._of_rows[tile] = self._own(logits, tile)
 
     def mean_targets(self) -> Tensor:
-        """(B,) the mean of an image's logits with its texts plus that of its text's with their images."""
+        """Return (B,) the mean of an image's positive logits plus that of its text's."""
         return self._of_rows * 2
 
     def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
@@ -274,7 +261,7 @@ class OwnPairs:
 
 
 class _SamePairs(OwnPairs):
-    """Pairs that agree in one of their identities."""
+    """Base for pairs that agree in one of their identities."""
 
     def __init__(self, batch: GlobalBatch, features: Tensor, identities: Tensor) -> None:
         super().__init__(batch, features)
@@ -282,7 +269,7 @@ class _SamePairs(OwnPairs):
         self._all_identities = batch.gather(self._identities)
 
     def _same(self, tile: slice) -> Tensor:
-        """(R, N) whether an image and a text are the same."""
+        """Return (R, N) whether an image and a text are the same."""
         same = self._identities[tile, 0, None] == self._all_identities[:, 0]
         for k in range(1, self._identities.shape[1]):
             same |= self._identities[tile, k, None] == self._all_identities[:, k]
@@ -290,28 +277,28 @@ class _SamePairs(OwnPairs):
 
 
 class _Ignored(_SamePairs):
-    """Every image belongs to its own text, and has nothing to do with others that are the same."""
+    """Only an image's own text is positive; others that are the same are masked."""
 
-    def leave_out(self, logits: Tensor, tile: slice, filling: float) -> None:
+    def mask(self, logits: Tensor, tile: slice, filling: float) -> None:
         others = self._same(tile)
         self._own(others, tile).fill_(False)
         logits.masked_fill_(others, filling)
 
 
 class _Positives(_SamePairs):
-    """Every image belongs in equal parts to all texts that are the same."""
+    """All texts that are the same are positive, with equal probability."""
 
     _all_parts: Tensor  # (N,)
 
     def __init__(self, batch: GlobalBatch, features: Tensor, identities: Tensor) -> None:
         super().__init__(batch, features, identities)
         self._of_columns = features.new_zeros(batch.size)
-        self._parts = torch.empty_like(self._of_rows)  # one over how many texts an image has
+        self._parts = torch.empty_like(self._of_rows)  # number of an image's texts, later its reciprocal
 
     def negate(self, values: Tensor, tile: slice) -> None:
         values.addcmul_(values, self._same(tile).to(values.dtype), value=-2)
 
-    def see(self, logits: Tensor, tile: slice) -> None:
+    def read(self, logits: Tensor, tile: slice) -> None:
         same = self._same(tile).to(logits.dtype)
         self._parts[tile] = same.sum(1)
         targets = same.mul_(logits)
@@ -329,18 +316,25 @@ class _Positives(_SamePairs):
         slopes.addcmul_(same, self._all_parts, value=-1)
 
 
-def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
-    """Count, for each pair of the global batch, the alike ones and the ones that it is compared with.
+_KINDS: dict[str, type[_SamePairs] | None] = {
+    "negatives": None,
+    "positives": _Positives,
+    "ignored": _Ignored,
+}
 
-    All ranks call it together; no N × N table is made.
+
+def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
+    """Count, for each pair of the global batch, the pairs that are the same and the pairs it is compared with.
+
+    All ranks call it together. No N × N table is created.
 
     Args:
         identities: (B, K) int64, see ``clip_loss``.
         same: "negatives", "positives" or "ignored".
 
     Returns:
-        (N,) int64 pairs that agree with each in at least one identity, itself counted (1 with "negatives"), and
-        (N,) float64 pairs that are left to compare it with.
+        (N,) int64 pairs that agree with each in at least one identity, including itself (1 with "negatives"), and
+        (N,) float64 pairs that it is compared with.
     """
     counts = counts_of_rows(len(identities))
     alike = identities.new_ones(sum(counts))
@@ -354,6 +348,3 @@ def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
     rows = len(alike)
     left = rows - alike + 1 if same == "ignored" else torch.full_like(alike, rows)
     return alike, left.double()
-
-
-_KINDS: dict[str, type[_SamePairs]] = {"positives": _Positives, "ignored": _Ignored}

@@ -16,6 +16,7 @@ from clipkit.config import (
     Config,
     DataConfig,
     EvalConfig,
+    LockConfig,
     LogConfig,
     ModelConfig,
     OptimConfig,
@@ -324,6 +325,17 @@ def test_values_are_checked_when_a_configuration_is_made() -> None:
     for kind in (Config, DataConfig, OptimConfig, ModelConfig, CheckpointConfig, EvalConfig, LogConfig):
         with pytest.raises(AttributeError):
             setattr(kind(), fields(kind)[0].name, None)
+
+
+def test_an_optimizer_may_rule_out_sharding_and_unfreezing() -> None:
+    with pytest.raises(
+        ConfigError, match=r"sharding = 'full' is invalid: expected none with optim.name=muon"
+    ):
+        Config(optim=OptimConfig(name="muon"), sharding="full")
+    with pytest.raises(
+        ConfigError, match=r"lock.unfreeze_every = 2 is invalid: expected 0 with optim.name=lamb"
+    ):
+        Config(optim=OptimConfig(name="lamb"), lock=LockConfig(unfreeze_every=2))
 
 
 def test_configurations_need_no_torch() -> None:

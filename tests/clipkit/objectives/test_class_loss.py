@@ -157,7 +157,7 @@ def test_other_names_than_the_weights_were_trained_for_are_told(
     file.write_text("\n".join(names))
     with pytest.raises(ConfigError, match=f"head' are of {said}: set classes:.* as it was for them"):
         begin(tmp_path / "head", f"classes:{file}")
-    with pytest.raises(CheckpointError, match=f"head is of {said}: give .*, or set out=… for a new run"):
+    with pytest.raises(CheckpointError, match=f"head is of {said}: set .*, or out=… for a new run"):
         begin(tmp_path / "head", f"classes:{file}", checkpoint=tmp_path / "head")
     file.write_text("\n".join(("tabby cat", "dog", "3")))
     assert begin(tmp_path / "head", f"classes:{file}").name == f"{TINY} + classes"  # no folder's name

@@ -149,8 +149,8 @@ def test_wrong_identities_are_named(identities: Tensor, message: str) -> None:
     image, text, scale = features(4)
     with pytest.raises(ValueError, match=message):
         clip_loss(image, text, scale, identities=identities)
-    with pytest.raises(ValueError, match="same must be one of positives, ignored, not 'twins'"):
-        clip_loss(image, text, scale, same="twins")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="same must be one of negatives, positives, ignored, not 'twins'"):
+        clip_loss(image, text, scale, same="twins")
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -97,7 +97,7 @@ def test_more_parts_than_rows_are_refused(model: CLIP) -> None:
 def test_a_batch_norm_needs_two_rows_in_every_piece(batch_size: int, world: int, parts: int) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3))
     with pytest.raises(
-        ConfigError, match=rf"pieces of one row, .* set batch_size={2 * world * parts} or more"
+        ConfigError, match=rf"parts of one row, .* set batch_size={2 * world * parts} or more"
     ):
         check_rows(model, batch_size=batch_size, world=world, parts=parts)
     check_rows(model, batch_size=2 * world * parts, world=world, parts=parts)
