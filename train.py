@@ -54,9 +54,9 @@ def main(arguments: Arguments) -> int:
     config = load_config(arguments.config, arguments.overrides)
     run = Path(config.out)
     if arguments.dry_run:
-        lines = costs.dry_run(config, device, arguments.target)
+        costs_lines = costs.dry_run(config, device, arguments.target)
         if rank0:
-            print(*lines, sep="\n")
+            print(*costs_lines, sep="\n")
         distributed.stop()
         return 0
     if arguments.replay:
@@ -178,7 +178,7 @@ def main(arguments: Arguments) -> int:
         sources, settings = config.data.shown_sources, to_toml(config)
         samples = [f"{sample_order.samples} samples", shards.manifest.left_out(shards.selection)]
         layers = unfreezing.layers if unfreezing is not None else 0
-        for line in (
+        lines = (
             metrics.model_line(model, world=world, device=device, bf16=bf16),
             f"{', '.join(filter(None, samples))}; {sample_order.describe(config.steps, sources)}",
             str(model.preprocess.decoding),
@@ -186,13 +186,11 @@ def main(arguments: Arguments) -> int:
             *config.notes(step=state.step, samples=sample_order.samples, layers=layers),
             *(guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else ()),
             *(packed.notes if newest is None else checkpoint.damaged_notes(newest)),
-        ):
-            if line:
-                progress.say(line)
-        log = metrics.MetricsLog(run, config.log, settings, step=state.step, kept=rank0)
-        trait_lines = metrics.TraitLines(
-            progress, train_loader.decoding, background=config.data.background, upright=config.data.upright
         )
+        for line in filter(None, lines):
+            progress.say(line)
+        log = metrics.MetricsLog(run, config.log, settings, step=state.step, kept=rank0)
+        trait_lines = metrics.TraitLines(progress, train_loader.decoding, config.data)
         scorer = Scorer(
             model=model,
             datasets=datasets,
@@ -205,10 +203,8 @@ def main(arguments: Arguments) -> int:
             note=trait_lines.say,
             as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
         )
-        saved = None if newest is None else state.step
-        writer = checkpoint.CheckpointWriter(run, settings, keep=config.checkpoint.keep, saved=saved)
-        listed = f"{run}/bad_samples*.jsonl"
-        bad_lines = metrics.BadSampleLines(progress, total=state.bad_samples, listed=listed)
+        writer = checkpoint.CheckpointWriter(run, settings, keep=config.checkpoint.keep, newest=newest)
+        bad_lines = metrics.BadSampleLines(progress, run, total=state.bad_samples)
         statistics = ema.RunningStatistics(model)
         watch = metrics.Stopwatch(device)
         count_flops = partial(costs.flops_of_steps, model, config.model.patch_dropout, config.batch_size)
@@ -301,9 +297,8 @@ def main(arguments: Arguments) -> int:
                 trait_lines.say("drawn so far, repeats counted", state.trait_counts(drawn))
                 progress.advance(step)
                 profiled.step()
-                rates.step(
-                    samples=config.batch_size, flops=flops and flops(batch.lengths, batch.images.shape[-1])
-                )
+                flops_here = flops and flops(batch.lengths, batch.images.shape[-1])
+                rates.step(samples=config.batch_size, flops=flops_here)
                 writer.finish_if_done()
                 stop.otherwise = guards.loss_after(writer.saved_step)
 

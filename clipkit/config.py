@@ -25,33 +25,11 @@ from clipkit.model.architectures import TextArchitecture, selected
 from clipkit.model.names import check_names
 
 __all__ = [
-    "MOST",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DistillConfig",
-    "EvalConfig",
-    "LockConfig",
-    "LogConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "Section",
-    "SmallConfig",
-    "Within",
-    "changes",
-    "fits",
-    "imported",
-    "late",
-    "load_config",
-    "require",
-    "setting",
-    "settings_reference",
-    "shown",
-    "shown_settings",
-    "text_of",
+    "MOST", "CheckpointConfig", "Config", "DataConfig", "DistillConfig", "EvalConfig", "LockConfig", "LogConfig",
+    "LossConfig", "ModelConfig", "OptimConfig", "Section", "SmallConfig", "Within", "changes", "fits", "imported",
+    "late", "load_config", "require", "setting", "settings_reference", "shown", "shown_settings", "text_of",
     "to_toml",
-]
+]  # fmt: skip
 
 
 MOST = 2**40  # larger than any sensible count, small enough to compute indices with
@@ -636,11 +614,9 @@ class Config(Section):
         optimizer, never = optimizers[self.optim.name], f"expected 0 with optim.name={self.optim.name}"
         joins_late = optimizer.parameters_join_late or not self.lock.unfreeze_every
         require(joins_late, "lock.unfreeze_every", self.lock.unfreeze_every, never)
-        others = ", ".join(name for name, one in optimizers.items() if one.shardable)
-        alone = (
-            f"expected none with optim.name={self.optim.name}, which needs whole matrices, unlike {others}"
-        )
-        require(optimizer.shardable or self.sharding == "none", "sharding", self.sharding, alone)
+        able = ", ".join(name for name, one in optimizers.items() if one.shardable)
+        never = f"expected none with optim.name={self.optim.name}; only {able} can be sharded"
+        require(optimizer.shardable or self.sharding == "none", "sharding", self.sharding, never)
 
         objectives = imported("clipkit.objectives:OBJECTIVES")
         name, objective = self.loss.name, objectives[self.loss.name]
@@ -714,9 +690,7 @@ RESUMABLE = (
     "eval",
     "log",
 )
-_SHORT_FRACTION = re.compile(
-    r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?"
-)  # .5 and 5. are not numbers in TOML
+_SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .5 and 5., unknown to TOML
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -22,27 +22,10 @@ from torch.distributed.rendezvous import rendezvous
 from clipkit.errors import ClipkitError, ConfigError, tell_torchrun
 
 __all__ = [
-    "Failures",
-    "background_group",
-    "barrier",
-    "broadcast_buffers",
-    "broadcast_bytes",
-    "check_launch",
-    "counts_of_rows",
-    "gather_objects",
-    "gather_rows",
-    "greatest_over_ranks",
-    "rank",
-    "rank_and_world",
-    "ranks_of_host",
-    "scatter_sums_of_rows",
-    "start",
-    "stop",
-    "sum_over_ranks",
-    "together",
-    "totals",
-    "world_size",
-]
+    "Failures", "background_group", "barrier", "broadcast_buffers", "broadcast_bytes", "check_launch",
+    "counts_of_rows", "gather_objects", "gather_rows", "greatest_over_ranks", "rank", "rank_and_world",
+    "ranks_of_host", "scatter_sums_of_rows", "start", "stop", "sum_over_ranks", "together", "totals", "world_size",
+]  # fmt: skip
 
 
 # When one rank fails, all end, and the error is reported once, through the store that the ranks rendezvous in.

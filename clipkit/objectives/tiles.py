@@ -28,19 +28,9 @@ from clipkit.distributed import (
 )
 
 __all__ = [
-    "ColumnSums",
-    "FeatureGradients",
-    "GlobalBatch",
-    "OwnPairs",
-    "at_least_float32",
-    "check_features",
-    "counts_alike",
-    "positive_pairs",
-    "row_sums",
-    "softmaxes",
-    "tile_height",
-    "tiles",
-]
+    "ColumnSums", "FeatureGradients", "GlobalBatch", "OwnPairs", "at_least_float32", "check_features",
+    "counts_alike", "positive_pairs", "row_sums", "softmaxes", "tile_height", "tiles",
+]  # fmt: skip
 
 _TILE = 1 << 22  # logits that exist at a time,
 _LEAST_ROWS = 128  # but no fewer rows than these: each tile reads and writes all texts' gradients

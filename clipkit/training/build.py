@@ -22,19 +22,9 @@ from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
 __all__ = [
-    "Place",
-    "Unfreezing",
-    "check_split",
-    "first_model",
-    "free_depths",
-    "lock",
-    "patch_counts",
-    "places",
-    "scored_weights",
-    "shape_of",
-    "still_statistics",
-    "tower_of",
-]
+    "Place", "Unfreezing", "check_split", "first_model", "free_depths", "lock", "patch_counts", "places",
+    "scored_weights", "shape_of", "still_statistics", "tower_of",
+]  # fmt: skip
 
 
 def check_split(batch_size: int, *, world: int, parts: int) -> None:

@@ -61,19 +61,10 @@ from clipkit.training.optim import expected_state
 from clipkit.training.parallel import put
 
 __all__ = [
-    "CheckpointWriter",
-    "LoopState",
-    "damaged_notes",
-    "load_training",
-    "loop_state",
-    "manifest_file",
-    "newest_checkpoint",
-    "only_trainer_of",
-    "optimizer_tensors",
-    "planned_steps",
-    "restore_optimizer",
+    "CheckpointWriter", "LoopState", "damaged_notes", "load_training", "loop_state", "manifest_file",
+    "newest_checkpoint", "only_trainer_of", "optimizer_tensors", "planned_steps", "restore_optimizer",
     "save_checkpoint",
-]
+]  # fmt: skip
 
 
 # The run folder while it is trained:
@@ -349,18 +340,19 @@ class CheckpointWriter:
         run: the run folder.
         settings: the run's configuration as TOML, stored with each checkpoint.
         keep: number of newest checkpoints to keep; 0 keeps all.
-        saved: the step of the newest checkpoint so far; None if there is none.
+        newest: the newest checkpoint so far; None if there is none.
     """
 
-    def __init__(self, run: Path, settings: str, *, keep: int, saved: int | None = None) -> None:
-        self._run, self._settings, self._keep, self._saved = run, settings, keep, saved
+    def __init__(self, run: Path, settings: str, *, keep: int, newest: Path | None = None) -> None:
+        self._run, self._settings, self._keep = run, settings, keep
         self._root = run / "checkpoints"
         # damaged checkpoints do not count as kept
-        self._damaged = set() if saved is None else set(passed_over(self._folder(saved)))
+        self._damaged = set() if newest is None else set(passed_over(newest))
+        self._step = 0 if newest is None else read_json(newest / "state.json")["step"]
+        self._saved = None if newest is None else self._step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copied: Future[Any] | None = None  # when the model may change again
         self._written: Future[Any] | None = None
-        self._step = saved or 0
         self._stager: DefaultStager | None = None
         self._group: Any = None
 

@@ -29,30 +29,10 @@ from clipkit.training.arguments import Target
 from clipkit.training.build import check_split, lock, patch_counts, shape_of, tower_of
 
 __all__ = [
-    "COUNTED_ON",
-    "CPU_MFU",
-    "GPUS",
-    "GPU_MFU",
-    "PUBLISHED_MFU",
-    "Costs",
-    "Estimate",
-    "Gpu",
-    "Machine",
-    "Memory",
-    "Workload",
-    "computes_in_bf16",
-    "cost_table",
-    "dry_run",
-    "duration",
-    "estimate",
-    "flops_of_steps",
-    "measured_peak",
-    "memory_of",
-    "published_gpu",
-    "published_memory",
-    "run_costs",
-    "workloads_of",
-]
+    "COUNTED_ON", "CPU_MFU", "GPUS", "GPU_MFU", "PUBLISHED_MFU", "Costs", "Estimate", "Gpu", "Machine", "Memory",
+    "Workload", "computes_in_bf16", "cost_table", "dry_run", "duration", "estimate", "flops_of_steps",
+    "measured_peak", "memory_of", "published_gpu", "published_memory", "run_costs", "workloads_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from clipkit.config import LogConfig, OptimConfig
+from clipkit.config import DataConfig, LogConfig, OptimConfig
 from clipkit.errors import ConfigError, DataError, let_go_if_broken
 from clipkit.files.atomic import write_atomic
 from clipkit.files.terminal import printable, without_secrets
@@ -27,18 +27,9 @@ from clipkit.model.clip import CLIP
 from clipkit.training import learning_rate
 
 __all__ = [
-    "PHASES",
-    "BadSampleLines",
-    "MetricsLog",
-    "Profile",
-    "ProgressLine",
-    "StepMetrics",
-    "Stopwatch",
-    "TraitLines",
-    "beginning",
-    "drop_lines_after",
-    "model_line",
-]
+    "PHASES", "BadSampleLines", "MetricsLog", "Profile", "ProgressLine", "StepMetrics", "Stopwatch", "TraitLines",
+    "beginning", "drop_lines_after", "model_line",
+]  # fmt: skip
 
 _PLAIN_EVERY_SECONDS = 10.0
 _BAD_EVERY_SECONDS = 60.0
@@ -129,12 +120,12 @@ class BadSampleLines:
 
     Args:
         progress: prints the lines.
+        run: the run folder, which contains the lists.
         total: number of bad samples before this process started.
-        listed: path of the lists, for the lines.
     """
 
-    def __init__(self, progress: ProgressLine, *, total: int, listed: str) -> None:
-        self._progress, self._listed = progress, listed
+    def __init__(self, progress: ProgressLine, run: Path, *, total: int) -> None:
+        self._progress, self._run = progress, run
         self._reported, self._shown = total, 0
         self._last_line = time.monotonic()
         self._causes: Counter[str] = Counter()
@@ -157,7 +148,7 @@ class BadSampleLines:
         self._reported, self._last_line = total, now
         often = self._causes.most_common(1)
         cause = f"; most often: {often[0][0]}" if often else ""
-        self._progress.say(f"{total:,} bad samples so far, all in {self._listed}{cause}")
+        self._progress.say(f"{total:,} bad samples so far, all in {self._run}/bad_samples*.jsonl{cause}")
 
 
 class TraitLines:
@@ -166,17 +157,14 @@ class TraitLines:
     Args:
         progress: prints the lines.
         decoding: of the training.
-        background: ``data.background`` of the run; if set, transparent images are not reported.
-        upright: ``data.upright`` likewise.
+        data: if ``background`` or ``upright`` is set, such images are not reported.
     """
 
-    def __init__(
-        self, progress: ProgressLine, decoding: Decoding, *, background: str, upright: bool | str
-    ) -> None:
+    def __init__(self, progress: ProgressLine, decoding: Decoding, data: DataConfig) -> None:
         self._progress, self._decoding = progress, decoding
         self._options = {
-            "background": "" if background else "data.background=white",
-            "upright": "data.upright=true" if upright == "auto" else "",
+            "background": "" if data.background else "data.background=white",
+            "upright": "data.upright=true" if data.upright == "auto" else "",
         }
         self._printed: set[tuple[str, str]] = set()
 

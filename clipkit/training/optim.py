@@ -17,17 +17,9 @@ from clipkit.training.build import places, tower_of
 from clipkit.training.parallel import is_sharded, local_part, sums_over_parts
 
 __all__ = [
-    "Lamb",
-    "MuonWithAdamW",
-    "StableAdamW",
-    "adamw",
-    "expected_state",
-    "lamb",
-    "make_optimizer",
-    "muon",
-    "parameter_groups",
-    "stable_adamw",
-]
+    "Lamb", "MuonWithAdamW", "StableAdamW", "adamw", "expected_state", "lamb", "make_optimizer", "muon",
+    "parameter_groups", "stable_adamw",
+]  # fmt: skip
 
 Groups = list[dict[str, Any]]
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]

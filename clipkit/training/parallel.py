@@ -22,21 +22,9 @@ from clipkit.model.clip import CLIP
 from clipkit.model.towers import Kernel, ResidualAttentionBlock
 
 __all__ = [
-    "clip_gradients",
-    "compile_blocks",
-    "complete_gradients",
-    "gathered",
-    "is_sharded",
-    "local_gradients",
-    "local_part",
-    "put",
-    "recompute_blocks",
-    "replicated",
-    "scalars",
-    "shard",
-    "sums_over_parts",
-    "without_values",
-]
+    "clip_gradients", "compile_blocks", "complete_gradients", "gathered", "is_sharded", "local_gradients",
+    "local_part", "put", "recompute_blocks", "replicated", "scalars", "shard", "sums_over_parts", "without_values",
+]  # fmt: skip
 
 
 def without_values(model: CLIP) -> CLIP:

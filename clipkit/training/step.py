@@ -31,15 +31,8 @@ from clipkit.training.metrics import Stopwatch
 from clipkit.training.parallel import local_gradients
 
 __all__ = [
-    "Features",
-    "PairBatch",
-    "Teacher",
-    "TrainingStep",
-    "backward",
-    "check_rows",
-    "seed_of",
-    "seeds_of",
-]
+    "Features", "PairBatch", "Teacher", "TrainingStep", "backward", "check_rows", "seed_of", "seeds_of",
+]  # fmt: skip
 
 Loss = Callable[..., Tensor]
 

@@ -200,7 +200,7 @@ def test_a_checkpoint_of_other_bytes_is_passed_over_where_they_are_needed(
         (second / "COMPLETE").unlink()
         assert not same_bits(bits(clipkit.load(second)), bits(small))
 
-    writer = CheckpointWriter(root.parent, to_toml(CONFIG), keep=2, saved=1)
+    writer = CheckpointWriter(root.parent, to_toml(CONFIG), keep=2, newest=root / "step_00000001")
     writer.save_now(small, adamw(small, CONFIG.optim), state(3))
     writer.close()  # the damaged one is none of the two that are kept
     assert {path.name for path in root.glob("step_*")} == {f"step_0000000{number}" for number in (1, 2, 3)}

@@ -136,9 +136,7 @@ def test_where_there_is_no_level_of_chance_none_is_shown(capsys: pytest.CaptureF
 def test_of_many_bad_samples_a_few_are_told_and_the_rest_summed_up(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = BadSampleLines(
-        ProgressLine(steps=9, done=0, shown=True), total=10, listed="runs/x/bad_samples*.jsonl"
-    )
+    lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), Path("runs/x"), total=10)
     lines.sum_up(10, at_once=True)  # all told of before
     for number in range(3):
         lines.found([{"shard": "0.tar", "key": f"{number}{k}", "cause": "empty caption"} for k in range(4)])
@@ -158,9 +156,9 @@ def test_of_many_bad_samples_a_few_are_told_and_the_rest_summed_up(
 
 
 def test_bad_samples_of_other_ranks_are_summed_up_too(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), total=0, listed="bad_samples*.jsonl")
+    lines = BadSampleLines(ProgressLine(steps=9, done=0, shown=True), Path("run"), total=0)
     lines.sum_up(2, at_once=True)
-    assert capsys.readouterr().err == "2 bad samples so far, all in bad_samples*.jsonl\n"
+    assert capsys.readouterr().err == "2 bad samples so far, all in run/bad_samples*.jsonl\n"
 
 
 @pytest.mark.parametrize(
