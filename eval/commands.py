@@ -31,8 +31,7 @@ from eval.compare import (
     print_checks,
 )
 from eval.datasets import Card, card_names, load_card, load_suite, suite_names
-from eval.datasets.dataset import EvalDataset, Lacks
-from eval.datasets.new import (
+from eval.datasets.catalog import (
     card_lines,
     cards_in_no_suite,
     is_of_card,
@@ -40,6 +39,7 @@ from eval.datasets.new import (
     published_scores,
     suites_of,
 )
+from eval.datasets.dataset import EvalDataset, Lacks
 from eval.datasets.targets import Missing, Target, find_named, find_suites
 from eval.features.encoder import Ranks
 from eval.features.image_models import TIMM, load_image_model, no_text_tower

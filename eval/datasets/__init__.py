@@ -1,17 +1,4 @@
-"""A card per dataset, and suites of cards: what a dataset is, how it is scored, what others measured.
-
-A card is a TOML file: ``eval/datasets/NAME.toml`` for the datasets that clipkit knows, ``card.toml`` beside a
-user's own images. ``eval/datasets/suites.toml`` lists the suites. Class names are bound to the dataset's own
-class keys, because published lists of them are not all in the order of the labels.
-
-card.py         Card and Suite
-metrics.py      which metrics fit which task
-parts.py        what a card holds: prompts, sources, scores of others
-class_keys.py   binds a dataset's classes to those of its card
-loading.py      reads cards and suites
-writing.py      writes a card, for a user's own dataset
-fields.py       the fields of a TOML file, with what is wrong in one line
-"""
+"""Datasets to evaluate models on: a card per dataset, suites of cards, and the splits that tasks see."""
 
 from eval.datasets.card import (
     Card,
@@ -22,18 +9,11 @@ from eval.datasets.card import (
     PromptSet,
     Published,
     Sources,
-    Suite,
     Torchvision,
-)
-from eval.datasets.loading import (
-    card_names,
-    card_toml,
-    load_card,
-    load_suite,
     parse_card,
     read_card,
-    suite_names,
 )
+from eval.datasets.catalog import Suite, card_names, load_card, load_suite, suite_names
 
 __all__ = [
     "Card",
@@ -47,7 +27,6 @@ __all__ = [
     "Suite",
     "Torchvision",
     "card_names",
-    "card_toml",
     "load_card",
     "load_suite",
     "parse_card",

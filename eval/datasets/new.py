@@ -1,67 +1,60 @@
-"""``python -m eval new``: a card for a dataset of one's own, made from what its folder says."""
+"""``python -m eval new``: writes a card for a user's own dataset, from what its folder says."""
 
 import argparse
+import json
+import re
 import shlex
+import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.terminal import counted, printable
-from eval.datasets import Card, Prompts, Published, card_names, card_toml, load_card, load_suite, suite_names
-from eval.datasets.card import MetricKind
-from eval.datasets.dataset import TEST, EvalDataset, NoSplit, some
+from clipkit.files.terminal import printable
+from eval.datasets.card import Card, MetricKind, Prompts
+from eval.datasets.dataset import SPLITS, TEST, EvalDataset, NoSplit, some
 from eval.datasets.targets import OWN_CARD
 from eval.readers import open_dataset
 from eval.readers.files import how_to_pack, is_table
 from eval.tasks import TASKS
 
-__all__ = [
-    "card_lines",
-    "cards_in_no_suite",
-    "is_of_card",
-    "new_card",
-    "primary_metrics",
-    "published_scores",
-    "run",
-    "suites_of",
-]
+__all__ = ["card_toml", "new_card", "run"]
 
 _SHOWN = 200  # characters of a source in a message
-_SPLITS = ("train", "val", TEST)
-_MOST_NUMBERED = 100_000  # classes without names
+_MAX_NUMBERED = 100_000  # classes without names
+_WIDTH = 100  # characters of a line of TOML
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the card of a dataset folder."""
-    folder = _folder(options.data)
+    takes = "a card is made for a local folder of images by class, shards or parquet files"
+    folder = Path(options.data)
+    try:
+        folder = folder.expanduser()
+        is_folder = bool(options.data) and folder.is_dir()  # Path("") is the current folder
+    except (OSError, RuntimeError):  # a name too long; no such user
+        folder, is_folder = Path(options.data[:_SHOWN]), False
+    if not is_folder:
+        if is_table(folder):
+            raise ConfigError(f"{options.data} is a table: {how_to_pack(folder)}; {takes}")
+        if folder.is_file():
+            raise ConfigError(
+                f"{options.data} is a file, which --data of run may accept without a card; {takes}"
+            )
+        raise ConfigError(f"{options.data[:_SHOWN] or '--data'} is not a folder: {takes}")
     path = folder / OWN_CARD
     if path.exists():
-        raise ConfigError(f"{path} is there already: edit it, or remove it first")
+        raise ConfigError(f"{path} already exists: edit it, or remove it first")
     try:
         options.title.encode()
-    except UnicodeError as error:  # a terminal of another encoding has typed halves of letters
-        shown = repr(options.title[:_SHOWN])
-        raise ConfigError(f"the name {shown} is not UTF-8: write it in other letters") from error
+    except UnicodeError as error:  # from a terminal with another encoding
+        raise ConfigError(f"the name {options.title[:_SHOWN]!r} is not UTF-8: use other letters") from error
     card = new_card(options.title, folder)
     where = printable(shlex.quote(options.data))
-    text = card_toml(card, comments=_comments(card, where)) + _expected_toml(card, where)
-    _write(path, text)
-    print(f"wrote {path}: look over its metric and prompts, then")
-    if card.keys and card.keys == _numbered(len(card.keys)):
-        print(
-            "  write under [prompts.own.names] what its classes are called, which the folder only numbers, then"
-        )
-    print(f"  python -m eval run --data {where} --model MODEL")
-    return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a new file, of which nothing stays where it cannot be written whole.
-
-    Raises:
-        DataError: it cannot, or something lies there.
-    """
+    text = card_toml(card, comments=_comments(card, where)) + _examples(card, where)
     try:
         with path.open("xb") as file:
             try:
@@ -72,57 +65,40 @@ def _write(path: Path, text: str) -> None:
                 raise
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _folder(source: str) -> Path:
-    """The folder in which a card is to lie.
-
-    Raises:
-        ConfigError: it is no folder of this machine.
-    """
-    try:
-        path = Path(source).expanduser()
-        if source and path.is_dir():  # an empty name would be the folder where one is
-            return path
-    except (OSError, RuntimeError):  # a name too long; there is no such user
-        path = Path(source[:_SHOWN])
-    takes = (
-        "a card is made of a folder of this machine: images by class, the published layout or parquet files"
-    )
-    if is_table(path):
-        raise ConfigError(f"{source} is a table: {how_to_pack(path)}; {takes}")
-    if path.is_file():
-        raise ConfigError(f"{source} is a file, which --data of run may take without a card; {takes}")
-    raise ConfigError(f"{source[:_SHOWN] or '--data'} is no folder here: {takes}")
+    print(f"wrote {path}: check its metric and prompts, then")
+    if card.keys and card.keys == tuple(map(str, range(len(card.keys)))):
+        print("  write the names of its classes under [prompts.own.names], since the folder has none, then")
+    print(f"  python -m eval run --data {where} --model MODEL")
+    return 0
 
 
 def _comments(card: Card, where: str) -> dict[str, str]:
-    """What a user may write instead, by the key of the card that it stands above."""
+    """Return a comment for each key of the card that a user may change."""
     kind = MetricKind(multilabel=card.multilabel, classes=card.classes)
     first, every = kind.fitting(card.tasks[:1]), kind.fitting(card.tasks)
-    also = "of the same" if first == every else f"of {', '.join(every)}"
+    also = "any of the same" if first == every else f"any of {', '.join(every)}"
     return {
-        "": f"What python -m eval run --data {where} goes by; eval/README.md lists all keys.",
-        "tasks": f"the first is scored unless --task says otherwise; of {', '.join(TASKS)}",
-        "metric": f"the one that tables are about; for {card.tasks[0]} of {', '.join(first)}",
-        "further": f"reported besides: {also}",
-        "keys": "the classes as the folder calls them, in the order of the labels: leave them as they are",
-        "splits": "images; any other number is refused",
-        "prompts.own": "templates have {c} for the name; more sets as [prompts.NAME], for --prompts NAME",
-        "prompts.own.names": "what prompts call a class: one name, or a list of synonyms",
+        "": f"Used by python -m eval run --data {where}; eval/README.md lists all keys.",
+        "tasks": f"the first is scored unless --task says otherwise; any of {', '.join(TASKS)}",
+        "metric": f"the metric in tables; for {card.tasks[0]} one of {', '.join(first)}",
+        "further": f"also reported: {also}",
+        "keys": "the folder's names of the classes in label order: leave them as they are",
+        "splits": "number of images; any other number is refused",
+        "prompts.own": "templates have {c} for the name; add more sets as [prompts.NAME], for --prompts NAME",
+        "prompts.own.names": "the name of each class in prompts: one name, or a list of synonyms",
     }
 
 
-def _expected_toml(card: Card, where: str) -> str:
-    """How a prompt for captions and a score to be met are written, as comments."""
+def _examples(card: Card, where: str) -> str:
+    """Return commented examples of a prompt for captions and of a score to be met."""
     prompts = "own" if "own" in card.prompt_sets and card.tasks[0] != "retrieval" else ""
     of_captions = """
-# What --prompts NAME puts before each caption, which else stands as it is:
+# What --prompts NAME puts around each caption; without it captions are used unchanged:
 # [caption_prompts]
 # NAME = "a photo of {c}"
 """
     return f"""{of_captions if "retrieval" in card.tasks else ""}
-# A score that python -m eval verify --data {where} --model MODEL holds a model to; there may be several:
+# A score that python -m eval verify --data {where} --model MODEL must reach; there may be several:
 # [[expected]]
 # task = "{card.tasks[0]}"
 # metric = "{card.metric}"
@@ -134,13 +110,13 @@ def _expected_toml(card: Card, where: str) -> str:
 
 
 def new_card(title: str, folder: Path) -> Card:
-    """What a dataset's folder says of it, as a card.
+    """Make a card from a dataset's folder.
 
     Raises:
-        DataError: the folder has no split to score on, or is broken, or two of its classes are called alike.
+        DataError: the folder has no test split or is broken, or two of its classes have the same name.
     """
     splits: dict[str, EvalDataset] = {}
-    for split in _SPLITS:
+    for split in SPLITS:
         try:
             splits[split] = open_dataset(folder, split=split)
         except NoSplit:
@@ -148,172 +124,120 @@ def new_card(title: str, folder: Path) -> Card:
     if TEST not in splits:
         raise DataError(f"{folder} has no split {TEST!r} to score on, only {', '.join(splits) or 'nothing'}")
     dataset = splits[TEST]
-    if alike := [name for name, count in Counter(dataset.class_names).items() if count > 1]:
+    if repeated := [repr(name) for name, count in Counter(dataset.class_names).items() if count > 1]:
         raise DataError(
-            f"{folder} has classes that are called alike, {some(list(map(repr, alike)))}: rename them, as a card "
-            "tells classes apart by their names"
+            f"{folder} has classes with the same name, {some(repeated)}: rename them, since a card identifies "
+            "classes "
+            "by their names"
         )
+    keys = dataset.class_names
+    if not keys:  # numbered classes
+        labels = [one.labels for one in splits.values() if one.labels is not None and len(one.labels)]
+        classes = max((own.shape[1] if own.dim() == 2 else int(own.max()) + 1 for own in labels), default=0)
+        if classes > _MAX_NUMBERED:
+            raise DataError(
+                f"{folder} has label {classes - 1:,}, and no class names: number its classes from 0"
+            )
+        keys = tuple(map(str, range(classes)))
     labelled = dataset.labels is not None
-    several = dataset.labels is not None and dataset.labels.dim() == 2
-    keys = dataset.class_names or _numbers(folder, list(splits.values()))
+    multilabel = dataset.labels is not None and dataset.labels.dim() == 2
     tasks = list(dataset.tasks)
-    if labelled and "train" in splits:
-        tasks += [task for task in ("linear-probe", "few-shot", "knn") if task not in tasks and not several]
-    fitting = MetricKind(multilabel=several, classes=len(keys) or None).fitting(tasks)
-    names = {key: (key,) for key in keys}
-    prompts = Prompts(name="own", names=names, templates=dataset.templates, source=title)
+    if labelled and not multilabel and "train" in splits:
+        tasks += [task for task in ("linear-probe", "few-shot", "knn") if task not in tasks]
+    metric = TASKS[dataset.tasks[0]].metric
+    if multilabel:
+        metric = "mean_average_precision"
+    elif dataset.choices is not None and dataset.items is not None:  # Winoground
+        metric = "group"
+    fitting = MetricKind(multilabel=multilabel, classes=len(keys) or None).fitting(tasks)
+    own = Prompts(names={key: (key,) for key in keys}, templates=dataset.templates, source=title)
     return Card(
         name=dataset.name,
         title=title,
         tasks=tuple(tasks),
-        metric=_primary_metric(dataset, several=several),
+        metric=metric,
         further=tuple(one for one in ("acc5", "mean_per_class_recall") if one in fitting),
         keys=keys,
         classes=len(keys) or None,
-        multilabel=several,
+        multilabel=multilabel,
         splits={name: len(one) for name, one in splits.items()},
-        prompt_sets={"own": prompts} if labelled else {},
+        prompt_sets={"own": own} if labelled else {},
     )
 
 
-def _numbers(folder: Path, splits: Sequence[EvalDataset]) -> tuple[str, ...]:
-    """Of classes without names, their numbers as keys; () where there are no labels.
-
-    Raises:
-        DataError: a label is too great to be the number of a class.
-    """
-    found = [one.labels for one in splits if one.labels is not None and len(one.labels)]
-    counts = [own.shape[1] if own.dim() == 2 else int(own.max()) + 1 for own in found] or [0]
-    if max(counts) > _MOST_NUMBERED:
-        raise DataError(
-            f"{folder} has label {max(counts) - 1:,}, and no class names: number its classes from 0"
-        )
-    return _numbered(max(counts))
-
-
-def _numbered(classes: int) -> tuple[str, ...]:
-    return tuple(map(str, range(classes)))
-
-
-def _primary_metric(dataset: EvalDataset, *, several: bool) -> str:
-    if several:
-        return "mean_average_precision"
-    if dataset.choices is not None and dataset.items is not None:
-        return "group"  # Winoground
-    return TASKS[dataset.tasks[0]].metric
-
-
 # --------------------------------------------------------------------------------------------------------------
-# What cards say of the datasets in some results, in the plain form that pages and tables take.
+# Cards as TOML.
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def suites_of(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The suites of which at least two datasets are among these, with all that belong to them."""
-    there = set(datasets)
-    suites = {name: load_suite(name).cards for name in suite_names()}
-    return {name: cards for name, cards in suites.items() if len(there.intersection(cards)) > 1}
+def card_toml(card: Card, *, comments: Mapping[str, str] | None = None) -> str:
+    """Return the text of a card's file, which ``parse_card`` reads as an equal card.
 
-
-def primary_metrics(datasets: Iterable[str]) -> dict[str, str]:
-    """By dataset its primary metric, of those that have a card."""
-    return {card.name: card.metric for card in _cards(datasets)}
-
-
-def published_scores(datasets: Iterable[str]) -> dict[str, Mapping[str, float] | tuple[Published, ...]]:
-    """By dataset and model what others published, the first in a card: its main task, its primary metric.
-
-    Of retrieval it is all: numbers with a prompt before each caption do not belong beside those without.
+    Args:
+        card: the card; empty values are left out.
+        comments: comments by the key or table that they precede; "" is for the start of the file.
     """
-    found: dict[str, Mapping[str, float] | tuple[Published, ...]] = {}
-    for card in _cards(datasets):
-        own = tuple(one for one in card.published if (one.task,) == card.tasks[:1])
-        first = next((one for one in own if one.metric == card.metric), None)
-        if own and own[0].task == "retrieval":
-            found[card.name] = own
-        elif first is not None:
-            found[card.name] = first.values
-    return found
+    fields: dict[str, Any] = msgspec.to_builtins(card)
+    del fields["(name)"]
+    left = dict(comments or {})  # each is written once: a class may have the name of a key
+
+    def comment(key: str) -> list[str]:
+        text = printable(left.pop(key, ""))  # TOML allows no control characters in comments
+        return textwrap.wrap(
+            text, _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
+        )
+
+    lines = comment("")
+    for line in _toml(fields, ""):
+        lines += [*comment(line.partition(" = ")[0] if " = " in line else line.strip("[]")), line]
+    return "\n".join(lines) + "\n"
 
 
-def cards_in_no_suite() -> tuple[str, ...]:
-    """The datasets that have a card and are in no suite."""
-    there = {card for name in suite_names() for card in load_suite(name).cards}
-    return tuple(name for name in card_names() if name not in there)
+def _toml(table: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield the lines of a table: its values, then the tables in it."""
+    inner = {key: value for key, value in table.items() if _is_table(value)}
+    for key, value in table.items():
+        if key not in inner:
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in inner.items():
+        name = f"{path}{_key(key)}"
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(value, list | tuple):
+                yield from ("", f"[[{name}]]")
+            elif not one or not all(map(_is_table, one.values())):  # others are implied by the tables in them
+                yield from ("", f"[{name}]")
+            yield from _toml(one, f"{name}.")
 
 
-def is_of_card(dataset: str, counts: Collection[object]) -> bool:
-    """Whether scores under this name, of so many images, are of the card's dataset, not of a folder called so."""
-    if dataset not in card_names():
-        return False
-    stated = load_card(dataset).splits.get("test")
-    return stated is None or stated in counts
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list | tuple) and bool(value) and isinstance(value[0], dict)
+    )
 
 
-def _cards(datasets: Iterable[str]) -> list[Card]:
-    known = set(card_names())
-    return [load_card(name) for name in dict.fromkeys(datasets) if name in known]
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else _text(key)
 
 
-def card_lines(name: str) -> list[str]:
-    """What a card says of its dataset, a line for each thing, to be read on a terminal.
-
-    Raises:
-        DataError: there is no such card.
-    """
-    card = load_card(name)
-    facts = {
-        "tasks": ", ".join(card.tasks) or "none: it cannot be scored here",
-        "metric": card.metric,
-        "further": ", ".join(card.further),
-        "images": _counts(card.splits),
-        "captions": _counts(card.captions),
-        "items": _counts(card.items),
-        "classes": "" if card.classes is None else f"{card.classes:,}{_some_keys(card)}",
-        "labels": "several per image" if card.multilabel else "",
-        "groups": ", ".join(card.metadata),
-        "prompts": ", ".join(_prompts(card)),
-        "suites": ", ".join(suite for suite in suite_names() if name in load_suite(suite).cards),
-        "source": _sources(card),
-        "get": card.get,
-        "home": card.home,
-        "license": card.license,
-        "citation": card.citation,
-        "expected": "; ".join(_expected_scores(card)),
-        "note": card.note,
-    }
-    width = max(map(len, facts)) + 2
-    return [f"{name}: {card.title}", *(f"  {key:{width}}{value}" for key, value in facts.items() if value)]
+def _text(text: str) -> str:
+    """Return a TOML string: JSON's escapes are TOML's, except for DEL, which JSON does not escape."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _counts(of_splits: Mapping[str, int]) -> str:
-    return ", ".join(f"{split} {count:,}" for split, count in of_splits.items())
-
-
-def _some_keys(card: Card) -> str:
-    return f" ({some(card.keys)})" if card.keys else ""
-
-
-def _prompts(card: Card) -> Iterator[str]:
-    yield from (f"{own}{_templates(card, own)}" for own in card.prompt_sets)
-    yield from (f"{own} (of captions: {template!r})" for own, template in card.caption_prompts.items())
-
-
-def _templates(card: Card, prompt_set: str) -> str:
-    """How many templates a prompt set states itself."""
-    templates = card.prompt_sets[prompt_set].templates
-    return "" if isinstance(templates, str) else f" ({counted(len(templates), 'template')})"
-
-
-def _sources(card: Card) -> str:
-    known = card.sources
-    built_in = f"built in, --data {known.builtin}" if known.builtin else ""
-    library = f"torchvision.datasets.{known.torchvision.name}" if known.torchvision is not None else ""
-    hub = f"hf://datasets/{known.huggingface.name}" if known.huggingface is not None else ""
-    return ", ".join(filter(None, (built_in, *known.urls, hub, library)))
-
-
-def _expected_scores(card: Card) -> Iterator[str]:
-    for one in card.expected:
-        prompts = f" with prompts {one.prompts}" if one.prompts else ""
-        figures = f"{100 * one.value:.2f} ± {100 * one.tolerance:.2f} %"
-        yield f"{one.model} {one.task} {one.metric} {figures}{prompts}"
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _text(value)
+    if not isinstance(value, Sequence):
+        return repr(value)
+    values = [_value(one) for one in value]
+    if len(short := f"[{', '.join(values)}]") < _WIDTH:
+        return short
+    lines = ["   "]
+    for one in values:
+        if len(lines[-1]) + len(one) > _WIDTH and lines[-1].strip():
+            lines.append("   ")
+        lines[-1] += f" {one},"
+    return "\n".join(["[", *lines, "]"])

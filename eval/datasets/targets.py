@@ -1,4 +1,4 @@
-"""What a user names, a dataset, a folder or a suite, as datasets to score on: opened, bound to cards, checked."""
+"""Finds the datasets that a user names (datasets, folders or suites), opens them and binds them to their cards."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -6,48 +6,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.files.patterns import user_path
 from clipkit.files.terminal import counted
 from data.corpora.builtin import BUILTIN
 from data.remote.store import Unreachable, is_remote, shown
-from eval.datasets import Card, card_names, load_card, load_suite, read_card, suite_names
-from eval.datasets.card import MetricKind
+from eval.datasets.card import Card, MetricKind, read_card
+from eval.datasets.catalog import card_names, load_card, load_suite
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, Lacks, some
 from eval.readers import find_published, open_dataset, open_datasets
 from eval.readers.parquet import open_hugging_face
 from eval.readers.torchvision import NotFetched, open_torchvision
 
-__all__ = [
-    "OWN_CARD",
-    "Missing",
-    "Target",
-    "Trouble",
-    "find_named",
-    "find_suites",
-    "find_targets",
-]
+__all__ = ["OWN_CARD", "Missing", "Target", "Trouble", "find_named", "find_suites", "find_targets"]
 
 OWN_CARD = "card.toml"
 _log = logging.getLogger("eval")
 
+Opener = Callable[[str], EvalDataset]  # opens a split
+Root = Path | str | None
+
 
 class Missing(DataError):
-    """A dataset is not to be had here; says how to get it."""
-
-
-Opener = Callable[[str], EvalDataset]  # of a split
+    """A dataset is not available here; the message says how to get it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Target:
-    """A dataset to score on, the split for it opened.
+    """A dataset to evaluate on.
 
     Attributes:
         dataset: the split that is scored, with the prompts of its card.
-        metrics: the primary metric first; none where there is no card.
-        card: what is known of it, if anything is.
-        keys: what the dataset itself calls its classes.
-        opener: opens any of its splits as it lies there.
-        own_card: whether the card lies beside the images, and so knows all their splits.
+        metrics: the primary metric first; () without a card.
+        card: the dataset's card, if there is one.
+        keys: the dataset's own class names.
+        opener: opens any of its splits, without the card's names.
+        own_card: whether the card is beside the images, so that its sizes hold for all splits.
     """
 
     dataset: EvalDataset
@@ -58,14 +51,14 @@ class Target:
     own_card: bool = False
 
     def open_split(self, split: str) -> EvalDataset:
-        """Another split of the same dataset, its classes named as here.
+        """Open another split, with the same class names and prompts.
 
         Raises:
             NoSplit: there is none.
-            DataError: it is broken, or its classes are others.
+            DataError: it is damaged, or has other classes.
         """
         found, bound = self.opener(split), self.dataset
-        if self.own_card and self.card is not None:  # others may be of another edition's training images
+        if self.own_card and self.card is not None:  # other cards may be of another edition's training images
             self.card.check_size(split, len(found))
         if found.class_names != self.keys:
             raise DataError(
@@ -78,8 +71,8 @@ class Target:
         )  # fmt: skip
 
 
-def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompts: str = "") -> list[Target]:
-    """Open the datasets that a user names one by one; raises the first of what ``find_named`` gives besides."""
+def find_targets(names: Sequence[str], *, root: Root = None, prompts: str = "") -> list[Target]:
+    """Open the datasets that a user names; raise the first of the errors that ``find_named`` returns."""
     targets, trouble = find_named(names, root=root, prompts=prompts)
     if trouble:
         raise trouble[0]
@@ -87,20 +80,20 @@ def find_targets(names: Sequence[str], *, root: Path | str | None = None, prompt
 
 
 def find_named(
-    names: Sequence[str], *, root: Path | str | None = None, prompts: str = ""
+    names: Sequence[str], *, root: Root = None, prompts: str = ""
 ) -> tuple[list[Target], list[DataError]]:
-    """Open the datasets that a user names; what is missing or broken does not keep the others from being scored.
+    """Open the datasets that a user names, and skip those that are missing or damaged.
 
     Args:
-        names: of cards, folders, URLs, and whatever else ``open_dataset`` takes.
+        names: names of cards, folders, URLs, and what else ``open_dataset`` takes.
         root: where datasets are looked for by their cards' names.
         prompts: the prompt set to use where a card has it; "" for the card's own choice.
 
     Returns:
-        The datasets that are here, and why others cannot be scored on.
+        The datasets, and why others cannot be used.
 
     Raises:
-        DataError: a name is a slip: there is nothing of that name; or two datasets would have one name.
+        DataError: a name is misspelled, or two datasets would have the same name.
         ConfigError: there is no folder ``root``.
     """
     _check_root(root)
@@ -109,7 +102,7 @@ def find_named(
     for name in plain:
         if name.replace("-", "_").isidentifier() and name not in BUILTIN and not Path(name).exists():
             raise DataError(
-                f"no dataset {name!r}: no folder is called so, and no card ({nearest(name, card_names())})"
+                f"no dataset {name!r}: no such folder, and no such card ({nearest(name, card_names())})"
             )
     targets: dict[str, Target] = {}
     trouble: list[DataError] = []
@@ -129,9 +122,9 @@ def find_named(
 
 
 def _open_plain(
-    sources: Sequence[str], root: Path | str | None, trouble: list[DataError]
+    sources: Sequence[str], root: Root, trouble: list[DataError]
 ) -> list[tuple[str, EvalDataset]]:
-    """The datasets with their sources; what is wrong with others is added to ``trouble``."""
+    """Return datasets with their sources; append errors of the others to ``trouble``."""
     try:
         return list(zip(sources, open_datasets(sources, root=root), strict=True))
     except DataError as error:
@@ -143,36 +136,35 @@ def _open_plain(
             try:
                 open_dataset(source, root=root)
             except DataError as own:
-                if root is None and _is_slip(source):
+                if root is None and ":" not in source and not _exists(source):  # misspelled
                     raise
                 trouble.append(own)
             else:
                 good.append(source)
-        if len(good) == len(sources):  # each can be opened alone: it is about their names
+        if len(good) == len(sources):  # the error is about their names
             raise
         return _open_plain(good, root, trouble)
 
 
-def _is_slip(source: str) -> bool:
-    """Whether a source would be a path of this machine, and nothing lies there."""
+def _exists(path: str) -> bool:
     try:
-        return not (":" in source or Path(source).expanduser().exists())
-    except (OSError, RuntimeError):  # a name too long; there is no such user
-        return True
+        return user_path(path).exists()
+    except OSError:  # the name is too long
+        return False
 
 
 def find_suites(
-    suites: Sequence[str], *, root: Path | str | None = None, prompts: str = ""
+    suites: Sequence[str], *, root: Root = None, prompts: str = ""
 ) -> tuple[list[Target], list[DataError]]:
-    """Open the datasets of suites, each once; what is missing or broken does not keep the others from being scored.
+    """Open the datasets of suites, each once, and skip those that are missing or damaged.
 
     Args:
-        suites: their names.
+        suites: names of suites.
         root: where datasets are looked for by their cards' names.
         prompts: the prompt set to use where a card has it; "" for the suite's or the card's own choice.
 
     Returns:
-        The datasets that are here, and why others cannot be scored on.
+        The datasets, and why others cannot be used.
 
     Raises:
         DataError: there is no such suite.
@@ -181,10 +173,7 @@ def find_suites(
     _check_root(root)
     targets: dict[str, Target] = {}
     trouble = Trouble(root)
-    for name in suites:
-        if name not in suite_names():
-            raise DataError(f"there is no suite {name!r}: {nearest(name, suite_names())}")
-        suite = load_suite(name)
+    for suite in map(load_suite, suites):
         for card in map(load_card, suite.cards):
             chosen = prompts if prompts in card.prompt_sets else suite.prompts_for(card)
             try:
@@ -199,53 +188,51 @@ def find_suites(
 
 
 class Trouble:
-    """Why datasets cannot be scored on, a line each; but one for all that a store has which nobody answers for."""
+    """Errors about datasets without duplicates; all datasets of an unreachable store share one error."""
 
-    def __init__(self, root: Path | str | None) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         self._errors: dict[str, DataError] = {}
-        self._unreached: list[str] = []
+        self._unreached: dict[str, None] = {}
 
     def add(self, dataset: str, error: DataError) -> None:
-        """Keep what is wrong with a dataset; what was said of it already is not said again."""
-        if isinstance(error, Unreachable):
-            self._unreached.append(dataset)
-        self._errors.setdefault("" if isinstance(error, Unreachable) else str(error), error)
+        """Add an error about a dataset."""
+        unreachable = isinstance(error, Unreachable)
+        if unreachable:
+            self._unreached[dataset] = None
+        self._errors.setdefault("" if unreachable else str(error), error)
 
     def lines(self) -> list[DataError]:
-        """One for each line, in the order in which they came."""
-        return [self._of_store(error) if not key else error for key, error in self._errors.items()]
+        """Return the errors in the order in which they were added."""
+        if (error := self._errors.get("")) is not None:
+            why = str(error).partition(": ")[2] or str(error)  # without the address of the first dataset
+            names = list(self._unreached)
+            self._errors[""] = Unreachable(
+                f"{shown(str(self._root))}: {why}; it costs {counted(len(names), 'dataset')}: {some(names)}"
+            )
+        return list(self._errors.values())
 
-    def _of_store(self, error: DataError) -> DataError:
-        names = list(dict.fromkeys(self._unreached))
-        why = str(error).partition(": ")[2] or str(error)  # before it stands the address of the first
-        return Unreachable(
-            f"{shown(str(self._root))}: {why}; it costs {counted(len(names), 'dataset')}: {some(names)}"
-        )
 
-
-def _check_root(root: Path | str | None) -> None:
+def _check_root(root: Root) -> None:
     if root is None or is_remote(str(root)):
         return
     try:
-        if Path(root).expanduser().is_dir():
-            return
-    except (OSError, RuntimeError):  # a name too long; there is no such user
-        pass
-    raise ConfigError(f"--data-root {str(root)[:200]}: there is no such folder")
+        found = user_path(str(root)).is_dir()
+    except OSError:  # the name is too long
+        found = False
+    if not found:
+        raise ConfigError(f"--data-root {str(root)[:200]}: no such folder")
 
 
-def _of_card(
-    card: Card, root: Path | str | None, *, prompts: str, captions: str, metrics: Sequence[str] = ()
-) -> Target:
-    """The test split of a card's dataset; ``prompts`` are of its classes, ``captions`` the prompts of those."""
+def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Sequence[str] = ()) -> Target:
+    """Open the test split of a card's dataset; ``prompts`` is for its classes, ``captions`` for its captions."""
     if not card.tasks:
         raise Lacks(f"{card.name} is known and cannot be scored here: {card.note}")
     opener = _opener(card, root)
     dataset = replace(opener(TEST), name=card.name)
     card.check_size(TEST, len(dataset))
     return Target(
-        dataset=_with_caption_prompts(card, _with_prompts(card, dataset, prompts), captions),
+        dataset=_with_prompts(card, dataset, prompts, captions),
         metrics=tuple(metrics or card.metrics),
         card=card,
         keys=dataset.class_names,
@@ -253,24 +240,43 @@ def _of_card(
     )
 
 
-def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, prompts: str) -> Target:
-    """A dataset without a card, or with one of its own beside its images."""
+def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> Target:
+    """Return a dataset that has no card, or its own card beside the images.
 
-    own = Path(source).expanduser() / OWN_CARD
-    card = read_card(own, name=dataset.name) if own.is_file() else None
+    Raises:
+        DataError: the card does not fit the images.
+    """
+    file = Path(source).expanduser() / OWN_CARD
+    card = read_card(file, name=dataset.name) if file.is_file() else None
 
     def opener(split: str) -> EvalDataset:
         return open_dataset(source, split=split, root=root, metadata_names=card.metadata if card else ())
 
     if card is None:
-        _tell_default_prompts(dataset)
+        _warn_of_default_prompts(dataset)
         return Target(dataset=dataset, keys=dataset.class_names, opener=opener)
-    if card.metadata:  # which nobody could know before
+    if card.metadata:  # the first time, the names of these columns were unknown
         dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
-    _check_metrics(own, card, dataset)
+    if not card.tasks:
+        raise Lacks(f"{file} has no tasks: name those that {card.name} is for")
+    if dataset.labels is not None:
+        multilabel = dataset.labels.dim() == 2
+        if multilabel != card.multilabel:
+            how = "images have several labels" if multilabel else "each image has one label"
+            raise DataError(
+                f"{file}: {how}, so it must have multilabel = {str(multilabel).lower()}, and metrics for that"
+            )
+        kind = MetricKind(
+            multilabel=multilabel,
+            classes=len(dataset.class_names) or None,
+            columns=tuple(dataset.metadata),
+            superclasses=bool(dataset.superclasses),
+        )
+        if must := kind.expected(card.metrics, card.tasks):
+            raise DataError(f"{file}: metric and further do not fit the images: each must be {must}")
     return Target(
-        dataset=_with_caption_prompts(card, _with_prompts(card, dataset, prompts), prompts),
+        dataset=_with_prompts(card, dataset, prompts, prompts),
         metrics=card.metrics,
         card=card,
         keys=dataset.class_names,
@@ -279,112 +285,76 @@ def _of_folder(source: str, dataset: EvalDataset, root: Path | str | None, promp
     )
 
 
-def _check_metrics(file: Path, card: Card, dataset: EvalDataset) -> None:
-    """Whether the metrics of a user's card, which fit its tasks, fit the images too.
-
-    Raises:
-        DataError: one does not.
-    """
-    if not card.tasks:
-        raise Lacks(f"{file} has no tasks: name those that {card.name} is for")
-    if dataset.labels is None:
-        return
-    several = dataset.labels.dim() == 2
-    if several != card.multilabel:
-        how = "images have several labels" if several else "each image has one label"
-        raise DataError(
-            f"{file}: {how}, so it must have multilabel = {str(several).lower()}, and metrics of that"
-        )
-    kind = MetricKind(
-        multilabel=several,
-        classes=len(dataset.class_names) or None,
-        columns=tuple(dataset.metadata),
-        superclasses=bool(dataset.superclasses),
-    )
-    if must := kind.fault(card.metrics, card.tasks):
-        raise DataError(f"{file}: metric and further do not fit the images: each must be {must}")
-
-
-def _tell_default_prompts(dataset: EvalDataset) -> None:
+def _warn_of_default_prompts(dataset: EvalDataset) -> None:
     if dataset.labels is not None and dataset.templates is DEFAULT_TEMPLATES:
         _log.warning(
-            "dataset %s brings no prompts (zeroshot_classification_templates.txt): %r is taken",
+            "dataset %s has no prompts (zeroshot_classification_templates.txt): using %r",
             dataset.name,
             DEFAULT_TEMPLATES[0],
         )
 
 
-def _opener(card: Card, root: Path | str | None) -> Opener:
-    """How a card's dataset is opened: a published folder, else parquet files of the hub, else torchvision's files.
+def _opener(card: Card, root: Root) -> Opener:
+    """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files.
 
     Raises:
         Missing: it is not here.
     """
     known = card.sources
+    where = f"not under {root}" if root is not None else "say where it is with --data-root"
+    ready = f"published at {known.urls[0]}" if known.urls else card.get or f"see {card.home}"
+    how = f"{where}; {ready}" + (f"; {card.stand_in} may stand in for it" if card.stand_in else "")
     if known.builtin:
         return lambda split: open_dataset(known.builtin, split=split)
     if root is None:
-        raise Missing(f"{card.name}: {_how(card, root)}")
+        raise Missing(f"{card.name}: {how}")
     found = find_published(root, [*known.folders, card.name])
     if found is not None:
         return lambda split: open_dataset(found, split=split, metadata_names=card.metadata)
     if (hub := known.huggingface) is not None and str(root).startswith("hf://"):
         place = f"hf://datasets/{hub.name}"
         return lambda split: open_hugging_face(place, card.name, split=hub.split if split == TEST else split)
-    if (sets := known.torchvision) is not None and not is_remote(str(root)):
+    if (library := known.torchvision) is None or is_remote(str(root)):
+        raise Missing(f"{card.name}: {how}")
 
-        def of_torchvision(split: str) -> EvalDataset:
-            own = sets.split(split)
-            opened = open_torchvision(
-                sets.name, Path(root).expanduser(), name=card.name, split=own, arguments=sets.arguments
-            )
-            return replace(opened, split=split)
-
-        try:
-            of_torchvision(TEST)
-        except NotFetched as error:
-            how = _how(card, root)
-            also = "" if "torchvision" in how else f", or as torchvision.datasets.{sets.name} keeps it"
-            raise Missing(f"{card.name}: {how}{also}") from error
-        return of_torchvision
-    raise Missing(f"{card.name}: {_how(card, root)}")
-
-
-def _how(card: Card, root: Path | str | None) -> str:
-    """To get a dataset, in a line."""
-    where = f"not under {root}" if root is not None else "say where it lies with --data-root"
-    ready = f"published at {card.sources.urls[0]}" if card.sources.urls else card.get or f"see {card.home}"
-    other = f"; {card.stand_in} may stand in for it" if card.stand_in else ""
-    return f"{where}; {ready}{other}"
-
-
-def _with_caption_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset:
-    """The dataset with a prompt of its card for each caption; captions stand as they are where none is named."""
-    if dataset.captions is None or prompts not in card.caption_prompts:
-        return dataset
-    return replace(dataset, caption_template=card.caption_prompts[prompts], caption_prompt_set=prompts)
-
-
-def _check_labels(card: Card, dataset: EvalDataset, classes: int) -> None:
-    """Of a dataset that only numbers its classes nobody could know before how many there should be."""
-    if dataset.labels is None or not len(dataset.labels):
-        return
-    there = dataset.labels.shape[1] if dataset.labels.dim() == 2 else int(dataset.labels.max()) + 1
-    if there > classes:
-        raise DataError(
-            f"card {card.name} has {classes} classes, the images of {dataset.name} are of {there}"
+    def of_torchvision(split: str) -> EvalDataset:
+        own = library.split(split)
+        opened = open_torchvision(
+            library.name, user_path(str(root)), name=card.name, split=own, arguments=library.arguments
         )
+        return replace(opened, split=split)
+
+    try:
+        of_torchvision(TEST)
+    except NotFetched as error:
+        also = "" if "torchvision" in how else f", or as torchvision.datasets.{library.name} keeps it"
+        raise Missing(f"{card.name}: {how}{also}") from error
+    return of_torchvision
 
 
-def _with_prompts(card: Card, dataset: EvalDataset, prompts: str) -> EvalDataset:
-    """The dataset with a prompt set of its card, the first unless one is named that the card has."""
+def _with_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
+    """Add the prompts of a card: the named set or the first for classes, the named set or none for captions.
+
+    Raises:
+        DataError: the dataset has more classes than the card.
+    """
+    if dataset.captions is not None and captions in card.caption_prompts:
+        template = card.caption_prompts[captions]
+        dataset = replace(dataset, caption_template=template, caption_prompt_set=captions)
     chosen = prompts if prompts in card.prompt_sets else next(iter(card.prompt_sets), "")
-    if not chosen or not (dataset.class_names or dataset.labels is not None):
+    labels = dataset.labels
+    if not chosen or not (dataset.class_names or labels is not None):
         return dataset
     found = card.prompts(chosen, dataset.class_names, dataset.templates)
-    _check_labels(card, dataset, len(found.class_names))
+    if labels is not None and len(labels):  # a dataset without class names may have any labels
+        classes = labels.shape[1] if labels.dim() == 2 else int(labels.max()) + 1
+        if classes > len(found.class_names):
+            raise DataError(
+                f"card {card.name} has {len(found.class_names)} classes, the images of {dataset.name} have "
+                f"{classes}"
+            )
     if found.templates is dataset.templates:
-        _tell_default_prompts(dataset)
+        _warn_of_default_prompts(dataset)
     several = any(len(names) > 1 for names in found.class_names)
     return replace(
         dataset,

@@ -366,7 +366,7 @@ def test_a_wrong_card_of_ones_own_costs_no_other(
     with pytest.raises(DataError, match="unknown key 'split'"):
         main([*arguments, "--data", str(other)])
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"not scored: {other}/card.toml is no TOML")
+    assert said.out == "" and said.err.startswith(f"not scored: {other}/card.toml is not TOML")
     assert len(read_results(out)) == 4
 
 

@@ -19,7 +19,7 @@ from eval import read_results
 from eval.__main__ import main
 from eval.compare import compare, expected_of, find_known
 from eval.datasets import load_card
-from eval.datasets.new import card_lines, published_scores
+from eval.datasets.catalog import card_lines, published_scores
 from eval.datasets.targets import find_targets
 from eval.report import as_csv
 from eval.report.result_set import read_result_set

@@ -206,7 +206,7 @@ def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: 
     card = new_card("Pets", tmp_path / "pets")
     assert card.splits == {"train": 2, "test": 3}
     with pytest.raises(
-        DataError, match=r"bring back what is missing, or set 'test' of \[splits\] in its card to 1$"
+        DataError, match=r"restore what is missing, or set 'test' of \[splits\] in its card to 1$"
     ):
         card.check_size("test", 1)
     (tmp_path / "pets" / "test" / "dog").mkdir(parents=True)
@@ -254,7 +254,7 @@ def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_datas
         ("no", "no folder"),
     )
     for wrong, message in no_folder:
-        with pytest.raises(ConfigError, match=f"{message}.*a card is made of a folder of this machine"):
+        with pytest.raises(ConfigError, match=f"{message}.*a card is made for a local folder"):
             main(["new", "Mine", "--data", str(wrong)])
 
 

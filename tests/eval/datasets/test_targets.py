@@ -32,7 +32,7 @@ def test_a_store_that_nobody_answers_for_is_told_once(monkeypatch: pytest.Monkey
 
 def test_what_is_not_here_is_a_short_line_each(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
-    with pytest.raises(ConfigError, match=r"--data-root .*none: there is no such folder$"):
+    with pytest.raises(ConfigError, match=r"--data-root .*none: no such folder$"):
         find_suites(["clip27"], root=tmp_path / "none")
     known = find_known([], KNOWN, root=tmp_path)
     lines = list(map(str, known.trouble))
@@ -56,8 +56,8 @@ def test_what_is_wrong_with_one_dataset_costs_no_other(write_dataset: WriteDatas
     assert [one.dataset.name for one in targets] == ["A-test", "B-test"]
     assert [type(one) for one in trouble] == [Missing, DataError, DataError]
     said = [str(one) for one in trouble]
-    assert "say where it lies with --data-root" in said[0] and str(damaged) in said[1]
-    assert said[2].startswith(f"{wrong}/card.toml: metric = 'acc_1': it must be ")
+    assert "say where it is with --data-root" in said[0] and str(damaged) in said[1]
+    assert said[2].startswith(f"{wrong}/card.toml: metric = 'acc_1': expected ")
     assert not any("\n" in one for one in said)
     with pytest.raises(Missing):
         find_targets(names)
@@ -84,14 +84,14 @@ def test_a_card_of_ones_own_has_to_fit_the_pictures(
     folder = write_dataset(labels=[0, 1, 2] * 3, class_names=["a", "b", "c"], templates=None)
     with caplog.at_level(logging.WARNING, "eval"):
         find_targets([str(folder)])
-    told = "dataset colours brings no prompts (zeroshot_classification_templates.txt): 'a photo of a {c}.' is taken"
+    told = "dataset colours has no prompts (zeroshot_classification_templates.txt): using 'a photo of a {c}.'"
     assert [one.getMessage() for one in caplog.records] == [told]
     caplog.clear()
     assert new_card("Mine", folder).metric == "acc1"
     assert new_card("Mine", write_dataset("seven")).further == ("acc5", "mean_per_class_recall")
     (folder / "classnames.txt").rename(folder / "aside.txt")
     (folder / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc1"\nkeys = ["0", "1"]\n')
-    with pytest.raises(DataError, match="card colours has 2 classes, the images of colours are of 3"):
+    with pytest.raises(DataError, match="card colours has 2 classes, the images of colours have 3"):
         find_targets([str(folder)])
     (folder / "aside.txt").rename(folder / "classnames.txt")
     for text, message in (

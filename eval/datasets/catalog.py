@@ -1,0 +1,180 @@
+"""The cards and suites that clipkit brings, and what they say, for tables, pages and the terminal."""
+
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+
+import msgspec
+
+from clipkit.errors import DataError, nearest
+from clipkit.files.terminal import counted
+from eval.datasets.card import DATASETS, Card, Published, read_card
+from eval.datasets.dataset import TEST, some
+
+__all__ = [
+    "Suite",
+    "card_lines",
+    "card_names",
+    "cards_in_no_suite",
+    "is_of_card",
+    "load_card",
+    "load_suite",
+    "primary_metrics",
+    "published_scores",
+    "suite_names",
+    "suites_of",
+]
+
+
+class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cards that are scored together.
+
+    Attributes:
+        title: the suite's full name.
+        cards: names of cards, in the order of the source.
+        prompts: the prompt set to use where a card has it; "" for each card's first.
+        metric: the primary metric; "" for each card's own.
+        note: what is particular about the suite.
+        source: who defined it.
+    """
+
+    title: str
+    cards: tuple[str, ...]
+    prompts: str = ""
+    metric: str = ""
+    note: str = ""
+    source: str = ""
+
+    def prompts_for(self, card: Card) -> str:
+        """Return the prompt set for a card; "" for a card without prompts."""
+        return self.prompts if self.prompts in card.prompt_sets else next(iter(card.prompt_sets), "")
+
+    def metrics_for(self, card: Card) -> tuple[str, ...]:
+        """Return the metrics for a card, the primary one first."""
+        if not self.metric:
+            return card.metrics
+        return (self.metric, *(metric for metric in card.metrics if metric != self.metric))
+
+
+@cache
+def card_names() -> tuple[str, ...]:
+    """Return the names of all cards."""
+    return tuple(sorted(path.stem for path in DATASETS.glob("*.toml") if path.stem != "suites"))
+
+
+@cache
+def load_card(name: str) -> Card:
+    """Return a dataset's card; raise DataError if there is none."""
+    if name not in card_names():
+        raise DataError(f"no card of a dataset {name!r}: {nearest(name, card_names())}")
+    return read_card(DATASETS / f"{name}.toml")
+
+
+@cache
+def _suites() -> dict[str, Suite]:
+    text = (DATASETS / "suites.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), dict[str, Suite])
+
+
+def suite_names() -> tuple[str, ...]:
+    """Return the names of all suites."""
+    return tuple(_suites())
+
+
+def load_suite(name: str) -> Suite:
+    """Return a suite; raise DataError if there is none."""
+    if name not in _suites():
+        raise DataError(f"no suite {name!r}: {nearest(name, _suites())}")
+    return _suites()[name]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What cards say about the datasets in some results.
+
+
+def suites_of(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the suites with at least two of the datasets, and all their members."""
+    there = set(datasets)
+    return {name: one.cards for name, one in _suites().items() if len(there.intersection(one.cards)) > 1}
+
+
+def primary_metrics(datasets: Iterable[str]) -> dict[str, str]:
+    """Return the primary metric of each dataset that has a card."""
+    return {name: load_card(name).metric for name in datasets if name in card_names()}
+
+
+def published_scores(datasets: Iterable[str]) -> dict[str, Mapping[str, float] | tuple[Published, ...]]:
+    """Return published scores by dataset and model: the first ones for the main task and primary metric.
+
+    For retrieval, all are returned, since scores with and without a prompt before captions are not comparable.
+    """
+    found: dict[str, Mapping[str, float] | tuple[Published, ...]] = {}
+    for card in (load_card(name) for name in dict.fromkeys(datasets) if name in card_names()):
+        own = tuple(one for one in card.published if (one.task,) == card.tasks[:1])
+        first = next((one for one in own if one.metric == card.metric), None)
+        if own and own[0].task == "retrieval":
+            found[card.name] = own
+        elif first is not None:
+            found[card.name] = first.values
+    return found
+
+
+def cards_in_no_suite() -> tuple[str, ...]:
+    """Return the datasets that have a card and are in no suite."""
+    members = {card for suite in _suites().values() for card in suite.cards}
+    return tuple(name for name in card_names() if name not in members)
+
+
+def is_of_card(dataset: str, counts: Collection[object]) -> bool:
+    """Return whether scores of these numbers of images are of the card's dataset, not of a folder of that name."""
+    if dataset not in card_names():
+        return False
+    stated = load_card(dataset).splits.get(TEST)
+    return stated is None or stated in counts
+
+
+def card_lines(name: str) -> list[str]:
+    """Return what a card says, as lines for a terminal; raise DataError if there is no such card."""
+    card = load_card(name)
+    known = card.sources
+    sources = [f"built in, --data {known.builtin}"] if known.builtin else []
+    sources += known.urls
+    sources += [f"hf://datasets/{known.huggingface.name}"] if known.huggingface else []
+    sources += [f"torchvision.datasets.{known.torchvision.name}"] if known.torchvision else []
+    prompts = []
+    for own, one in card.prompt_sets.items():
+        templates = "" if isinstance(one.templates, str) else f" ({counted(len(one.templates), 'template')})"
+        prompts.append(f"{own}{templates}")
+    prompts += [f"{own} (of captions: {template!r})" for own, template in card.caption_prompts.items()]
+    expected = []
+    for score in card.expected:
+        with_prompts = f" with prompts {score.prompts}" if score.prompts else ""
+        figures = f"{100 * score.value:.2f} ± {100 * score.tolerance:.2f} %"
+        expected.append(f"{score.model} {score.task} {score.metric} {figures}{with_prompts}")
+    classes = f"{card.classes:,}" if card.classes is not None else ""
+    facts = {
+        "tasks": ", ".join(card.tasks) or "none: it cannot be scored here",
+        "metric": card.metric,
+        "further": ", ".join(card.further),
+        "images": _counts(card.splits),
+        "captions": _counts(card.captions),
+        "items": _counts(card.items),
+        "classes": f"{classes} ({some(card.keys)})" if card.keys else classes,
+        "labels": "several per image" if card.multilabel else "",
+        "groups": ", ".join(card.metadata),
+        "prompts": ", ".join(prompts),
+        "suites": ", ".join(suite for suite, one in _suites().items() if name in one.cards),
+        "source": ", ".join(sources),
+        "get": card.get,
+        "home": card.home,
+        "license": card.license,
+        "citation": card.citation,
+        "expected": "; ".join(expected),
+        "note": card.note,
+    }
+    width = max(map(len, facts)) + 2
+    return [f"{name}: {card.title}", *(f"  {key:{width}}{value}" for key, value in facts.items() if value)]
+
+
+def _counts(by_split: Mapping[str, int]) -> str:
+    return ", ".join(f"{split} {count:,}" for split, count in by_split.items())
