@@ -1,26 +1,25 @@
-"""Features on disk, found by the content they belong to: nothing is encoded a second time, whichever task asks.
+"""Stores features by the content that they belong to, so that all tasks and datasets share them.
 
-A table belongs to one model (weights, architecture, preprocessing, number format) and one kind of input (images,
-texts). A row is found by a digest of the image's bytes or of the text, so datasets that share images, prompt sets
-that share prompts, and an interrupted run all share rows.
+A table belongs to one model (weights, architecture, preprocessing, dtype) and one kind of input (images, texts). A
+row is found by a digest of the image's bytes or of the text.
 
 FOLDER/digests.bin    16 bytes per row
 FOLDER/NAME.bin       one file per column, float32, WIDTH numbers per row
-FOLDER/sums.bin       per row one CRC-32 per column, columns sorted by name, over folder, column, digest and values
-FOLDER/rows/KEY.bin   the rows of a split of a dataset, once all its images are encoded: a digest of KEY and of the
-                      digests of these rows, then the row numbers as int64
+FOLDER/sums.bin       per row one CRC-32 per column, columns sorted by name, of folder, column, digest and values
+FOLDER/rows/KEY.bin   the rows of a split, once all its images are encoded: a digest of KEY and of the digests of
+these
+                      rows, then the row numbers as int64
 FOLDER/writer         the lock of the process that appends
 
-Columns are written and synced before their digests, so the digests say how many rows there are, and the next writer
-cuts off what a killed process left behind. Several processes may read and append at the same time.
+Columns are written and synced before their digests, so the number of digests is the number of rows, and the next
+writer overwrites what a killed process left behind. Several processes may read and append at the same time.
 
 Any file may be deleted, truncated, swapped or overwritten at any time. Row numbers are used only if the digests in
-these rows are those they were stored for, and values only if their CRC-32 holds for the digest they are read for;
-otherwise the images are looked up again, or the table is refused. No score comes from the rows of another image.
+these rows are those that they were stored for, and values only if their CRC-32 is right; otherwise the images are
+looked up again, or the table is refused. No score is computed from another image's rows. If a table cannot be
+written, new rows stay in memory.
 
-Where a table cannot be written, new rows stay in memory.
-
-Letters: N items asked for, R rows of the table, W the width of a column.
+Letters: N requested rows, T rows of the table, W the width of a column.
 """
 
 import hashlib
@@ -48,81 +47,70 @@ __all__ = ["DIGEST_BYTES", "PIECE", "FeatureTable", "chosen_rows", "digest_of", 
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Tables of numbers mapped from a file, whose memory is given back once it was read.
+# Rows mapped from a file.
 #
-# What is read of a mapped file stays in a process's memory until others need the room, so that one pass over
-# the features of a million images would look as if it took all of them, and where such pages are counted it
-# would. A pass that reads each row once says ``release`` behind it: the next reader has it from the file again.
-#
-# Letters in shape comments: T rows of a table, N rows that are asked for, W numbers a row.
+# Pages of a mapped file stay in a process's memory until others need it, so one pass over the features of a million
+# images would seem to need all of them. Readers therefore ``release`` rows that they have read.
 
-PIECE = (
-    8 << 20
-)  # bytes of rows that are worked on between two releases; scattered ones may touch 16 times as much
-_COPIED = 64 << 20  # bytes of scattered rows that are copied into memory; more go to a file without a name
-_BYTES = 4
+PIECE = 8 << 20  # bytes of rows between two releases; scattered rows may touch 16 times as much
+_MAX_COPY = 64 << 20  # bytes of scattered rows to copy into memory; more go to a file without a name
+_NUMBER_BYTES = 4  # of float32 and of CRC-32
 
-_maps: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # those in use, by where they begin
+_maps: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # maps in use, by address
 
 
 def map_rows(file: IO[bytes], rows: int, width: int) -> Tensor:
-    """The first rows of a file of float32 numbers.
-
-    Returns:
-        (T, W) float32. What is written to it stays in memory and may be lost by ``release``; the file is as it was.
+    """Map the first rows of a file of float32 numbers, (T, W); writes to them do not reach the file.
 
     Raises:
-        OSError: it cannot be mapped.
-        ValueError: it is shorter.
+        OSError: the file cannot be mapped.
+        ValueError: the file is shorter.
     """
     if not rows * width:
         return torch.empty(rows, width)
-    mapped = mmap.mmap(file.fileno(), rows * width * _BYTES, access=mmap.ACCESS_COPY)
+    mapped = mmap.mmap(file.fileno(), rows * width * _NUMBER_BYTES, access=mmap.ACCESS_COPY)
     table = torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
     _maps[table.data_ptr()] = mapped
     return table
 
 
 def release(rows: Tensor) -> None:
-    """Give back the memory of mapped rows that were read; of any other tensor nothing changes.
+    """Free the memory of mapped rows, which stay usable; does nothing for other tensors.
 
     Args:
-        rows: a slice of what ``map_rows`` gave. It stays good: what is read again comes from the file again.
+        rows: a slice of a tensor from ``map_rows``.
     """
     begin = rows.untyped_storage().data_ptr()
     mapped = _maps.get(begin)
     if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
         return
-    start = (rows.data_ptr() - begin) // mmap.PAGESIZE * mmap.PAGESIZE  # whose page the rows before have left
+    start = (rows.data_ptr() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     length = rows.data_ptr() - begin + rows.nbytes - start
     if length > 0:
         mapped.madvise(mmap.MADV_DONTNEED, start, length)
 
 
 def chosen_rows(table: Tensor, rows: npt.NDArray[np.int64], folder: Path | None = None) -> Tensor:
-    """Rows of a table in any order: a view where they follow each other there, else a copy.
+    """Return rows of a table in any order, (N, W): a view if they are consecutive, else a copy.
 
     Args:
-        table: (T, W) float32, perhaps of ``map_rows``.
+        table: (T, W) float32, perhaps from ``map_rows``.
         rows: (N,).
-        folder: where a large copy goes, in a file without a name that ends with its last use; None for memory.
-
-    Returns:
-        (N, W) float32.
+        folder: the folder for a large copy, in an unnamed file; None for memory.
 
     Raises:
-        OSError: the disk does not take the copy.
+        OSError: the copy cannot be written.
     """
     if len(rows) and bool((np.diff(rows) == 1).all()):
         return table[int(rows[0]) : int(rows[-1]) + 1]
     wanted = torch.from_numpy(rows)
     width = table.shape[1]
-    if folder is None or len(rows) * width * _BYTES <= _COPIED:
+    if folder is None or len(rows) * width * _NUMBER_BYTES <= _MAX_COPY:
         copy = table[wanted]
         release(table)
         return copy
     with tempfile.TemporaryFile(dir=folder) as file:
-        for piece in wanted.split(max(1, PIECE // (width * _BYTES))):
+        for piece in wanted.split(max(1, PIECE // (width * _NUMBER_BYTES))):
             file.write(table[piece].numpy().tobytes())
             release(table)
         file.flush()
@@ -132,25 +120,21 @@ def chosen_rows(table: Tensor, rows: npt.NDArray[np.int64], folder: Path | None 
 # --------------------------------------------------------------------------------------------------------------
 
 DIGEST_BYTES = 16
-_LOCK_WAIT = 0.02  # seconds between two tries to take the lock
-_ROW_BYTES = 4
-_SUM_BYTES = 4
-
-Digests = npt.NDArray[np.uint8]  # (N, 16)
+_LOCK_WAIT = 0.02  # seconds between attempts to take the lock
 
 
 def digest_of(content: bytes) -> bytes:
-    """The 16-byte BLAKE2b digest of an image's or a text's bytes."""
+    """Return the 16-byte BLAKE2b digest of an image's or a text's bytes."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 class FeatureTable:
-    """Rows of features by digest, in a folder or, without one, in memory.
+    """Rows of features by digest, in a folder or in memory.
 
     Args:
-        folder: where the table is or will be; None keeps it in memory. The names of the folder and of its parent
-            are part of the checksums, so that files of one table do not pass for those of another.
-        widths: of each column, by name.
+        folder: the table's folder; None keeps it in memory. Its name and its parent's are part of the checksums, so
+            that files of different tables cannot be confused.
+        widths: the width of each column.
         not_kept: called with the error when the folder cannot be written; rows then stay in memory.
 
     Raises:
@@ -181,10 +165,10 @@ class FeatureTable:
         return len(self._digests)
 
     def refresh(self) -> None:
-        """Read the rows that other processes have appended since.
+        """Read the rows that other processes have appended.
 
         Raises:
-            DataError: the table is damaged, was removed since, or cannot be read.
+            DataError: the table is damaged, was removed, or cannot be read.
         """
         if self.folder is None or self._kept < len(self._digests):
             return
@@ -207,18 +191,18 @@ class FeatureTable:
         self._digests += digests
 
     def find(self, digest: bytes) -> int | None:
-        """The row of a digest, or None."""
+        """Return the row of a digest, or None."""
         return self._number.get(digest)
 
     def append(self, digests: Sequence[bytes], columns: Mapping[str, Tensor]) -> None:
-        """Add rows, synced to disk where it can be written; digests that have a row already are skipped.
+        """Add rows, synced to disk, without digests that have a row already.
 
         Args:
-            digests: N of them.
-            columns: each column's (N, W) float32.
+            digests: N digests.
+            columns: (N, W) float32 by name.
 
         Raises:
-            DataError: the table was removed or damaged since.
+            DataError: the table was removed or damaged meanwhile.
         """
         assert set(columns) == set(self.widths)
         arrays = {name: np.ascontiguousarray(one.cpu().numpy(), np.float32) for name, one in columns.items()}
@@ -247,8 +231,8 @@ class FeatureTable:
         if self._writable:
             sums = [self._sums(name, arrays[name], range(len(added)), added) for name in self._names]
             for name, array in arrays.items():
-                _write(self._file(name), start * self.widths[name] * _ROW_BYTES, array.tobytes())
-            _write(self._file("sums"), start * len(sums) * _SUM_BYTES, np.stack(sums, axis=1).tobytes())
+                _write(self._file(name), start * self.widths[name] * _NUMBER_BYTES, array.tobytes())
+            _write(self._file("sums"), start * len(sums) * _NUMBER_BYTES, np.stack(sums, axis=1).tobytes())
             _write(self._file("digests"), start * DIGEST_BYTES, b"".join(added))
             self._kept += len(added)
         else:
@@ -257,10 +241,10 @@ class FeatureTable:
         self._add_digests(added)
 
     def column(self, name: str, rows: npt.NDArray[np.int64]) -> Tensor:
-        """(N, W) float32 of N rows, memory-mapped where they follow each other on disk or are many.
+        """Return N rows of a column, (N, W) float32, memory-mapped if they are consecutive on disk or many.
 
         Raises:
-            DataError: the table is damaged, or was removed since.
+            DataError: the table is damaged, or was removed meanwhile.
         """
         on_disk = rows < self._kept
         if len(rows) and on_disk.all():
@@ -285,10 +269,10 @@ class FeatureTable:
                     whole = map_rows(file, self._kept, self.widths[name])
                 shape = self._kept, len(self._names)
                 stored = np.memmap(self._file("sums"), np.uint32, mode="r", shape=shape)
-            except ValueError:  # mmap's, of a file that became shorter since
+            except ValueError:  # the file has become shorter
                 raise self._removed() from None
             values, sums = whole.numpy(), stored[:, self._names.index(name)]
-            step = max(1, PIECE // (self.widths[name] * _ROW_BYTES))
+            step = max(1, PIECE // (self.widths[name] * _NUMBER_BYTES))
             for piece in (rows[start : start + step] for start in range(0, len(rows), step)):
                 if not np.array_equal(self._sums(name, values, piece, self.digests(piece)), sums[piece]):
                     raise self._damaged()
@@ -305,7 +289,7 @@ class FeatureTable:
         rows: Iterable[int],
         digests: Iterable[bytes],
     ) -> npt.NDArray[np.uint32]:
-        """(N,), the CRC-32 of rows of a column's values, each bound to its digest and to this table."""
+        """Return (N,), the CRC-32 of rows of a column's values with their digests and this table's name."""
         assert self.folder is not None
         table = zlib.crc32(f"{self.folder.parent.name}/{self.folder.name}/{name}".encode())
         sums = [
@@ -315,11 +299,11 @@ class FeatureTable:
         return np.array(sums, dtype=np.uint32)
 
     def rows_of(self, key: str, count: int) -> npt.NDArray[np.int64] | None:
-        """The (N,) rows kept under a key; None if there are none, not ``count``, or the table has changed."""
+        """Return the rows stored under a key, (N,); None unless there are ``count`` and the table is unchanged."""
         if key in self._rows or self.folder is None:
             return self._rows.get(key)
         try:
-            content = bytearray(self._rows_file(key).read_bytes())
+            content = bytearray(self._file(f"rows/{key}").read_bytes())
             rows = np.frombuffer(content[DIGEST_BYTES:], np.int64)
         except (OSError, ValueError):
             return None
@@ -328,9 +312,9 @@ class FeatureTable:
         return rows if self._digest_of_rows(key, rows) == content[:DIGEST_BYTES] else None
 
     def keep_rows(self, key: str, rows: npt.NDArray[np.int64]) -> None:
-        """Keep the rows of a split of a dataset under a key, on disk where it can be written."""
+        """Store the rows of a split of a dataset under a key."""
         if self._writable:
-            path = self._rows_file(key)
+            path = self._file(f"rows/{key}")
             with self._writing():
                 data = self._digest_of_rows(key, rows) + rows.astype(np.int64).tobytes()
                 write_atomic(path, data, durable=True)
@@ -341,23 +325,19 @@ class FeatureTable:
         return digest_of(key.encode() + b"".join(self.digests(rows)))
 
     def digests(self, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        """The digest in each of N rows."""
+        """Return the digests of N rows."""
         return [self._digests[row] for row in rows.tolist()]
 
     def _whole_rows(self) -> int:
-        """How many rows are there in full: an index longer than a column would be of a damaged disk."""
+        """Return the number of rows that all files have."""
         counts = [_size(self._file("digests")) // DIGEST_BYTES]
-        counts.append(_size(self._file("sums")) // (_SUM_BYTES * len(self.widths)))
-        counts += [_size(self._file(name)) // (width * _ROW_BYTES) for name, width in self.widths.items()]
+        counts.append(_size(self._file("sums")) // (_NUMBER_BYTES * len(self.widths)))
+        counts += [_size(self._file(name)) // (width * _NUMBER_BYTES) for name, width in self.widths.items()]
         return min(counts)
 
     def _file(self, name: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{name}.bin"
-
-    def _rows_file(self, key: str) -> Path:
-        assert self.folder is not None
-        return self.folder / "rows" / f"{key}.bin"
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -365,13 +345,13 @@ class FeatureTable:
             yield
         except OSError as error:
             raise DataError(
-                f"cannot read features in {self.folder}: {error.strerror}; remove that folder, or name another "
-                "place with --features"
+                f"cannot read features in {self.folder}: {error.strerror}; remove that folder, or use another one "
+                "with --features"
             ) from error
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Suppress errors of a folder that cannot be written; from then on rows stay in memory."""
+        """Report that the folder cannot be written; from then on rows stay in memory."""
         try:
             yield
         except OSError as error:
@@ -380,7 +360,7 @@ class FeatureTable:
 
     def _damaged(self) -> DataError:
         return DataError(
-            f"the features in {self.folder} are damaged: remove that folder, they are made again"
+            f"the features in {self.folder} are damaged: remove that folder; they will be computed again"
         )
 
     def _removed(self) -> DataError:
@@ -388,10 +368,8 @@ class FeatureTable:
 
 
 def _write(path: Path, start: int, data: bytes) -> None:
-    """Replace all bytes of a file from ``start`` on, and sync it.
-
-    A file is never shortened in place, since another process may have mapped it.
-    """
+    """Replace all bytes of a file from ``start`` on, and sync it; never shorten it in place, since it may be
+    mapped."""
     if _size(path) > start:
         with replacing(path) as temporary:
             shutil.copyfile(path, temporary)

@@ -200,7 +200,7 @@ def test_verify_with_a_stand_in(
 
 def test_a_card_of_ones_own(run: Path, probed: Path, tmp_path: Path) -> None:
     main(["new", "Things in colours", "--data", str(probed)])
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         main(["new", "Again", "--data", str(probed)])
     card = (probed / "card.toml").read_text()
     assert 'title = "Things in colours"' in card
@@ -440,7 +440,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(run: Path, probed: Path, t
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "Read-only file system" in line]
-    why = "Read-only file system; evaluation continues without keeping features (see --features)"
+    why = "Read-only file system; evaluation continues without storing features (see --features)"
     assert said == [f"cannot write {cache}/features: {why}"]
     main([*command[3:-1], str(tmp_path / "other.jsonl")])
     assert values(out) == values(tmp_path / "other.jsonl")

@@ -145,7 +145,7 @@ def test_tasks_without_text(hub: Path, write_dataset: WriteDataset, tmp_path: Pa
         ["run"],
         ["run", *named, "--task", "zero-shot"],
     ):
-        with pytest.raises(ConfigError, match="timm:test_resnet has no text tower: ask for linear-probe"):
+        with pytest.raises(ConfigError, match="timm:test_resnet has no text tower: use linear-probe"):
             main([*refused, *arguments])
     with pytest.raises(ConfigError, match="no text tower"):
         Encoder(load_image_model("timm:test_resnet")).texts(["a cat"])

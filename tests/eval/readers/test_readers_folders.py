@@ -127,7 +127,7 @@ def test_a_new_card_has_any_name(tmp_path: Path, name: str) -> None:
 
 def test_a_new_card_that_cannot_be_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
-    with pytest.raises(ConfigError, match="is not UTF-8: write it in other letters"):
+    with pytest.raises(ConfigError, match="is not UTF-8: use other letters"):
         main(["new", "--data", str(pets), "\udcff"])
     assert not (pets / "card.toml").exists()
     monkeypatch.chdir(pets)
@@ -147,7 +147,7 @@ def test_a_new_card_of_numbered_classes_can_name_them(
     table = pa.table({"image": [png(i) for i in range(3)], "label": [0, 2, 1]})
     pq.write_table(table, folder / "test.parquet")
     assert main(["new", "--data", str(folder), "Numbers"]) == 0
-    assert "under [prompts.own.names] what its classes are called" in capsys.readouterr().out
+    assert "the names of its classes under [prompts.own.names]" in capsys.readouterr().out
     path = folder / "card.toml"
     path.write_text(
         path.read_text().replace('0 = ["0"]', '0 = ["cat", "kitten"]').replace('2 = ["2"]', '2 = "dog"')
