@@ -251,7 +251,7 @@ def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_datas
     no_folder: tuple[tuple[str | Path, str], ...] = (
         (table, "is a table"),
         (write_dataset("x") / "card.json", "is a file"),
-        ("no", "no folder"),
+        ("no", "is not a folder"),
     )
     for wrong, message in no_folder:
         with pytest.raises(ConfigError, match=f"{message}.*a card is made for a local folder"):

@@ -45,7 +45,7 @@ def test_any_rows_in_any_order(
     table, wanted = mapped(file, 100), np.array(rows, dtype=np.int64)
     expected = torch.from_numpy(np.fromfile(file, np.float32, 100 * WIDTH).reshape(100, WIDTH)[wanted])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_COPIED", copied)
+        patch.setattr(store, "_MAX_COPY", copied)
         patch.setattr(store, "PIECE", 3 * WIDTH * 4)
         assert torch.equal(chosen_rows(table, wanted, folder), expected)
         assert torch.equal(chosen_rows(table, wanted), expected)
@@ -65,7 +65,7 @@ def test_a_pass_leaves_nothing_in_memory(file: Path, tmp_path: Path, monkeypatch
     release(table)
     assert resident() - before < 16 << 20
     backwards = chosen_rows(table, np.arange(ROWS)[::-1].copy(), None)
-    monkeypatch.setattr(store, "_COPIED", 0)
+    monkeypatch.setattr(store, "_MAX_COPY", 0)
     before = resident()
     copy = chosen_rows(table, np.arange(ROWS)[::-1].copy(), tmp_path)
     assert resident() - before < 16 << 20

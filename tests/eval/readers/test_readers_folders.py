@@ -131,7 +131,7 @@ def test_a_new_card_that_cannot_be_is_not_begun(tmp_path: Path, monkeypatch: pyt
         main(["new", "--data", str(pets), "\udcff"])
     assert not (pets / "card.toml").exists()
     monkeypatch.chdir(pets)
-    with pytest.raises(ConfigError, match=r"^--data is no folder here"):
+    with pytest.raises(ConfigError, match=r"^--data is not a folder"):
         main(["new", "--data", "", "Pets"])
     alike = fill(tmp_path / "alike", "a_b/1.png", "a b/2.png")
     with pytest.raises(DataError, match="has classes that are called alike, 'a b': rename them"):
