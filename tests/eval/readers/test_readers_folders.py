@@ -134,7 +134,7 @@ def test_a_new_card_that_cannot_be_is_not_begun(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"^--data is not a folder"):
         main(["new", "--data", "", "Pets"])
     alike = fill(tmp_path / "alike", "a_b/1.png", "a b/2.png")
-    with pytest.raises(DataError, match="has classes that are called alike, 'a b': rename them"):
+    with pytest.raises(DataError, match="has classes with the same name, 'a b': rename them"):
         main(["new", "--data", str(alike), "Alike"])
     assert not (alike / "card.toml").exists()
 
