@@ -76,7 +76,6 @@ class _Prefetch:
     later: dict[ShardFile, float] = field(default_factory=dict)
     failures: dict[ShardFile, DataError] = field(default_factory=dict)
     threads: list[threading.Thread] = field(default_factory=list)
-    limit: int = 0
     closed: bool = False
 
 
@@ -126,25 +125,9 @@ class ShardCache:
         Raises:
             DataError: it cannot be downloaded or stored, or its bytes differ from an earlier download.
         """
-        found = self.path(shard)
-        if found is not None:
-            return found
-        stem, began = self._stem(shard), time.time()
-        try:
-            lock = self._acquire(stem)
-            try:
-                found = self.path(shard)
-                if found is not None:
-                    return found
-                with suppress(OSError):  # otherwise each waiting process would retry for minutes
-                    if (fault := stem.with_suffix(".fault")).stat().st_mtime >= began:
-                        raise DataError(fault.read_text(errors="replace"))
-                self._download(shard, stem, urgent=True)
-            finally:
-                lock.release()
-        except OSError as error:
-            raise self._unusable(error) from error
-        return stem.with_suffix(".tar")
+        found = self.path(shard) or self._fetch(shard)
+        assert found is not None
+        return found
 
     def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
         """Download these shards next, in their order, instead of those of an earlier call.
@@ -158,7 +141,6 @@ class ShardCache:
             for shard in ahead.wanted:
                 answered(shard.url)
             ahead.later.clear()
-            ahead.limit = threads
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
             for number in range(len(ahead.threads), threads):
                 name = f"shard-cache-{number}"
@@ -180,12 +162,23 @@ class ShardCache:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self, ahead: _Prefetch) -> None:
-        while (shard := self._next(ahead)) is not None:
-            done = True
+        """Download wanted shards until the cache is closed."""
+        while True:
             with ahead.changed:
+                while not ahead.closed:
+                    now = time.monotonic()
+                    free = (one for one in ahead.wanted if one not in ahead.busy)
+                    shard = next((one for one in free if ahead.later.get(one, now) <= now), None)
+                    if shard is not None:
+                        break
+                    ahead.changed.wait(_LATER_SECONDS if ahead.later else None)
+                else:
+                    return
+                ahead.busy.add(shard)
                 ahead.failures.pop(shard, None)  # of an earlier attempt
+            done = True
             try:
-                done = self._fetch_ahead(shard, ahead)
+                done = self._fetch(shard, ahead) is not None
             except DataError as error:
                 ahead.failures[shard] = error
             except _Closed:
@@ -198,45 +191,38 @@ class ShardCache:
                     ahead.wanted.remove(shard)
                 ahead.changed.notify_all()
 
-    def _next(self, ahead: _Prefetch) -> ShardFile | None:
-        """Wait for the next shard to download; None if the thread is no longer needed."""
-        with ahead.changed:
-            while not ahead.closed and len(ahead.threads) <= ahead.limit:
-                now = time.monotonic()
-                for shard in ahead.wanted:
-                    if shard not in ahead.busy and ahead.later.get(shard, now) <= now:
-                        ahead.busy.add(shard)
-                        return shard
-                ahead.changed.wait(_LATER_SECONDS if ahead.later else None)
-            with suppress(ValueError):
-                ahead.threads.remove(threading.current_thread())
-        return None
+    def _fetch(self, shard: ShardFile, ahead: _Prefetch | None = None) -> Path | None:
+        """Download a shard under its lock and return its file.
 
-    def _fetch_ahead(self, shard: ShardFile, ahead: _Prefetch) -> bool:
-        """Return whether a shard is done; False while another process downloads it or there is no space."""
-        if self._found(shard) is not None:
-            return True
-        stem = self._stem(shard)
+        Ahead of time, None is returned while another process downloads it or there is no space for it.
+        """
+        stem, began = self._stem(shard), time.time()
         try:
             stem.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(stem.with_suffix(".lock"))
-            if not lock.try_acquire():
-                return False
+            if ahead is None:
+                self._wait_for(lock, stem)
+            elif not lock.try_acquire():
+                return None
             try:
-                if self._found(shard) is None:
-                    self._download(shard, stem, urgent=False, ahead=ahead)
-            except _NoSpace:
-                return False
+                found = self.path(shard) if ahead is None else self._found(shard)
+                if found is None:
+                    if ahead is None:
+                        with suppress(OSError):  # otherwise each waiting process would retry for minutes
+                            if (fault := stem.with_suffix(".fault")).stat().st_mtime >= began:
+                                raise DataError(fault.read_text(errors="replace"))
+                    self._download(shard, stem, ahead)
             except DataError as error:
-                ahead.failures[shard] = error  # before a process that waits for the lock tries again
+                if ahead is not None:
+                    ahead.failures[shard] = error  # before a thread that waits for the lock tries again
+                raise
+            except _NoSpace:
+                return None
             finally:
                 lock.release()
         except OSError as error:
-            raise self._unusable(error) from error
-        return True
-
-    def _unusable(self, error: OSError) -> DataError:
-        return DataError(f"the shard cache {self.folder} cannot be used: {error.strerror}")
+            raise DataError(f"the shard cache {self.folder} cannot be used: {error.strerror}") from error
+        return stem.with_suffix(".tar")
 
     def _stem(self, shard: ShardFile) -> Path:
         identity = f"{shard.url}\n{shard.size}\n{shard.version}"
@@ -257,10 +243,8 @@ class ShardCache:
                 os.utime(path, ns=(now, now))
         return path
 
-    def _acquire(self, stem: Path) -> FileLock:
-        """Wait for the lock of a shard while its holder makes progress."""
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(stem.with_suffix(".lock"))
+    def _wait_for(self, lock: FileLock, stem: Path) -> None:
+        """Take the lock of a shard, waiting while its holder makes progress."""
         last, since = 0, time.monotonic()
         while not lock.try_acquire():
             time.sleep(_POLL_SECONDS)
@@ -272,21 +256,18 @@ class ShardCache:
                     f"another process has been downloading {stem}.tar without progress for {STILL_SECONDS:.0f} s: "
                     "end it, or set CLIPKIT_CACHE to another folder"
                 )
-        return lock
 
-    def _download(
-        self, shard: ShardFile, stem: Path, *, urgent: bool, ahead: _Prefetch | None = None
-    ) -> None:
-        """Download a shard; the caller holds its lock."""
+    def _download(self, shard: ShardFile, stem: Path, ahead: _Prefetch | None) -> None:
+        """Download a shard, with its lock held; a download that is needed now may remove shards in use."""
         part, record, fault = (stem.with_suffix(suffix) for suffix in (".part", ".json", ".fault"))
         known: tuple[int, int] | None = None
         with suppress(OSError, ValueError, KeyError, TypeError):
             recorded = json.loads(record.read_text())
             known = int(recorded["size"]), int(recorded["crc32"])
         try:
-            received = self._receive(shard, part, urgent, ahead)
+            received = self._receive(shard, part, ahead)
             if known is not None and known != received:
-                received = self._receive(shard, part, urgent, ahead)
+                received = self._receive(shard, part, ahead)
                 if known != received:
                     raise DataError(
                         f"{shown(shard.url)}: the bytes differ from an earlier download (CRC-32 {received[1]:08x}, "
@@ -307,9 +288,7 @@ class ShardCache:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
 
-    def _receive(
-        self, shard: ShardFile, part: Path, urgent: bool, ahead: _Prefetch | None
-    ) -> tuple[int, int]:
+    def _receive(self, shard: ShardFile, part: Path, ahead: _Prefetch | None) -> tuple[int, int]:
         """Download a shard into its part file and return size and CRC-32."""
         part.unlink(missing_ok=True)  # of a killed process, or of a failed check
         reserved = 0
@@ -320,7 +299,7 @@ class ShardCache:
                 raise _Closed
             if size > reserved or not reserved:
                 wanted = max(size, shard.size if shard.size >= 0 else min(size + _STEP, self.max_bytes))
-                self._reserve(part, wanted, called=shown(shard.url), urgent=urgent, has=reserved)
+                self._reserve(part, wanted, called=shown(shard.url), urgent=ahead is None, has=reserved)
                 reserved = wanted
 
         if shard.size >= 0:
