@@ -22,7 +22,7 @@ _MOST = 1000  # samples that are read
 
 
 def resident() -> float:
-    """MiB that this process holds now."""
+    """Return the memory of this process in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 

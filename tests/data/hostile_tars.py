@@ -1,4 +1,4 @@
-"""Tars that are broken, or made to take much time or memory, and what becomes of each."""
+"""Tars that are broken, or made to take much time or memory, and the expected results."""
 
 import bz2
 import gzip
@@ -17,7 +17,7 @@ GOOD = ("0", "1", "2")  # keys of the pairs
 
 
 class Hostile(NamedTuple):
-    """A tar, and what it is answered with: a message, or the keys of the samples that it gives."""
+    """A tar and its expected result: an error message, or the keys of its samples."""
 
     make: Callable[[], bytes]
     answer: str | tuple[str, ...]
@@ -74,7 +74,7 @@ def renamed(by: bytes, *, of: bytes = b"9") -> bytes:
 
 
 def with_second(change: Callable[[bytes], bytes]) -> bytes:
-    """The usual pairs; the header of the second member is changed."""
+    """Return the usual pairs with a changed header of the second member."""
     first = len(member(*PAIRS[0]))
     whole = tar_of()
     return whole[:first] + change(whole[first : first + BLOCK]) + whole[first + BLOCK :]
@@ -85,7 +85,7 @@ def cut(at: int) -> Callable[[], bytes]:
 
 
 def other_size(size: bytes | int) -> Callable[[], bytes]:
-    """The second member states another size, under a right checksum."""
+    """Return the usual pairs; the second member states another size, with a correct checksum."""
     return lambda: with_second(lambda _: header("0.txt", size))
 
 

@@ -1,4 +1,4 @@
-"""Shards of samples with a caption file and a json, for tests of what counts by their fields."""
+"""Shards of samples with caption file and json, for tests of field names."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from data.remote.store import ShardFile
 
 
 def shard_of(path: Path, samples: Sequence[dict[str, Any]]) -> ShardFile:
-    """A shard of samples that have a picture, and what is given besides."""
+    """Write a shard of samples with an image and the given members."""
     with webdataset.TarWriter(str(path), encoder=False) as tar:
         for number, sample in enumerate(samples):
             members = {

@@ -1,4 +1,4 @@
-"""The random crop: within the picture, as torchvision would cut it, and a function of its stream."""
+"""The random crop: within the image, as torchvision crops it, and a function of its stream."""
 
 import io
 import math
@@ -25,7 +25,7 @@ scales = st.floats(0.01, 1.0)
 
 
 def row(data: bytes, seed: int, *, image_size: int = 32, **options: Any) -> torch.Tensor:
-    """One picture in the middle of a batch, whose other rows must stay as they are."""
+    """Decode one image in the middle of a batch; the other rows must not change."""
     batch = empty_batch(3, image_size)
     assert batch.is_contiguous(memory_format=torch.channels_last)
     batch.fill_(77)

@@ -1,4 +1,4 @@
-"""What tells the samples of a batch apart."""
+"""Identities of the samples of a batch."""
 
 import io
 import subprocess
@@ -70,7 +70,7 @@ def picture(number: int) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Six pictures with three captions each, of which two are the same but for blanks and capitals."""
+    """Six images with three captions each, two of which differ in white space and case only."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     with DatasetWriter(tmp_path / "set", samples_per_shard=4) as writer:
         for number in range(6):

@@ -1,4 +1,4 @@
-"""Which caption a picture is trained with."""
+"""Choice of captions."""
 
 import json
 from collections import Counter
@@ -41,7 +41,7 @@ def chance(seed: int = 0) -> np.random.Generator:
 
 
 def drawn(rule: CaptionRule, text: str | None, meta: dict[str, Any], times: int = 400) -> Counter[str | None]:
-    """How often which caption was drawn."""
+    """Count how often each caption was drawn."""
     random = chance()
     return Counter(rule.caption(text, meta, 0, random) for _ in range(times))
 

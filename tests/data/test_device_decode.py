@@ -1,4 +1,4 @@
-"""JPEGs decoded where the model is: here by torchcodec on the CPU, and by nvJPEG where there is a GPU."""
+"""JPEGs decoded on the model's device: by torchcodec on the CPU, and by nvJPEG on a GPU."""
 
 import builtins
 import io
@@ -72,7 +72,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(loader: Loader, steps: int, device: torch.device = CPU) -> list[tuple[Batch, Batch]]:
-    """Each batch as it always is, and decoded later."""
+    """Return each batch decoded by the loader and decoded on the device."""
     later = replace(loader, decode_later=True)
     return [
         (batch, later.on_device(undecoded, step, device))

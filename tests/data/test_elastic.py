@@ -1,4 +1,4 @@
-"""The batches of a training on other numbers of ranks and workers, of shards of very different sizes."""
+"""Batches with other numbers of ranks and workers, from shards of very different sizes."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ ALONE, FEW, MANY = (1, 0), (2, 1), (4, 3)
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -41,7 +41,7 @@ def picture(number: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[ShardFile]:
-    """Three shards, of 1, 7 and 1,000 samples; some pictures are broken."""
+    """Three shards of 1, 7 and 1,000 samples; some images are broken."""
     folder = tmp_path_factory.mktemp("uneven")
     number = 0
     for shard, count in enumerate(COUNTS):
@@ -72,7 +72,7 @@ def make_loader(files: list[ShardFile], kind: str, **more: Any) -> Loader:
 
 
 def signs(batch: Batch) -> list[str]:
-    """A hash of each sample: its number, its pixels, its tokens (to the last that is not padding)."""
+    """Return a hash of each sample's number, pixels and tokens without padding."""
     content = (
         (number, image.numpy().tobytes(), np.trim_zeros(tokens.numpy(), "b").tobytes())
         for number, image, tokens in zip(batch.ids.tolist(), batch.images, batch.tokens, strict=True)
@@ -84,7 +84,7 @@ Seen = list[tuple[list[str], list[str]]]  # by step: the samples, and the keys o
 
 
 def global_batches(files: list[ShardFile], kind: str, setup: Setup, start: int, stop: int) -> Seen:
-    """What all ranks together see, in the order of ranks."""
+    """Return the samples of all ranks, in the order of ranks."""
     world, workers = setup
     of_ranks = [
         list(make_loader(files, kind, rank=rank, world_size=world, num_workers=workers).batches(start, stop))
@@ -103,7 +103,7 @@ def global_batches(files: list[ShardFile], kind: str, setup: Setup, start: int, 
 
 @pytest.fixture(scope="module")
 def expected(files: list[ShardFile]) -> dict[str, Seen]:
-    """What a single process sees."""
+    """Return the samples of a single process."""
     return {kind: global_batches(files, kind, ALONE, 0, steps) for kind, steps in STEPS.items()}
 
 
@@ -139,7 +139,7 @@ def test_other_numbers_of_ranks_and_workers_see_the_same(
 def test_a_run_goes_on_with_other_numbers(
     kind: str, stop: int, setup: Setup, files: list[ShardFile], expected: dict[str, Seen]
 ) -> None:
-    """Stopped after any number of steps, in an epoch or at its end, and continued by others."""
+    """Stop after any number of steps, also at the end of an epoch, and continue with other ranks and workers."""
     until = min(stop + 3, STEPS[kind])
     assert global_batches(files, kind, setup, stop, until) == expected[kind][stop:until]
 

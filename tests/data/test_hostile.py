@@ -1,4 +1,4 @@
-"""Hostile tars: one line or right samples, in bounded time and memory, whatever lies at a shard's place."""
+"""Hostile tars give a one-line error or correct samples, in bounded time and memory."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SECONDS, MIB = 5, 300  # that any shard may take
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -34,7 +34,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def answers(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What became of each hostile tar, read in a process of its own."""
+    """The result of each hostile tar, read in a separate process."""
     folder = tmp_path_factory.mktemp("tars")
     paths = {str(folder / f"{number}.tar"): name for number, name in enumerate(HOSTILE)}
     for path, name in paths.items():
@@ -111,7 +111,7 @@ def test_counts_that_no_tar_can_hold_and_files_that_are_none_are_not_believed(tm
 
 
 def test_a_tar_that_shrinks_while_it_is_scanned_is_one_line(tmp_path: Path) -> None:
-    """A file that is mapped would end this process."""
+    """Reading a truncated memory-mapped file would kill this process."""
     path = tmp_path / "0.tar"
     path.write_bytes(b"".join(header(f"{number}.jpg") for number in range(20_000)))
     members = tar_files(path)

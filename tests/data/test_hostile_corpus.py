@@ -1,4 +1,4 @@
-"""A corpus of which a tenth is bad in every known way, through the loader and through ``train.py``."""
+"""A dataset with a tenth of bad samples of every known kind, in the loader and in ``train.py``."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def jpeg(number: int) -> bytes:
 
 
 def bad_samples() -> dict[str, tuple[list[Member], str]]:
-    """Members and cause of samples that count but cannot be used, by key."""
+    """Return members and cause of samples that are counted but cannot be used, by key."""
     samples: dict[str, tuple[list[Member], str]] = {}
     for number, (name, (_, cause)) in enumerate(HOSTILE.items()):
         if cause in (None, PIXELS) or len(data := made(name)) > 2 << 20:
@@ -64,7 +64,7 @@ def bad_samples() -> dict[str, tuple[list[Member], str]]:
 
 
 def odd_samples() -> list[list[Member]]:
-    """Samples that are as good as others."""
+    """Return unusual but valid samples."""
     return [
         [("UPPER.JPG", jpeg(3)), ("UPPER.TXT", b"capitals")],
         [("folder.d/dots.jpeg", jpeg(4)), ("folder.d/dots.txt", b"dots in a folder")],
@@ -78,7 +78,7 @@ def odd_samples() -> list[list[Member]]:
 
 
 def left_out() -> list[list[Member]]:
-    """What lacks a picture or a caption."""
+    """Return samples without image or caption."""
     return [
         [("alone.jpg", jpeg(1))], [("text.txt", b"text")], [("x.jpg.bak", jpeg(1)), ("x.txt", b"text")],
         [("a.b.jpg", jpeg(1)), ("a.b.txt", b"dots in a name")], [("empty.json", b"{}")], [(".hidden.jpg", jpeg(1))],
@@ -90,7 +90,7 @@ BAD = bad_samples()
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -137,7 +137,7 @@ def steps_of(loader: Loader) -> int:
 
 
 def check_bad(found: Sequence[BadSample]) -> None:
-    """Each bad sample with its shard and cause, and no other."""
+    """Check that exactly the bad samples are reported, with shard and cause."""
     assert {bad.key for bad in found} == set(BAD)
     assert all(re.search(BAD[bad.key][1], bad.cause) and bad.cause.isprintable() for bad in found), found
     for bad in found:

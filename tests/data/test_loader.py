@@ -1,4 +1,4 @@
-"""Batches follow from (seed, step, rank, world): not from workers, ranks or where a run began."""
+"""Batches are a function of (seed, step, rank, world_size), not of workers or the start of the run."""
 
 import hashlib
 import io
@@ -59,7 +59,7 @@ def make_loader(shards: Shards, seed: int = 3, **more: Any) -> Loader:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -73,13 +73,13 @@ def shards(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Shard
 
 @pytest.fixture(scope="module")
 def damaged(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    """The same with three pictures cut short and two captions of blanks."""
+    """The same with three truncated images and two blank captions."""
     folder = tmp_path_factory.mktemp("damaged") / "set"
     return make_shards(folder, broken=(4, 17, 30), no_caption=(9, 22))
 
 
 def signs(batches: Sequence[Batch]) -> list[tuple[str, ...]]:
-    """A hash of each sample: its number, pixels and tokens (to the last that is not padding)."""
+    """Return a hash of each sample's number, pixels and tokens without padding."""
     rows = []
     for batch in batches:
         assert batch.images.dtype == torch.uint8 and batch.tokens.dtype == batch.ids.dtype == torch.int64

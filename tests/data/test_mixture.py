@@ -1,4 +1,4 @@
-"""Orders that go on: over the ends of epochs, by weights through several sources, and with replacement."""
+"""Orders across epochs, of weighted sources, and with replacement."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def mixture(
 
 
 def draws_of(order: Order, steps: range) -> Draw:
-    """The draws of some steps, one after the other."""
+    """Return the concatenated draws of some steps."""
     draws = [order.batch(step) for step in steps]
     return Draw(
         ids=np.concatenate([draw.ids for draw in draws]),
@@ -41,13 +41,13 @@ def draws_of(order: Order, steps: range) -> Draw:
 
 
 def source_of(sources: Sequence[Sequence[int]], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Which source each sample belongs to."""
+    """Return the source of each sample."""
     ends = np.cumsum([sum(source) for source in sources])
     return np.searchsorted(ends, ids, side="right")
 
 
 def assert_epochs_are_whole(draw: Draw, first: int, samples: int) -> None:
-    """Each epoch of a source gave each sample once, but for the first and the last epoch that were seen."""
+    """Check that each epoch of a source contains each sample once, except the first and last one."""
     epochs = np.unique(draw.epochs).tolist()
     assert epochs == list(range(epochs[0], epochs[-1] + 1)) if epochs else True
     for epoch in epochs:
@@ -57,7 +57,7 @@ def assert_epochs_are_whole(draw: Draw, first: int, samples: int) -> None:
 
 
 def chi_square(seen: npt.NDArray[np.int64]) -> float:
-    """How far counts lie from equal ones, in standard deviations of the statistic."""
+    """Return the deviation of counts from equal ones, in standard deviations of the statistic."""
     expected, freedom = seen.mean(), seen.size - 1
     return float((((seen - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
@@ -130,7 +130,7 @@ def test_a_mixture_keeps_its_shares_and_each_source_its_epochs(
 
 
 def test_the_shares_never_drift() -> None:
-    """Tenths are no binary fractions; after 10^12 steps each source has still given its share."""
+    """Tenths are not binary fractions; the proportions are exact even after 10^12 steps."""
     sources = [[70], [20, 20], [7]]
     order = mixture(sources, (0.1, 0.2, 0.7), batch_size=30)
     begin = 10**12
@@ -337,7 +337,7 @@ def test_how_it_is_described() -> None:
 
 
 def test_mixtures_and_draws_are_the_same_in_every_release() -> None:
-    """A run that is resumed elsewhere, or after an update, must go on as it would have."""
+    """A run resumed elsewhere, or after an update, must continue in the same order."""
     sources, far = [[5, 0, 7], [3]], 10**12
     orders = {
         "wrap": Order([5, 0, 7, 3], seed=11, batch_size=4, window=2, wrap=True),

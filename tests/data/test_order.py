@@ -1,4 +1,4 @@
-"""The order of samples: a function of (seed, epoch, batch), whose properties hold for any data."""
+"""The sample order: a function of (seed, epoch, batch)."""
 
 import json
 import subprocess
@@ -140,7 +140,7 @@ def test_a_batch_larger_than_the_data_is_an_error() -> None:
 
 
 def test_it_is_the_same_in_every_process_and_release() -> None:
-    """A run that is resumed elsewhere, or after an update, must see the samples that it has not seen."""
+    """A run resumed elsewhere, or after an update, must see the remaining samples."""
     code = (
         "from data.order import Order\n"
         "order = Order([5, 7, 3, 6], seed=11, batch_size=6, window=2)\n"

@@ -1,4 +1,4 @@
-"""Permutations without a table: bijections that look random, and are the same everywhere and always."""
+"""Permutations without a table: pseudorandom bijections, equal on every machine."""
 
 import itertools
 from collections import Counter
@@ -21,7 +21,7 @@ FAR = [0, 0, 2, 138662384, 481564147452]
 
 
 def permutation(size: int, of_key: int) -> npt.NDArray[np.int64]:
-    """All of one permutation."""
+    """Return a whole permutation."""
     return permuted(np.arange(size), np.full(size, size), np.full(size, of_key, dtype=np.uint64))
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_sent_nowhere() -> None:
 
 @pytest.mark.parametrize("size", [20, 1000, 65_537])
 def test_keys_matter(size: int) -> None:
-    """Also keys that differ in one bit: hardly more places are sent to the same than by chance (one in all)."""
+    """Keys that differ in one bit give unrelated permutations."""
     first = permutation(size, key(1))
     same = [int((permutation(size, key(1) ^ (1 << bit)) == first).sum()) for bit in range(64)]
     assert np.mean(same) == pytest.approx(1, abs=0.7) and max(same) <= 8
@@ -93,7 +93,7 @@ def test_every_permutation_of_few_is_as_likely(size: int) -> None:
 
 @pytest.mark.parametrize("size", [5, 6, 7, 9, 12])
 def test_of_some_more_each_place_goes_anywhere(size: int) -> None:
-    """In such small tables eight rounds mix well, not perfectly: a few percent are left."""
+    """In such small tables eight rounds mix well, up to a few percent."""
     outcome = permutations_of_few(size, 30_000)
     seen = np.array([np.bincount(outcome[:, place], minlength=size) for place in range(size)])
     assert np.abs(seen * size / 30_000 - 1).max() < 0.1
@@ -134,7 +134,7 @@ def test_numbers_beyond_64_bits_make_other_keys() -> None:
 
 
 def test_they_are_the_same_in_every_release() -> None:
-    """Whatever resumes a run must go on with its order."""
+    """A resumed run must continue with its order."""
     assert [key(), key(0), key(1, 2, 3), key(2**64 - 1)] == KEYS
     assert hashed(key(1), np.array([0, 1, 2**40])).tolist() == HASHES
     assert permutation(10, key(4)).tolist() == TEN

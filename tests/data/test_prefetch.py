@@ -1,4 +1,4 @@
-"""Batches reach the device in their order, one ahead on a GPU; errors come with their own step."""
+"""Batches reach the device in order, one ahead on a GPU; errors are raised at their own step."""
 
 import io
 import multiprocessing
@@ -61,7 +61,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 class Scripted(Loader):
-    """Hands out given batches, raises given errors, and says when it was asked for what."""
+    """Return given batches, raise given errors, and record the calls."""
 
     given: list[Batch | Exception]
     asked: list[int]
@@ -126,7 +126,7 @@ def test_waiting_is_told_apart_and_counted_once(shards: Shards) -> None:
 
 
 class Slow(Loader):
-    """Takes a twentieth of a second for a batch."""
+    """Take a twentieth of a second per batch."""
 
     def batch(self, step: int) -> Batch:
         time.sleep(0.05)
@@ -146,7 +146,7 @@ def test_closing_ends_the_workers(shards: Shards) -> None:
 
 
 class StandIn:
-    """In the place of streams and events, where there is no GPU; writes down what is asked of it."""
+    """Replace streams and events without a GPU, and record the calls."""
 
     log: list[str]
 
@@ -168,7 +168,7 @@ class StandIn:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let a GPU's path run here, without what only a GPU does."""
+    """Run the code path of a GPU without one."""
     StandIn.log = []
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, StandIn)

@@ -1,4 +1,4 @@
-"""Which samples count: what they must have, filters on their json, one or all of their captions."""
+"""Selection of samples: required members, filters on the json, one or all captions."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from tests.data.json_shards import of_json, shard_of
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("CLIPKIT_CACHE", str(folder))
@@ -240,7 +240,7 @@ def test_of_all_captions_each_comes_once_an_epoch(
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows that are read from shards from now on."""
+    """Record the rows that are read from shards."""
     rows: list[int] = []
     read = OpenShard.read
 

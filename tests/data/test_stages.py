@@ -1,4 +1,4 @@
-"""Sizes that grow with the steps: each batch has its own step's, and its samples are cut out in the same places."""
+"""Sizes that grow with the steps: each batch has the sizes of its step and the same crops."""
 
 import io
 import pickle
@@ -39,7 +39,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shards(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    """Smooth pictures with captions of 1 to 14 words."""
+    """Smooth images with captions of 1 to 14 words."""
     folder: Path = tmp_path_factory.mktemp("smooth") / "set"
     with DatasetWriter(folder, samples_per_shard=7) as writer:
         for number in range(20):

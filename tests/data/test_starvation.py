@@ -1,4 +1,4 @@
-"""What a training that waits for its batches is told."""
+"""Explanations of why training waits for batches."""
 
 import pytest
 import torch

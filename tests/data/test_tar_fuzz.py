@@ -1,4 +1,4 @@
-"""The tar reader beside ``tarfile``, on whatever members there are, and on damaged bytes."""
+"""The tar reader against ``tarfile``, on random members and damaged bytes."""
 
 import io
 import tarfile
@@ -28,7 +28,7 @@ Members = list[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class Short:
-    """Bytes of a store that gives at most so many at once, as a connection that breaks off."""
+    """Bytes of a store that returns a limited number at once, as a broken connection does."""
 
     content: bytes
     most: int
@@ -143,7 +143,7 @@ plain = st.builds(
 @settings(deadline=None, max_examples=200)
 @given(pieces=st.lists(extras | longs | plain, max_size=7))
 def test_what_was_put_together_by_hand(pieces: list[bytes]) -> None:
-    """Where ``tarfile`` cannot read it, or takes it for shorter, it is refused."""
+    """A tar that ``tarfile`` cannot read, or reads as shorter, is rejected."""
     tar = b"".join(pieces) + bytes(2 * BLOCK)
     found, fault = ours(tar)
     check_inside(found, tar)
@@ -163,7 +163,7 @@ def check_inside(found: Members, tar: bytes) -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
-    """A tar, the same with damage, and where the damage begins."""
+    """Return a tar, a damaged copy, and the start of the damage."""
     members = draw(st.lists(one_member, min_size=1, max_size=6))
     tar = by_tarfile(members, draw(st.sampled_from(FORMATS)))
     used = len(tar.rstrip(b"\0")) or 1

@@ -1,4 +1,4 @@
-"""Loader processes that are killed, and programs that end before them: nothing hangs, nothing is left behind."""
+"""Killed loader processes, and programs that end before them: nothing hangs or is left behind."""
 
 import io
 import multiprocessing
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Squares(Dataset[torch.Tensor]):
-    """Numbers that take a moment."""
+    """Return numbers slowly."""
 
     def __init__(self, seconds: float = 0.002) -> None:
         self.seconds = seconds

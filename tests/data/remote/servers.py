@@ -1,7 +1,7 @@
-"""Real servers on loopback for tests of what reads from stores: nginx, an S3 server, and one that misbehaves.
+"""Real servers on loopback: nginx, an S3 server, and one that misbehaves.
 
-A test file names the fixtures that it uses (``nginx = servers.nginx``). Where nginx is not installed its tests are
-skipped.
+A test file imports the fixtures that it uses (``nginx = servers.nginx``). Tests of nginx are skipped if it is not
+installed.
 """
 
 import atexit
@@ -70,7 +70,7 @@ def whole(url: str) -> ShardFile:
 
 
 def error_of(work: Callable[[], object]) -> str:
-    """The one line that something fails with."""
+    """Return the one-line error of a call."""
     with pytest.raises(DataError) as caught:
         work()
     message = str(caught.value)
@@ -89,9 +89,9 @@ class Request:
 
 
 class Nginx:
-    """A server of the files in ``html``.
+    """Serve the files in ``html``.
 
-    The same files lie under ``/slow/`` (4 MB a second), ``/whole/`` (without ranges) and ``/secret/`` (for user u,
+    The same files are under ``/slow/`` (4 MB a second), ``/whole/`` (without ranges) and ``/secret/`` (for user u,
     password p-word); ``/forbidden/`` is 403.
     """
 
@@ -111,20 +111,20 @@ class Nginx:
         _wait_for(self.port, self._process)
 
     def kill(self) -> None:
-        """End it at once, in the middle of all that it sends."""
+        """Kill it, also in the middle of a transfer."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def add(self, location: str) -> None:
-        """Serve more, said in nginx's own words."""
+        """Add locations to the configuration."""
         (self.folder / "more.location").write_text(location)
         self.kill()
         self.start()
 
     def restart_after(self, seconds: float) -> None:
-        """Kill it, and start it again later, unless it is down already."""
+        """Kill it and start it again later, unless it is already down."""
         if self._process is None:
             return
         self.kill()
@@ -146,14 +146,14 @@ class Nginx:
         return self.url(name)
 
     def busy(self, is_busy: bool) -> None:
-        """Whether all is answered with 503 from now on."""
+        """Answer every request with 503 from now on, or stop doing so."""
         if is_busy:
             (self.folder / "busy").touch()
         else:
             (self.folder / "busy").unlink(missing_ok=True)
 
     def requests(self) -> list[Request]:
-        """What was asked so far; a line is written when its answer has ended."""
+        """Return the finished requests."""
         log = self.folder / "access.log"
         lines = log.read_text().splitlines() if log.exists() else []
         found = [re.fullmatch(r"\S+ /(\S*) (\d+) (\d+) (\S+)", line) for line in lines]
@@ -196,7 +196,7 @@ def nginx(tmp_path: Path) -> Iterator[Nginx]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> transfer.Patience:
-    """Waits of tests are short."""
+    """Shorten all waits."""
     short = transfer.Patience(
         tries=8,
         first_wait=0.02,
@@ -216,11 +216,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> transfer.Patience:
 
 @dataclass
 class Unruly:
-    """A server of one file that does, at one request after the other, what its script says, and then behaves.
+    """A server of one file that follows a script, one word per request, and then works normally.
 
-    Words of a script: "short" (half of what it promised), "stall" (half, and then nothing for long), "silent"
+    Words of a script: "short" (half of the announced bytes), "stall" (half, then nothing), "silent"
     (no answer), "reset", "502", "429", "other" (bytes of the same length), "etag" (another version),
-    "long" (more than the file has), "ranged" (as it should be).
+    "long" (more than the file has), "ranged" (correct).
     """
 
     data: bytes
@@ -234,7 +234,7 @@ class Unruly:
         return f"http://127.0.0.1:{self.port}/00000.tar"
 
     def answer(self, connection: socket.socket, ended: threading.Event) -> bool:
-        """Serve one request; whether the connection goes on."""
+        """Serve one request and return whether to keep the connection."""
         request = b""
         while b"\r\n\r\n" not in request:
             part = connection.recv(65536)
@@ -318,7 +318,7 @@ class S3:
 
 @cache
 def _moto() -> int:
-    """The port of moto's server, which takes seconds to start and serves all test files."""
+    """Return the port of moto's server; started once, because that takes seconds."""
     port = _free_port()
     code = "from moto.server import main; main()"
     command = [sys.executable, "-c", code, "-H", "127.0.0.1", "-p", str(port)]

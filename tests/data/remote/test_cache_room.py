@@ -1,4 +1,4 @@
-"""The bound of the shard cache, over sequences of uses."""
+"""The size limit of the shard cache holds for any sequence of uses."""
 
 import pickle
 import tempfile

@@ -1,4 +1,4 @@
-"""How soon it is told that a store was never there, and how long one that was is waited for."""
+"""A store that never answered fails within seconds; one that did is waited for."""
 
 import multiprocessing
 import os
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 
 @pytest.fixture
 def closed_port() -> int:
-    """One at which nobody listens."""
+    """A port without a server."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
@@ -82,7 +82,7 @@ def test_commands_that_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_commands_told_by_a_program(closed_port: int, tmp_path: Path) -> None:
-    """With the waits that users have."""
+    """Use the default waits."""
     commands = (
         ["index", f"http://127.0.0.1:{closed_port}/{{0..99}}.tar"],
         ["index", "--cache-gb", "1", "pipe:false {0..9}.tar"],
@@ -136,7 +136,7 @@ def test_an_outage_after_the_first_answer_is_waited_out(nginx: Nginx, tmp_path: 
 
 
 def test_what_somebody_was_told_of_is_waited_for(closed_port: int, tmp_path: Path) -> None:
-    """A worker or another rank may come to a store after others have, and at a bad time."""
+    """A worker or another rank may first use a store during an outage."""
     url = f"http://127.0.0.1:{closed_port}/0.tar"
     assert "3 tries" in error_of(lambda: read_range(whole(url), 0, 9))
     assert "8 tries" in error_of(lambda: read_range(ShardFile(url=url, size=1000, version=""), 0, 9))

@@ -1,4 +1,4 @@
-"""What is said of names at Hugging Face, by a server that speaks the hub's protocol."""
+"""Errors for wrong names at Hugging Face, with a server that speaks the hub's protocol."""
 
 import socket
 from pathlib import Path
@@ -19,7 +19,7 @@ FORM = "hf://datasets/OWNER/NAME/PATH-{00000..00010}.tar"
 
 @pytest.fixture
 def hub(nginx: Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Nginx:
-    """With the data set who/what, in which there are no files."""
+    """A hub with the dataset who/what, which has no files."""
     pytest.importorskip("huggingface_hub")
     nginx.put("about", b'{"id": "who/what", "_id": "1", "sha": "1", "siblings": [], "tags": []}')
     nginx.put("tree", b"[]")

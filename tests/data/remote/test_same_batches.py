@@ -1,4 +1,4 @@
-"""The same batches, to the pixel, wherever the shards lie, however many read them, and after a kill.
+"""Batches are identical for any location of the shards, any number of readers, and after a kill.
 
 The stores are real servers on loopback; the loaders read through the cache of shards or, without one, sample by
 sample over the network.
@@ -57,7 +57,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def signs(batches: Iterator[Batch] | Sequence[Batch]) -> list[list[str]]:
-    """A hash of each sample's number, pixels and tokens, by batch."""
+    """Return a hash of each sample's number, pixels and tokens, by batch."""
     rows = []
     for batch in batches:
         assert batch.bad == ()
@@ -92,7 +92,7 @@ def loader(
 
 
 def read(source: str, cache: ShardCache | None, *, workers: int, world: int) -> list[list[str]]:
-    """The batches of all ranks, put together."""
+    """Return the concatenated batches of all ranks."""
     ranks = [
         signs(loader(source, cache, workers=workers, rank=rank, world=world).batches(0, STEPS))
         for rank in range(world)

@@ -1,4 +1,4 @@
-"""The cache of shards that the processes of a machine share, with real servers and processes that are killed."""
+"""The shard cache shared by processes, with real servers and killed processes."""
 
 import errno
 import hashlib
@@ -45,7 +45,7 @@ def put(nginx: Nginx, count: int, size: int = 50_000, of: str = "") -> tuple[lis
 
 
 def downloads(nginx: Nginx) -> list[str]:
-    """What was fetched whole, in the order of the ends."""
+    """Return completely downloaded files, in the order in which they finished."""
     return [one.name for one in nginx.requests() if one.range == "-"]
 
 
@@ -267,7 +267,7 @@ def test_processes_of_a_cache_that_is_too_small(nginx: Nginx, tmp_path: Path) ->
 
 
 def bytes_held(cache: ShardCache) -> int:
-    """The bytes of all shards and parts, while no room is made for others."""
+    """Return the bytes of all shards and parts, with the lock held."""
     lock = FileLock(cache.folder / "lock")
     cache.folder.mkdir(exist_ok=True)
     while not lock.try_acquire():

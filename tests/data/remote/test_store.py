@@ -27,7 +27,7 @@ s3 = servers.s3
 
 
 def tar_of(path: Path, sizes: list[int]) -> bytes:
-    """A tar of samples with pictures of these sizes."""
+    """Make a tar of samples with images of these sizes."""
     with tarfile.open(path, "w") as tar:
         for number, size in enumerate(sizes):
             for name, data in ((f"{number:05d}.jpg", os.urandom(size)), (f"{number:05d}.txt", b"a caption")):

@@ -1,4 +1,4 @@
-"""What servers do wrong, and what is said of it: tries that go on at the byte, one line, and no secrets."""
+"""Faults of servers: retries continue at the byte, and errors are one line without secrets."""
 
 import hashlib
 import logging
@@ -122,7 +122,7 @@ def test_wrong_bytes_are_found_by_the_checksum(
 def test_what_begins_again_must_come_further(
     s3: S3, unruly: Unruly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a file of some MiB whose bytes are never right would be fetched for ever."""
+    """Otherwise a file of a few MiB with a wrong checksum would be downloaded forever."""
     monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, stall_seconds=20.0))
     unruly.data = os.urandom(3 << 19)
     unruly.etag = f'"{hashlib.md5(unruly.data).hexdigest()}"'
@@ -160,7 +160,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 def test_a_server_without_ranges_is_told_before_samples_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's own server, which gives all whatever is asked for."""
+    """Python's own server ignores ranges."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     with DatasetWriter(tmp_path / "set", samples_per_shard=4) as writer:
         for number in range(8):

@@ -1,4 +1,4 @@
-"""Files of arrays: what was put in comes out, and anything damaged counts as not there."""
+"""Files of arrays round-trip, and damaged files count as missing."""
 
 import json
 import mmap
@@ -96,7 +96,7 @@ def test_other_bytes_are_none(content: bytes) -> None:
     ],
 )  # fmt: skip
 def test_a_checked_line_that_says_nonsense_is_none(line: Any) -> None:
-    """Whoever wrote it, it is not what is looked for."""
+    """Valid bytes of another kind are rejected."""
     checked = json.dumps(line).encode() + b"\n" + bytes(64)
     assert unpack_arrays(b"%08x" % zlib.crc32(checked) + checked) is None
 

@@ -1,4 +1,4 @@
-"""Counting shards in processes: what is wrong is one line, and no process stays behind."""
+"""Counting shards in processes: errors are one line, and no process is left behind."""
 
 import os
 import signal
@@ -27,13 +27,13 @@ SHARDS = 20
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[ShardFile]:
-    """Twenty shards; the n-th has n pairs, and a caption without picture."""
+    """Twenty shards; the n-th has n pairs and a caption without image."""
     for shard in range(SHARDS):
         with webdataset.TarWriter(str(tmp_path / f"{shard}.tar"), encoder=False) as tar:
             for number in range(shard):
@@ -110,7 +110,7 @@ def test_a_process_that_is_killed_is_one_line(
 
 
 def test_what_it_costs_is_a_few_shards_ahead(shards: list[ShardFile]) -> None:
-    """A shard that is missing late is told late: no more are begun than processes keep busy."""
+    """A missing shard is reported when reached: only as many shards are started as keep the processes busy."""
     missing = [replace(shard, url=f"{shard.url}.missing") for shard in shards * 50]
     began = time.perf_counter()
     with pytest.raises(DataError, match="No such file"):
@@ -149,7 +149,7 @@ def is_running(process: int) -> bool:
 
 
 def everyone(process: subprocess.Popen[str]) -> None:
-    """As a terminal does at Ctrl-C."""
+    """Signal the process group, as a terminal does at Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
 
 

@@ -34,14 +34,14 @@ Columns = dict[int, bytes]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 def tar_of(members: list[tuple[str, bytes]], form: int = tarfile.GNU_FORMAT) -> bytes:
-    """The bytes of a tar of these files; a name that ends in a slash becomes a folder."""
+    """Return a tar of these files; a name that ends in a slash becomes a folder."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=form) as tar:
         for name, data in members:
@@ -56,22 +56,22 @@ def tar_of(members: list[tuple[str, bytes]], form: int = tarfile.GNU_FORMAT) -> 
 
 
 def index_shard(path: Path) -> ShardIndex:
-    """The index of a file of this machine."""
+    """Index a local file."""
     return index_file(ShardFile.at(path))
 
 
 def spans_of(found: ShardIndex) -> list[list[tuple[int, int]]]:
-    """Where each sample's members lie."""
+    """Return the spans of each sample's members."""
     return [[found.span(row, column) for column in range(4)] for row in range(len(found))]
 
 
 def keys_of(found: ShardIndex) -> list[str]:
-    """Every sample's key."""
+    """Return the keys of all samples."""
     return [found.key(row) for row in range(len(found))]
 
 
 def samples_of(found: ShardIndex, tar: bytes) -> list[tuple[str, Columns]]:
-    """Every sample's key, and the bytes that its spans point at."""
+    """Return key and bytes of all samples."""
     return [
         (key, {c: tar[span[0] : sum(span)] for c, span in enumerate(spans) if span[0]})
         for key, spans in zip(keys_of(found), spans_of(found), strict=True)
@@ -79,7 +79,7 @@ def samples_of(found: ShardIndex, tar: bytes) -> list[tuple[str, Columns]]:
 
 
 def grouped(members: list[tuple[str, bytes]]) -> tuple[list[tuple[str, Columns]], Counter[str]]:
-    """The samples of a tar by the WebDataset rule, written down anew."""
+    """Group the members of a tar by the WebDataset rule, independently."""
     samples: list[tuple[str, Columns]] = []
     extensions: Counter[str] = Counter()
     for name, data in members:
@@ -184,7 +184,7 @@ def test_a_truncated_shard_is_refused_wherever_it_was_cut(form: str, tmp_path: P
 
 
 def with_header(change: Callable[[bytearray], None]) -> bytes:
-    """A tar whose second header was changed, under a right checksum."""
+    """Return a tar with a changed second header and a correct checksum."""
     tar = bytearray(tar_of(PAIRS))
     header = tar[1536:2048]
     assert header[:5] == b"0.txt"

@@ -1,4 +1,4 @@
-"""Where a shard ends: what tar programs write, and downloads leave, behind the last member."""
+"""The end of a shard: padding by tar programs, and remains of downloads."""
 
 import io
 import random
@@ -25,7 +25,7 @@ PAIRS = MANY[:6]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

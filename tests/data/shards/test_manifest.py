@@ -1,4 +1,4 @@
-"""What a training reads, counted once, and what is said of it when it has changed."""
+"""The manifest of a training, and the changes that it reports."""
 
 import json
 import os
@@ -27,14 +27,14 @@ from data.shards.samples import OpenShard, Shards
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("CLIPKIT_CACHE", str(folder))
     return folder
 
 
 def write_shard(path: Path, count: int, letter: str = "a", **more: bytes) -> ShardFile:
-    """A shard of ``count`` pairs."""
+    """Write a shard of ``count`` pairs."""
     path.parent.mkdir(exist_ok=True)
     with webdataset.TarWriter(str(path), encoder=False, mtime=1.0) as tar:
         for number in range(count):
@@ -47,13 +47,13 @@ def write_shards(folder: Path, *counts: int) -> list[ShardFile]:
 
 
 def state_stats(shard: ShardFile, successes: Any) -> None:
-    """What img2dataset leaves beside a shard."""
+    """Write img2dataset's statistics next to a shard."""
     text = json.dumps({"count": 10_000, "successes": successes})
     Path(shard.url.replace(".tar", "_stats.json")).write_text(text)
 
 
 def values(one: Manifest) -> dict[str, Any]:
-    """All that a manifest says, to compare."""
+    """Return the content of a manifest for comparison."""
     numbers = {"sizes": one.sizes.tolist(), "counts": one.counts.tolist()}
     texts = {name: list(getattr(one, name)) for name in ("urls", "versions", "digests", "contents")}
     return {**numbers, **texts, "sources": one.sources, "selection": one.selection, "dropped": one.dropped}
@@ -61,7 +61,7 @@ def values(one: Manifest) -> dict[str, Any]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shards that this process opens from now on."""
+    """Record the shards that this process opens."""
     names: list[str] = []
 
     def noted(file: ShardFile, *rest: Any) -> OpenShard:
@@ -265,7 +265,7 @@ def test_other_captions_of_the_same_sizes_are_said(tmp_path: Path) -> None:
 
 
 def test_data_that_were_packed_again_are_the_same(tmp_path: Path) -> None:
-    """The times of members do not count."""
+    """Modification times of members have no effect."""
     manifests = []
     for time_of_members in (1.0, 2.0):
         with webdataset.TarWriter(str(tmp_path / "0.tar"), encoder=False, mtime=time_of_members) as tar:
@@ -408,7 +408,7 @@ def test_more_stated_than_there_is_are_samples_that_cannot_be_read(tmp_path: Pat
 
 
 def test_nothing_usable_is_said_after_a_few_shards(tmp_path: Path, opened: list[str]) -> None:
-    """Though there are a thousand: whoever waits for a training is told at once."""
+    """The error is raised early, even with a thousand shards."""
     one = tmp_path / "one.tar"
     with webdataset.TarWriter(str(one), encoder=False) as tar:
         tar.write({"__key__": "a", "npy": b"x", "txt": b"text"})

@@ -23,7 +23,7 @@ from data.shards.writer import DatasetWriter, Record
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -56,12 +56,12 @@ def write_tar(path: Path, *samples: dict[str, Any]) -> Path:
 
 
 def shards_of(*paths: Path, need: Sequence[str] = ("image", "caption")) -> Shards:
-    """Some files of this machine."""
+    """Local files."""
     return Shards.of([ShardFile.at(path) for path in paths], need=need)
 
 
 def paths_of(source: str, split: str = "train") -> list[Path]:
-    """Where a source's shards lie."""
+    """Return the paths of a source's shards."""
     return [Path(shard.url) for shard in find_shards(source, split=split)]
 
 
@@ -299,7 +299,7 @@ def test_a_folder_whose_name_is_no_utf8(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_stays_open() -> Iterator[None]:
-    """Reading leaves no file open once its list of shards is gone."""
+    """No file stays open after the list of shards is deleted."""
     if not Path("/proc/self/fd").is_dir():
         yield
         return

@@ -1,4 +1,4 @@
-"""The ways to name a source's shards, and what is said where none are there."""
+"""All forms of sources, and the errors for invalid ones."""
 
 import gzip
 import subprocess
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def paths_of(source: str, split: str = "train") -> list[Path]:
-    """Where a source's shards lie."""
+    """Return the paths of a source's shards."""
     return [Path(shard.url) for shard in find_shards(source, split=split)]
 
 
@@ -188,7 +188,7 @@ def test_what_is_meant(source: str, said: str, folder: Path, monkeypatch: pytest
 
 
 def test_names_that_only_look_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is taken, whatever its name; and a store or a shell may have such names."""
+    """Existing files are used whatever their name; stores and shells may have such names."""
     one = (folder / "train" / "1.tar").read_bytes()
     for name in ("a,b.tar", "a b.tar", "a::b.tar", "saved.tar.gz", "odd.csv"):
         (folder / name).write_bytes(one)
@@ -244,7 +244,7 @@ def test_a_folder_of_other_things(tmp_path: Path) -> None:
 
 
 def test_the_command_that_unpacks(folder: Path) -> None:
-    """The line that the message says, run by a shell."""
+    """Run the command of the message in a shell."""
     train = folder / "train"
     wanted = {path: path.read_bytes() for path in sorted(train.glob("*.tar"))}
     for path, data in wanted.items():
@@ -258,7 +258,7 @@ def test_the_command_that_unpacks(folder: Path) -> None:
 
 @st.composite
 def brace_patterns(draw: st.DrawFn, depth: int = 2) -> str:
-    """Braces in braces."""
+    """Nested braces."""
     parts = []
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["text", "range", "list"] if depth else ["text", "range"]))

@@ -1,4 +1,4 @@
-"""A teacher's stored features reach the samples that they belong to, or a line says what is missing."""
+"""A teacher's stored features reach their samples, or an error names what is missing."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def write_pairs(folder: Path, *, samples: int = SAMPLES, first: int = 0) -> Path:
-    """Pairs in shards of five; picture 5 is broken."""
+    """Pairs in shards of five; image 5 is broken."""
     with DatasetWriter(folder, samples_per_shard=5) as writer:
         for number in range(first, first + samples):
             file = io.BytesIO()
@@ -79,7 +79,7 @@ def encode_with(model: CLIP, source: Path | list[Path], out: Path, **more: Any) 
 
 @pytest.fixture(scope="module")
 def stored(pairs: Path, teacher: CLIP, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folders of the pictures' and of the texts' features."""
+    """The folders of image features and text features."""
     out = tmp_path_factory.mktemp("stored")
     images = encode_with(teacher, pairs, out / "images")
     return images, encode_with(teacher, pairs, out / "texts", kind="caption")
@@ -94,7 +94,7 @@ def make_loader(folder: Path, features: StoredFeatures | None, **more: Any) -> L
 
 
 def expected(teacher: CLIP, folder: Path) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """What the teacher makes of each pair that is whole."""
+    """Return the teacher's features of every intact pair."""
     shards = Shards.of(find_shards(str(folder)))
     found = {}
     for number in set(range(len(shards))) - {BROKEN}:

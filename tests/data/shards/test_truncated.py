@@ -1,4 +1,4 @@
-"""Truncated shards: the samples of the intact part are used where ``data.truncated=use`` is set, and no others."""
+"""Truncated shards: with ``data.truncated=use`` exactly the samples of the intact part are used."""
 
 import io
 import os
@@ -33,7 +33,7 @@ def sample(number: int) -> dict[str, bytes]:
 
 
 def tar_and_ends() -> tuple[bytes, list[int]]:
-    """A tar of samples of three members, and where the data of each sample end."""
+    """Return a tar of samples with three members, and the end of each sample's data."""
     file, ends = io.BytesIO(), []
     with tarfile.open(fileobj=file, mode="w") as tar:
         for number in range(SAMPLES):
@@ -48,7 +48,7 @@ def tar_and_ends() -> tuple[bytes, list[int]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two whole shards, and one between them that was cut in its third sample."""
+    """Two complete shards, and one between them truncated in its third sample."""
     made = tmp_path / "pairs"
     made.mkdir()
     tar, ends = tar_and_ends()

@@ -1,4 +1,4 @@
-"""Names of json fields that no sample has are refused at the start; rare ones are not."""
+"""Names of json fields that no sample has are rejected at the start; rare fields are not."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from tests.data.json_shards import of_json, shard_of
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Indexes of these short-lived shards stay out of the user's cache."""
+    """Keep the indexes of temporary shards out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("CLIPKIT_CACHE", str(folder))
@@ -25,7 +25,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows that are read from shards from now on."""
+    """Record the rows that are read from shards."""
     rows: list[int] = []
     read = OpenShard.read
 
@@ -38,7 +38,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def refusal(samples: Sequence[dict[str, Any]], selection: Selection, path: Path, *, shards: int = 1) -> str:
-    """What is said of shards that all hold these samples; empty if nothing is."""
+    """Return the error for shards of these samples; empty if there is none."""
     files = [shard_of(path / f"{number}.tar", samples) for number in range(shards)]
     try:
         make_manifest([files], selection)

@@ -1,4 +1,4 @@
-"""The writer of dataset folders: what it wrote is what everybody reads, and nothing appears half."""
+"""The writer of dataset folders: every reader reads what it wrote, and nothing appears incomplete."""
 
 import json
 import os
