@@ -271,14 +271,14 @@ class _Source:
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             place = within[here]
-            shards, behind, ends = self._shards(epoch)
+            shards, cumulative, ends = self._shards(epoch)
             window = np.searchsorted(ends, place, side="right")
             start = np.where(window > 0, ends[window - 1], 0)
             keys = hashed(key(self.seed, _SAMPLES, epoch), window)
             mixed = start + permuted(place - start, ends[window] - start, keys)
-            slot = np.searchsorted(behind, mixed, side="right")
+            slot = np.searchsorted(cumulative, mixed, side="right")
             shard = shards[slot]
-            ids[here] = self.starts[shard] + mixed - (behind[slot] - self.counts[shard])
+            ids[here] = self.starts[shard] + mixed - (cumulative[slot] - self.counts[shard])
         return Draw(ids=ids + self.first, epochs=epochs)
 
     def windows(self, begin: int, end: int) -> tuple[list[int], list[int]]:
@@ -314,9 +314,9 @@ class _Source:
         if made is None:
             drawn = hashed(key(self.seed, _SHARDS, epoch), np.arange(len(self.counts)))
             shards = np.argsort(drawn, kind="stable")
-            behind = np.cumsum(self.counts[shards])
+            cumulative = np.cumsum(self.counts[shards])
             last = np.arange(self.window - 1, len(shards) + self.window - 1, self.window)
-            made = shards, behind, behind[np.minimum(last, len(shards) - 1)]
+            made = shards, cumulative, cumulative[np.minimum(last, len(shards) - 1)]
         self._recent[epoch] = made  # the most recently used is last
         while len(self._recent) > _KEPT_EPOCHS:
             del self._recent[next(iter(self._recent))]

@@ -480,11 +480,12 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
             yield transfer
     else:
         total, version = file_facts(url)
-        stop = total if stop is None else stop if total < 0 else min(stop, total)
-        ends = (min(stop, piece + _PIECE) for piece in range(start, stop, _PIECE))
-        starts = range(start, stop, _PIECE)
+        end = total if stop is None else stop
+        if total >= 0:
+            end = min(end, total)
         chunks = (
-            _ask(client, "cat_file", url, start=one, end=end) for one, end in zip(starts, ends, strict=True)
+            _ask(client, "cat_file", url, start=here, end=min(here + _PIECE, end))
+            for here in range(start, end, _PIECE)
         )
         yield Transfer(chunks=chunks, total=total, version=version, start=start, ranged=True)
 

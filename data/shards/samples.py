@@ -107,16 +107,16 @@ class OpenShard:
         self.shown = file.shown
         self._truncated = selection.truncated
         self._descriptor = -1
-        for retry in (True, True, True, True, False) if not file.is_remote or cache is not None else ():
+        retries = 4  # the cache may remove a file between fetching and opening it
+        while self._descriptor < 0 and (not file.is_remote or cache is not None):
             try:
                 path = cache.fetch(file) if cache is not None else file.url
                 # nonblocking: a named pipe may have replaced the file
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-                break
             except OSError as error:
-                # the cache may remove a file between fetching and opening it
-                if cache is None or not isinstance(error, FileNotFoundError) or not retry:
+                if cache is None or not isinstance(error, FileNotFoundError) or not retries:
                     raise DataError(f"shard {file.shown}: {error.strerror}") from error
+                retries -= 1
         self.index = self._find_index()
         # size and modification time at which the bytes are known to be as counted, and known to differ
         self._sound = None if file.is_remote else self._state()
