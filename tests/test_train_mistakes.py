@@ -214,7 +214,7 @@ def test_a_few_bad_samples_are_replaced_counted_and_listed(
     assert metrics[-1]["bad_samples"] == len(listed) >= 1  # two batches hold every sample once
     for bad in listed:
         assert bad["key"] == "1" and bad["shard"].endswith("one_broken/train/0.tar")
-        assert bad["cause"] == "not a picture in a known format" and bad["step"] in (1, 2)
+        assert bad["cause"] == "not an image in a known format" and bad["step"] in (1, 2)
     assert "bad sample replaced: 1 in " in training.stderr
     share = 100 * len(listed) / (8 + len(listed))
     assert training.stderr.splitlines()[-2] == (

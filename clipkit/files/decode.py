@@ -1,16 +1,14 @@
-"""From a picture's file to pixels: which formats are read, by what, and how much of it is refused.
+"""Decode image files: which formats are read, by which library, and which files are refused.
 
-A JPEG is decoded by simplejpeg, which is faster; everything else, CMYK and what simplejpeg refuses by Pillow. As in
-CLIP, by default an EXIF orientation is not applied and an alpha channel is dropped (clipkit/files/traits.py); of
-moving pictures the first frame counts.
+JPEGs are decoded by simplejpeg, which is faster; everything else, CMYK and what simplejpeg refuses by Pillow. As in
+CLIP, by default an EXIF orientation is ignored and an alpha channel dropped (clipkit/files/traits.py). Of an
+animation the first frame is used.
 
-A file from the web may be made to take minutes or all memory. What is refused before it is unpacked: more pixels
-than Pillow allows, larger files than any photograph's, JPEGs of many scans (each goes over all pixels, and libjpeg
-counts none: 125 kB took 20 s), tiles of a TIFF far larger than the picture, and large files of what Pillow decodes
-in Python. What is left takes time in proportion to the file (0.6 s a MiB of empty PNG chunks; 4 s the one MiB that
-a QOI may have) and to the pixels (at the limit up to 7 s and 3 GiB, of a WebP), measured on a core of 2.5 GHz.
+Files from the web may be made to take minutes or all memory. Refused before unpacking are more pixels than Pillow
+allows, very large files, JPEGs with many scans (each goes over all pixels; 125 kB took 20 s), TIFFs with tiles far
+larger than the image, and large files in formats that Pillow decodes in Python.
 
-Letters: H, W sides of a picture.
+Letters: H, W sides of an image.
 """
 
 import io
@@ -28,6 +26,7 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.files.traits import (
+    PILLOW_ERRORS,
     Decoding,
     Traits,
     align_transparent_color,
@@ -58,52 +57,46 @@ MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 MAX_BYTES = 64 << 20  # of a file that is decoded for training
 _MAX_SCANS = 500  # of a JPEG; progressive ones have about ten
 _MAX_SCANNED = 16 * MAX_PIXELS  # pixels times scans
-_MAX_SEGMENTS = 1000  # before a JPEG's first scan, that are looked at one by one
-_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"  # begin a JPEG's APP1 segment
-_TURNED_BY_XMP = re.compile(rb'tiff:Orientation(="|>)[02-9]')
-# by the beginning of EXIF data: a struct format's byte order, and the tag of orientation 1 as cameras write it
+_MAX_SEGMENTS = 1000  # before a JPEG's first scan
+_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"  # start a JPEG's APP1 segment
+_ROTATED_BY_XMP = re.compile(rb'tiff:Orientation(="|>)[02-9]')
+# by the start of EXIF data: a struct format's byte order, and the tag of orientation 1 as cameras write it
 _UPRIGHT_TAGS = {
     b"II*\0": ("<", b"\x12\x01\x03\x00\x01\x00\x00\x00\x01\x00"),
     b"MM\0*": (">", b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x01"),
 }
-_MAX_TILE = 2**24  # pixels of a TIFF's tile; more only where the picture has a quarter of them
+_MAX_TILE = 2**24  # pixels of a TIFF's tile, unless the image has a quarter of them
 _MAX_SLOW = 1 << 20  # bytes of a file that Pillow decodes in Python
-_MAX_REMARKS = 1000  # of a PPM written as text; for each, Pillow copies up to a MiB
-# what pictures come in; Pillow reads more, among them EPS, which it hands to another program to run
+_MAX_COMMENTS = 1000  # of a PPM written as text; for each, Pillow copies up to a MiB
+# Pillow reads more formats, among them EPS, which it passes to another program
 _FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "DIB", "ICO", "JPEG2000", "PCX", "PPM", "QOI", "TGA",
 )  # fmt: skip
-_REFUSED_BY_SIMPLEJPEG = (ValueError, KeyError)  # KeyError for a chroma sampling that it has no name for
+_REFUSED_BY_SIMPLEJPEG = (ValueError, KeyError)  # KeyError for an unknown chroma subsampling
 _TEXT = (b"P1", b"P2", b"P3")  # PPM written as text
-_SLOW = (b"qoif", *_TEXT)
-# what Pillow's readers were seen or are documented to raise on broken files
-_BROKEN = (
-    OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
-    struct.error,
-)  # fmt: skip
 
 
 class Decoded(NamedTuple):
-    """An image's pixels, (H, W, 3) uint8 RGB, and what its file holds besides."""
+    """An image's pixels, (H, W, 3) uint8 RGB, and the file's traits."""
 
     pixels: npt.NDArray[np.uint8]
     traits: Traits
 
 
 def decode_image(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8]:
-    """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or the like to (H, W, 3) uint8 RGB.
+    """Decode a JPEG, PNG, WebP, GIF (first frame), TIFF, BMP, AVIF, JPEG 2000 or similar to (H, W, 3) uint8 RGB.
 
-    Sixteen bits of grey are scaled to eight; 32 bits and floats, of which nothing says the range, are refused.
+    Grayscale of 16 bits is scaled to 8; of 32 bits or floats it is refused, as its range is unknown.
     ``clipkit.model.preprocess.eval_pixels`` is for evaluation.
 
     Args:
         data: the file's bytes.
         reduce: 2, 4 or 8 decode a JPEG that has a ``jpeg_size`` at a half, a quarter or an eighth of its sides,
-            rounded up, in less time; other pictures keep their size.
+            rounded up, in less time; other images keep their size.
 
     Raises:
-        DataError: it does not decode, is cut short, has more than ``MAX_PIXELS`` pixels or ``MAX_BYTES`` bytes, or
-            is made to take much time or memory.
+        DataError: the image does not decode, is truncated, has more than ``MAX_PIXELS`` pixels or ``MAX_BYTES``
+            bytes, or is made to take much time or memory.
     """
     return decode_file(data, reduce=reduce).pixels
 
@@ -112,7 +105,7 @@ _AS_OPEN_CLIP = Decoding()
 
 
 def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_CLIP) -> Decoded:
-    """``decode_image`` with what ``decoding`` says about transparency and orientation, and the file's traits.
+    """Decode like ``decode_image``, with transparency and orientation treated as ``decoding`` says.
 
     Raises:
         DataError: as for ``decode_image``.
@@ -129,14 +122,21 @@ def decode_file(data: bytes, *, reduce: int = 1, decoding: Decoding = _AS_OPEN_C
             transparent, orientation = is_transparent(image), orientation_of(image)
             if transparent and decoding.background is not None:
                 image = flattened(image, decoding.background)
-            pixels = _to_rgb(image)
+            # Pillow would clip values above 255, and floats in 0-1 to black
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+                gray = (np.asarray(image) >> 8).astype(np.uint8)
+                pixels = np.repeat(gray[..., None], 3, axis=2)
+            elif image.mode in ("I", "F"):
+                raise DataError("32-bit grayscale has no known range: store it with 8 or 16 bits")
+            else:
+                pixels = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     if decoding.upright:
         pixels = upright_array(pixels, orientation)
     return Decoded(pixels, Traits(transparent=transparent, rotated=orientation != 1))
 
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
-    """A JPEG as (H, W, 3) uint8 RGB, or None where Pillow has to do it.
+    """Decode a JPEG to (H, W, 3) uint8 RGB, or return None if only Pillow can.
 
     Raises:
         DataError: it has too many pixels or scans.
@@ -157,7 +157,7 @@ def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None
 
 
 def upright_array(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
-    """(H, W, 3) of an orientation, turned upright; contiguous."""
+    """Apply an EXIF orientation to (H, W, 3) pixels; the result is contiguous."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
@@ -170,7 +170,7 @@ def upright_array(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArra
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG that simplejpeg decodes, from its header; None for any other picture.
+    """Height and width of a JPEG that simplejpeg decodes, from its header; None for any other image.
 
     Raises:
         DataError: it has too many pixels or scans.
@@ -191,47 +191,46 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """``jpeg_size`` of a sequential JPEG that is there to its end, which any decoder takes; else None."""
+    """``jpeg_size`` of a sequential JPEG that is not truncated, which every decoder reads; else None."""
     whole = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
     return jpeg_size(data) if whole and _has_one_scan(data) else None
 
 
 def _refuse_too_large(height: int, width: int) -> None:
     if height * width > MAX_PIXELS:
-        raise DataError(f"picture has more than {MAX_PIXELS} pixels")
+        raise DataError(f"image has more than {MAX_PIXELS} pixels")
 
 
 def _refuse_many_scans(data: bytes, pixels: int) -> None:
     if _has_one_scan(data):
         return
-    # in a JPEG's coded data a zero follows each 0xff; what its segments and its end hold may count, too
+    # in a JPEG's coded data a zero follows each 0xff; bytes in its segments and after its end may count too
     scans = data.count(b"\xff\xda")
     if scans > min(_MAX_SCANS, _MAX_SCANNED // max(1, pixels)):
         raise DataError(f"JPEG has {scans} scans, each of which goes over all pixels")
 
 
 def _has_one_scan(data: bytes) -> bool:
-    """Whether a JPEG is certain to end with its first scan: it is sequential, and all colours are in there."""
-    colours, at = 0, 2
+    """Check whether a JPEG surely ends with its first scan: it is sequential, and the scan has all colors."""
+    colors, at = 0, 2
     for _ in range(_MAX_SEGMENTS):
         if at + 10 > len(data) or data[at] != 0xFF:
             return False
         marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         if marker == 0xDA:  # start of scan
-            return 0 < colours == data[at + 4]
+            return 0 < colors == data[at + 4]
         if marker in (0xC0, 0xC1, 0xC9):  # frames without progression
-            colours = data[at + 9]
-        elif not (0xE0 <= marker <= 0xEF or marker in (0xC4, 0xCC, 0xDB, 0xDD, 0xFE)):  # tables and remarks
+            colors = data[at + 9]
+        elif not (0xE0 <= marker <= 0xEF or marker in (0xC4, 0xCC, 0xDB, 0xDD, 0xFE)):  # tables and comments
             return False
         at += 2 + length
     return False
 
 
 def jpeg_orientation(data: bytes) -> int:
-    """The EXIF orientation of a JPEG, 1 to 8, from its header; 1 is upright, and what a damaged tag counts as.
+    """Return the EXIF orientation of a JPEG, 1 to 8, from its header; 1 if upright or the tag is damaged.
 
-    Pillow reads it, but only where the header may hold another than upright: that takes as long as decoding a small
-    image.
+    Pillow, which takes as long as decoding a small image, is only asked if the header may hold another value.
     """
     at = 2
     for _ in range(_MAX_SEGMENTS):
@@ -239,7 +238,7 @@ def jpeg_orientation(data: bytes) -> int:
         if marker == b"\xff\xda":  # the scan begins
             return 1
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        if marker[:1] != b"\xff" or (marker == b"\xff\xe1" and _may_turn(data[at + 4 : end])):
+        if marker[:1] != b"\xff" or (marker == b"\xff\xe1" and _may_rotate(data[at + 4 : end])):
             break
         at = end
     try:
@@ -249,10 +248,10 @@ def jpeg_orientation(data: bytes) -> int:
         return 1
 
 
-def _may_turn(segment: bytes) -> bool:
-    """Whether a JPEG's APP1 segment may hold another orientation than upright."""
+def _may_rotate(segment: bytes) -> bool:
+    """Check whether a JPEG's APP1 segment may hold an orientation other than upright."""
     if segment.startswith(_XMP):
-        return _TURNED_BY_XMP.search(segment) is not None
+        return _ROTATED_BY_XMP.search(segment) is not None
     if not segment.startswith(_EXIF):
         return False
     exif = segment[len(_EXIF) :]
@@ -263,7 +262,7 @@ def _may_turn(segment: bytes) -> bool:
     if len(exif) < first + 2:
         return True
     (count,) = struct.unpack_from(order + "H", exif, first)
-    if len(exif) < first + 2 + 12 * count:  # cut off, or goes on in another segment
+    if len(exif) < first + 2 + 12 * count:  # truncated, or continued in another segment
         return True
     tags = (exif[start : start + 10] for start in range(first + 2, first + 2 + 12 * count, 12))
     return any(tag[:2] == upright[:2] and tag != upright for tag in tags)
@@ -278,10 +277,10 @@ def _formats() -> tuple[str, ...]:
 
 
 def open_image(content: "bytes | Image") -> "Image":
-    """Pillow's picture of a file's bytes, not yet decoded; call it inside ``pillow_errors``.
+    """Open a file's bytes with Pillow without decoding it; call it inside ``pillow_errors``.
 
     Raises:
-        DataError: it has more than ``MAX_PIXELS`` pixels, or is made to take much time or memory.
+        DataError: the image has more than ``MAX_PIXELS`` pixels, or is made to take much time or memory.
     """
     from PIL import Image
 
@@ -289,59 +288,43 @@ def open_image(content: "bytes | Image") -> "Image":
         _refuse_too_large(content.height, content.width)
         align_transparent_color(content)
         return content
-    if content.startswith(_SLOW):
-        if len(content) > _MAX_SLOW:
-            raise DataError(f"file of more than {_MAX_SLOW >> 20} MiB in a format that is slow to read")
-        if content.startswith(_TEXT) and content.count(b"#") > _MAX_REMARKS:
-            raise DataError("file of very many remarks, which are slow to read")
+    if content.startswith((b"qoif", *_TEXT)) and len(content) > _MAX_SLOW:
+        raise DataError(f"file of more than {_MAX_SLOW >> 20} MiB in a format that is slow to read")
+    if content.startswith(_TEXT) and content.count(b"#") > _MAX_COMMENTS:
+        raise DataError("file with too many comments, which are slow to read")
     image = Image.open(io.BytesIO(content), formats=_formats())
     _refuse_too_large(image.height, image.width)
     if content.startswith(b"\xff\xd8\xff"):
         _refuse_many_scans(content, image.height * image.width)
-    if image.format == "TIFF":
-        _refuse_large_tiles(image)
+    if image.format == "TIFF":  # Pillow unpacks whole tiles, however little of them the image needs
+        tags = getattr(image, "tag_v2", {})
+        wide, high = tags.get(322, 0), tags.get(323, 0)
+        if not isinstance(wide, int) or not isinstance(high, int):
+            raise DataError("image does not decode: the size of its tiles is not a number")
+        if wide * high > max(_MAX_TILE, 4 * image.width * image.height):
+            raise DataError(f"tiles of {wide} x {high} pixels are larger than the image")
     align_transparent_color(image)
     return image
 
 
-def _refuse_large_tiles(image: "Image") -> None:
-    """Of a TIFF: Pillow unpacks whole tiles, however little of them is in the picture."""
-    tags = getattr(image, "tag_v2", {})
-    wide, high = tags.get(322, 0), tags.get(323, 0)
-    if not isinstance(wide, int) or not isinstance(high, int):
-        raise DataError("picture does not decode: the size of its tiles is not a number")
-    if wide * high > max(_MAX_TILE, 4 * image.width * image.height):
-        raise DataError(f"tiles of {wide} x {high} pixels are larger than the picture")
-
-
-def _to_rgb(image: "Image") -> npt.NDArray[np.uint8]:
-    # Pillow would cut all above 255 off, and floats in 0-1 to black
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        grey = (np.asarray(image) >> 8).astype(np.uint8)
-        return np.repeat(grey[..., None], 3, axis=2)
-    if image.mode in ("I", "F"):
-        raise DataError("32-bit grey has no known range: store it with 8 or 16 bits")
-    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-
-
 @contextmanager
 def pillow_errors() -> Iterator[None]:
-    """Around calls of Pillow: what it raises becomes a DataError, its remarks are dropped."""
+    """Convert errors that Pillow raises to DataError, and ignore its warnings."""
     from PIL import Image, UnidentifiedImageError
 
     with _silence:
         try:
             yield
         except UnidentifiedImageError as error:
-            raise DataError("not a picture in a known format") from error
+            raise DataError("not an image in a known format") from error
         except Image.DecompressionBombError as error:
-            raise DataError(f"picture has more than {MAX_PIXELS} pixels") from error
-        except _BROKEN as error:
-            raise DataError(f"picture does not decode: {error}") from error
+            raise DataError(f"image has more than {MAX_PIXELS} pixels") from error
+        except PILLOW_ERRORS as error:
+            raise DataError(f"image does not decode: {error}") from error
 
 
 class _Silence:
-    """Ignores Pillow's warnings; threads that decode at the same time share one change of Python's filters."""
+    """Ignore Pillow's warnings; threads that decode at the same time share one change of Python's filters."""
 
     def __init__(self) -> None:
         self._lock, self._inside = Lock(), 0

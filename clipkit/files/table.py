@@ -1,10 +1,10 @@
-"""Reads the rows of a table of pictures, captions or both, one at a time: CSV, TSV, JSONL or Parquet.
+"""Read tables of images, captions or both row by row: CSV, TSV, JSONL or Parquet.
 
-Text is UTF-8, with or without a byte order mark, or UTF-16 with one. A .csv file may be separated by commas,
-tabs, semicolons or bars, as its header shows. A line that cannot be read is a row with a cause, not an error.
+Text is UTF-8, with or without a byte order mark, or UTF-16 with one. A .csv file may be separated by commas, tabs,
+semicolons or bars; its header decides. A line that cannot be read is a row with a cause, not an error.
 
-Other columns are read where they are asked for. JSONL and Parquet keep their types. CSV and TSV have none: their
-cells are texts, as they stand in the file (``007`` stays so), and None where they are empty.
+Other columns are read on request. JSONL and Parquet keep their types; cells of CSV and TSV are text as written
+(``007`` stays so), and None if empty.
 """
 
 import csv
@@ -23,7 +23,7 @@ from clipkit.errors import DataError, nearest
 
 __all__ = ["CAPTION_COLUMNS", "IMAGE_COLUMNS", "SUFFIXES", "Row", "Table", "safe_cell"]
 
-# the usual names, the most telling first; compared in lower case with "_" for blanks and hyphens
+# the usual names, most specific first; compared in lower case with "_" for blanks and hyphens
 IMAGE_COLUMNS = (
     "filepath", "file_path", "image_path", "img_path", "path", "filename", "file_name", "image_file",
     "image_filename", "image_name", "image", "img", "picture", "photo", "file",
@@ -40,32 +40,23 @@ _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 
 
 def safe_cell(text: str) -> str:
-    """A text for a CSV file, with an apostrophe before what a spreadsheet program would run as a formula.
+    """Prefix text that a spreadsheet would execute as a formula with an apostrophe, as OWASP recommends.
 
-    That is what OWASP recommends against CSV injection. Texts that look like the result get another apostrophe, so
-    that taking one off a cell that begins with apostrophes and such a character gives the text back.
+    Text that looks like the result gets another apostrophe, so that removing one restores the original.
     """
     return f"'{text}" if _FORMULA.match(text) else text
 
 
-def _plain_cell(cell: str) -> str:
-    """The inverse of ``safe_cell``."""
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row: what its path and caption columns hold, or the cause for which it cannot be read.
-
-    A column that the table does not have is None.
-    """
+    """One row: its path and caption (None without such a column), or the cause why it cannot be read."""
 
     number: int  # from 1, the header not counted
     path: object = None
     caption: object = None
     cause: str = ""
-    progress: float  # how much of the table is read, in [0, 1]
-    others: Mapping[str, object] = field(default_factory=dict)  # the other columns that were asked for
+    progress: float  # fraction of the table that is read, in [0, 1]
+    others: Mapping[str, object] = field(default_factory=dict)  # other columns that were requested
 
 
 class Table:
@@ -73,18 +64,18 @@ class Table:
 
     Args:
         path: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file.
-        image_column: the column with the paths; guessed from the usual names if not given.
-        caption_column: the column with the captions; guessed likewise.
-        image_columns: the usual names of the former.
-        image_name: what they hold, "image" or "url".
+        image_column: column with the paths; guessed from the usual names if not given.
+        caption_column: column with the captions; guessed likewise.
+        image_columns: usual names of the column with the paths.
+        image_name: what that column holds, "image" or "url".
         need: which of "image" and "caption" the table must have.
         others: names of other columns to read; None for all of them.
 
     Raises:
-        DataError: there is no such file, it is no table of a known kind, or its columns cannot be told.
+        DataError: the file is missing or not a table of a known kind, or a column is missing or cannot be guessed.
 
     Attributes:
-        image_column: its name, "" where there is none.
+        image_column: its name, "" if there is none.
         caption_column: likewise.
         others: the other columns that are read, each with its position; later lines of JSONL may have more.
         left_out: why columns are not read, by name. Of several columns with the same name only the first is read.
@@ -104,30 +95,33 @@ class Table:
         if not path.is_file():
             raise DataError(f"{path} is not a file: name a .csv, .tsv, .jsonl or .parquet table")
         self.path = path
-        self._asked = image_column, caption_column
-        self._usual = image_columns, CAPTION_COLUMNS
-        self._delimiter = ","
+        asked = {image_name: image_column, "caption": caption_column}
+        self._usual = {image_name: image_columns, "caption": CAPTION_COLUMNS}
+        kinds: dict[str, Any] = {}  # pyarrow's types
         suffix = path.suffix.lower()
         if suffix in _DELIMITED:
             self._rows = self._delimited
-            names = self._header("\t" if suffix != ".csv" else ",\t;|")
+            names = self._header("\t" if suffix != ".csv" else ",\t;|", asked)
         elif suffix in _JSON_LINES:
             self._rows = self._json_lines
-            names = self._first_keys()
+            with path.open("rb") as file:
+                objects = map(_json_object, islice(_lines(file), 100))
+                names = list(dict.fromkeys(key for one in objects if isinstance(one, dict) for key in one))
+            if not names:
+                raise DataError(f"{path} has no JSON object in its first hundred lines")
         elif suffix in _PARQUET:
             self._rows = self._parquet
             schema = _parquet_file(path).schema_arrow
             names = list(schema.names)
+            kinds = {name: schema.field(names.index(name)).type for name in names}
         else:
             raise DataError(
                 f"{path}: a table is a .csv, .tsv, .jsonl or .parquet file, not {suffix or 'that'}"
             )
-        self.image_column = self._column(names, image_column, image_columns, image_name, "image" in need)
-        self.caption_column = self._column(
-            names, caption_column, CAPTION_COLUMNS, "caption", "caption" in need
+        self.image_column, self.caption_column = (
+            self._column(what, asked[what], names, kinds, required=needed in need)
+            for what, needed in ((image_name, "image"), ("caption", "caption"))
         )
-        if suffix in _PARQUET:
-            self._check_text(schema, need)
         self._read = [name for name in (self.image_column, self.caption_column) if name]
         self._image, self._caption = (
             names.index(name) if name else None for name in (self.image_column, self.caption_column)
@@ -137,82 +131,62 @@ class Table:
             if name not in names:
                 raise DataError(f"{path} has no column {name!r} ({nearest(name, names[:30])})")
         self._every_key = others is None  # of JSONL, where any line may have others
-        wanted = dict.fromkeys(
-            name for name in (names if others is None else others) if name not in self._read
-        )
+        wanted = [
+            name for name in dict.fromkeys(names if others is None else others) if name not in self._read
+        ]
         self.left_out = {name: "it has no name" for name in wanted if not name.strip()}
-        if suffix in _PARQUET:
-            kinds = {name: schema.field(names.index(name)).type for name in wanted}
-            self.left_out |= {
-                name: f"it holds {str(kind)[:60]}" for name, kind in kinds.items() if not _is_plain(kind)
-            }
+        for name in wanted:
+            if name in kinds and not _is_plain(kinds[name]):
+                self.left_out[name] = f"it holds {str(kinds[name])[:60]}"
         self.others = {name: names.index(name) for name in wanted if name not in self.left_out}
         counts = Counter(names)
-        self.left_out |= {
-            name: f"{counts[name]} columns have this name: only the first is used"
-            for name in (*self._read, *self.others)
-            if counts[name] > 1
-        }
+        for name in (*self._read, *self.others):
+            if counts[name] > 1:
+                self.left_out[name] = f"{counts[name]} columns have this name: only the first is used"
 
     def __iter__(self) -> Iterator[Row]:
         return self._rows()
 
     def _column(
-        self, names: Sequence[str], asked: str | None, usual: Sequence[str], what: str, needed: bool
+        self, what: str, asked: str | None, names: Sequence[str], kinds: Mapping[str, Any], *, required: bool
     ) -> str:
-        """The column that was asked for, or the one with the most telling usual name; "" if there need be none."""
-        shown = ", ".join(name[:40] for name in names[:30]) or "none"
-        if asked is not None:
-            if asked not in names:
-                raise DataError(f"{self.path} has no column {asked!r} ({nearest(asked, names[:30])})")
-            return asked
+        """Return the requested column, or the one with the most specific usual name; "" if none is required."""
+        if asked is not None and asked not in names:
+            raise DataError(f"{self.path} has no column {asked!r} ({nearest(asked, names[:30])})")
         plain = {_plain(name): name for name in reversed(names)}
-        for name in usual:
-            if name in plain:
-                return plain[name]
-        if not needed:
+        name = asked or next((plain[usual] for usual in self._usual[what] if usual in plain), "")
+        if not name and required:
+            shown = ", ".join(name[:40] for name in names[:30]) or "none"
+            raise DataError(
+                f"{self.path}: which column is the {what}? Set --{what}-column; the columns are {shown}"
+            )
+        kind = str(kinds.get(name, "string"))
+        if "string" in kind and not kind.startswith(("struct", "list", "large_list", "map")):
+            return name
+        if asked is None and not required:
             return ""
-        raise DataError(
-            f"{self.path}: which column is the {what}? Say --{what}-column; its columns are {shown}"
-        )
+        # a column of encoded images, for example: a batch of its rows would fill the memory
+        raise DataError(f"{self.path}: column {name!r} holds {kind[:60]}, not text; name a column of text")
 
-    def _check_text(self, schema: Any, need: Sequence[str]) -> None:
-        """Refuse columns of pictures, of which a batch of rows would fill the memory; do without where we can."""
-        for what, asked in zip(("image", "caption"), self._asked, strict=True):
-            name = self.image_column if what == "image" else self.caption_column
-            kind = str(schema.field(schema.names.index(name)).type) if name else "string"
-            if "string" in kind and not kind.startswith(("struct", "list", "large_list", "map")):
-                continue
-            if asked is not None or what in need:
-                raise DataError(
-                    f"{self.path}: column {name!r} holds {kind[:60]}, not text; name a column of text"
-                )
-            if what == "image":
-                self.image_column = ""
-            else:
-                self.caption_column = ""
-
-    def _encoding(self) -> str:
+    def _header(self, delimiters: str, asked: Mapping[str, str | None]) -> list[str]:
+        """Return the names in the first line of a delimited file; determine its encoding and delimiter."""
         with self.path.open("rb") as file:
-            start = file.read(2)
-        return "utf-16" if start in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-
-    def _header(self, delimiters: str) -> list[str]:
-        """The names in the first line of a delimited file; settles the delimiter on the way."""
-        with self.path.open("rb") as file:
-            text = file.read(HEADER).decode(self._encoding(), errors="replace")
+            start = file.read(HEADER)
+        self._encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        text = start.decode(self._encoding, errors="replace")
         best: tuple[int, int] = (-1, -1)
         names: list[str] = []
         for delimiter in delimiters:
             try:
-                fields = [
-                    name.strip() for name in next(csv.reader(io.StringIO(text), delimiter=delimiter), [])
-                ]
+                first = next(csv.reader(io.StringIO(text), delimiter=delimiter), [])
             except csv.Error:
                 continue
+            fields = [name.strip() for name in first]
             found = sum(
-                asked in fields if asked is not None else any(_plain(name) in usual for name in fields)
-                for asked, usual in zip(self._asked, self._usual, strict=True)
+                name in fields
+                if name is not None
+                else any(_plain(one) in self._usual[what] for one in fields)
+                for what, name in asked.items()
             )
             if (found, len(fields)) > best:
                 best, names, self._delimiter = (found, len(fields)), fields, delimiter
@@ -221,20 +195,18 @@ class Table:
     def _delimited(self) -> Iterator[Row]:
         size = max(1, self.path.stat().st_size)
         with self.path.open("rb") as file:
-            # a line end inside quotes belongs to the caption, so the csv module must see it: newline=""
-            text = io.TextIOWrapper(file, encoding=self._encoding(), errors="replace", newline="")
+            # newline="", as the csv module must see line ends inside quotes, which belong to the caption
+            text = io.TextIOWrapper(file, encoding=self._encoding, errors="replace", newline="")
             reader = csv.reader(text, delimiter=self._delimiter)
             number, names = -1, list[str]()
             while True:
+                fields, cause = [""], ""
                 try:
-                    fields, cause = next(reader), ""
+                    fields = next(reader)
                 except StopIteration:
                     return
                 except csv.Error:
-                    fields, cause = (
-                        [""],
-                        "a field longer than 131,072 characters (a quote that does not end?)",
-                    )
+                    cause = "a field longer than 131,072 characters (a missing closing quote?)"
                 if not fields:
                     continue
                 number += 1
@@ -242,40 +214,29 @@ class Table:
                     names = fields
                     continue
                 progress = min(1.0, file.tell() / size)
-                if not cause:
-                    cause = self._fault(fields)
+                if not cause and len(fields) < self._fewest:
+                    cause = "too few columns"
+                elif (
+                    not cause
+                    and self._delimiter == "\t"
+                    and any("\n" in one and "\t" in one for one in fields)
+                ):
+                    cause = "a missing closing quote"  # the field contains the following rows
                 if cause:
                     yield Row(number=number, cause=cause, progress=progress)
-                else:
-                    if names[: len(_CLASSIFIED)] == _CLASSIFIED:
-                        fields = [_plain_cell(cell) for cell in fields]
-                    path = None if self._image is None else fields[self._image].strip()
-                    caption = None if self._caption is None else fields[self._caption]
-                    others = {
+                    continue
+                if names[: len(_CLASSIFIED)] == _CLASSIFIED:  # undo safe_cell
+                    fields = [one[1:] if one[:1] == "'" and _FORMULA.match(one) else one for one in fields]
+                yield Row(
+                    number=number,
+                    path=None if self._image is None else fields[self._image].strip(),
+                    caption=None if self._caption is None else fields[self._caption],
+                    progress=progress,
+                    others={
                         name: (fields[at] or None) if at < len(fields) else None
                         for name, at in self.others.items()
-                    }
-                    yield Row(number=number, path=path, caption=caption, progress=progress, others=others)
-
-    def _fault(self, fields: Sequence[str]) -> str:
-        """Why a delimited row cannot be used, or ""."""
-        if len(fields) < self._fewest:
-            return "too few columns"
-        if self._delimiter == "\t" and any("\n" in field and "\t" in field for field in fields):
-            return "a quote that does not end"  # it has swallowed the rows behind it
-        return ""
-
-    def _first_keys(self) -> list[str]:
-        """The keys of the first hundred lines, in the order in which they appear."""
-        names: dict[str, None] = {}
-        with self.path.open("rb") as file:
-            for line in islice(_lines(file), 100):
-                keys = _json_object(line)
-                if isinstance(keys, dict):
-                    names |= dict.fromkeys(keys)
-        if not names:
-            raise DataError(f"{self.path} has no JSON object in its first hundred lines")
-        return list(names)
+                    },
+                )
 
     def _json_lines(self) -> Iterator[Row]:
         size = max(1, self.path.stat().st_size)
@@ -285,17 +246,16 @@ class Table:
                 value = _json_object(line)
                 if isinstance(value, str):
                     yield Row(number=number, cause=value, progress=progress)
-                else:
-                    path, caption = (
-                        value.get(name) if name else None for name in (self.image_column, self.caption_column)
-                    )
-                    others = {
-                        name: one
-                        for name, one in value.items()
-                        if name in self.others
-                        or (self._every_key and name.strip() and name not in self._read)
-                    }
-                    yield Row(number=number, path=path, caption=caption, progress=progress, others=others)
+                    continue
+                others = {
+                    name: one
+                    for name, one in value.items()
+                    if name in self.others or (self._every_key and name.strip() and name not in self._read)
+                }
+                path, caption = (
+                    value.get(name) if name else None for name in (self.image_column, self.caption_column)
+                )
+                yield Row(number=number, path=path, caption=caption, progress=progress, others=others)
 
     def _parquet(self) -> Iterator[Row]:
         import pyarrow
@@ -305,7 +265,7 @@ class Table:
         number = 0
         try:
             for batch in file.iter_batches(batch_size=1024, columns=[*self._read, *self.others]):
-                # by position, as batch.column(name) fails where two columns have this name
+                # by position, as batch.column(name) fails if two columns have this name
                 columns = {name: batch.column(at) for at, name in reversed([*enumerate(batch.schema.names)])}
                 values = {name: columns[name].to_pylist() for name in self._read}
                 for i in range(batch.num_rows):
@@ -318,27 +278,20 @@ class Table:
                         number=number, path=path, caption=caption, progress=number / total, others=others
                     )
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{self.path} is broken behind row {number}: {error}") from error
+            raise DataError(f"{self.path} is damaged after row {number}: {error}") from error
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether values of a pyarrow type are numbers, texts, times, or lists and objects of these."""
+    """Check whether values of a pyarrow type are numbers, text, times, or lists and objects of these."""
     if kind.num_fields:
         return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
     return "binary" not in str(kind) and not str(kind).startswith("extension")
 
 
-def _has_map(kind: Any) -> bool:
-    """Whether a pyarrow type is or contains a map."""
-    from pyarrow import types
-
-    return types.is_map(kind) or any(_has_map(kind.field(i).type) for i in range(kind.num_fields))
-
-
 def _python(scalar: Any) -> Any:
-    """A value of pyarrow as Python has it, times to the microsecond; None for a time that Python cannot hold.
+    """Convert a value of pyarrow: times to the microsecond (None if out of Python's range), maps to a dict.
 
-    A map is a dict where its keys are strings, else a list of pairs.
+    A map whose keys are not strings becomes a list of pairs.
     """
     from pyarrow import duration, time64, timestamp, types
 
@@ -348,7 +301,7 @@ def _python(scalar: Any) -> Any:
     if types.is_map(kind):
         pairs = [(_python(one["key"]), _python(one["value"])) for one in scalar.values]
         return dict(pairs) if str(kind.key_type) in ("string", "large_string", "string_view") else pairs
-    if not _has_map(kind):
+    if "map<" not in str(kind):
         with suppress(ValueError, OverflowError):  # nanoseconds, years beyond 9999
             return scalar.as_py()
     if types.is_struct(kind):
@@ -372,7 +325,7 @@ def _plain(name: str) -> str:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines that are not blank; of one that is too long only the start."""
+    """Yield the lines that are not blank; of one that is too long only the start."""
     first = True
     while line := file.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE:
@@ -385,7 +338,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _json_object(line: bytes) -> dict[str, object] | str:
-    """The object in a line of JSON, or the cause for which there is none."""
+    """Return the object in a line of JSON, or the cause why there is none."""
     if len(line) > LONGEST_LINE:
         return f"a line longer than {LONGEST_LINE:,} bytes"
     try:
@@ -396,7 +349,7 @@ def _json_object(line: bytes) -> dict[str, object] | str:
 
 
 def _parquet_file(path: Path) -> Any:
-    """An open Parquet file; pyarrow comes with the extra ``pack``."""
+    """Open a Parquet file; pyarrow comes with the extra ``pack``."""
     try:
         import pyarrow
         import pyarrow.parquet

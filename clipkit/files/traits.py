@@ -1,13 +1,15 @@
-"""Transparency and EXIF orientation of image files: found, applied where asked for, and reported where not.
+"""Transparency and EXIF orientation of image files: find them, apply them on request, and report them otherwise.
 
-As open_clip does, clipkit by default drops an alpha channel, so that a transparent image shows the colors hidden
-under it, and ignores an EXIF orientation. ``Decoding`` says otherwise; ``Traits`` says what a file holds.
+Like open_clip, clipkit by default drops an alpha channel, so that a transparent image shows the colors hidden under
+it, and ignores an EXIF orientation.
 """
 
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from clipkit.errors import ConfigError
+from clipkit.files.terminal import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_TRAITS",
     "ORIENTATION_TAG",
+    "PILLOW_ERRORS",
     "Color",
     "Decoding",
     "TraitCounts",
@@ -31,19 +34,24 @@ __all__ = [
 
 Color = tuple[int, int, int]
 
+# what Pillow was seen or is documented to raise for broken files
+PILLOW_ERRORS = (
+    OSError, SyntaxError, ValueError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError, MemoryError,
+    AssertionError, struct.error,
+)  # fmt: skip
 ORIENTATION_TAG = 0x0112  # of EXIF
-_TRANSPOSE = {  # the name of Pillow's method that makes an image of this orientation upright
+_TRANSPOSE = {  # Pillow's transposition that makes an image of this orientation upright
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
 }  # fmt: skip
 
 
 class Traits(NamedTuple):
-    """What an image file holds that open_clip's preprocessing ignores.
+    """Properties of an image file that open_clip's preprocessing ignores.
 
     Attributes:
-        transparent: whether some pixel is less than opaque.
-        rotated: whether its EXIF orientation is another than upright.
+        transparent: whether some pixel is not opaque.
+        rotated: whether the EXIF orientation is other than upright.
     """
 
     transparent: bool = False
@@ -55,29 +63,29 @@ NO_TRAITS = Traits()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """What is done about transparency and orientation when an image is decoded; the defaults are open_clip's.
+    """How images are decoded; the defaults are open_clip's.
 
     Attributes:
-        background: color that images with a pixel less than opaque are laid on; None drops the alpha channel.
-        upright: whether an EXIF orientation is applied.
+        background: color behind images that are not opaque; None drops the alpha channel.
+        upright: whether the EXIF orientation is applied.
     """
 
     background: Color | None = None
     upright: bool = False
 
     def __str__(self) -> str:
-        """In words; "" for the defaults."""
-        ground = (
-            "" if self.background is None else f"transparent images are laid on {hex_of(self.background)}"
-        )
-        return " and ".join(
-            filter(None, (ground, "the EXIF orientation of images is applied" if self.upright else ""))
-        )
+        """Describe the settings; "" for the defaults."""
+        words = []
+        if self.background is not None:
+            words.append(f"transparent images are laid on {hex_of(self.background)}")
+        if self.upright:
+            words.append("the EXIF orientation of images is applied")
+        return " and ".join(words)
 
 
 @dataclass(kw_only=True, slots=True)
 class TraitCounts:
-    """How many of some images have each trait."""
+    """Number of images with each trait."""
 
     images: int = 0
     transparent: int = 0
@@ -91,39 +99,40 @@ class TraitCounts:
             self.rotated += traits.rotated
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
-        """Warnings for traits that some images have and that are not applied, by the trait's name.
+        """Return a warning for each trait that some images have and that was ignored, by the trait's name.
 
         Args:
-            decoding: how they were decoded.
-            background: how to set a background, such as "--background white"; "" where it was chosen to have none.
-            upright: how to have the orientation applied; "" likewise.
+            decoding: how the images were decoded.
+            background: how to set a background, such as "--background white"; "" if the user chose none.
+            upright: how to apply the orientation; "" if the user chose not to.
         """
+
+        def of_all(count: int) -> str:
+            return f"{count:,} of {counted(self.images, 'image')} {'is' if count == 1 else 'are'}"
+
         lines = {}
         if self.transparent and decoding.background is None and background:
             lines["transparent"] = (
-                f"{self._of_all(self.transparent)} transparent and without a background: the colors hidden under "
+                f"{of_all(self.transparent)} transparent and without a background: the colors hidden under "
                 f"the transparent parts are used, as open_clip does; set {background}"
             )
         if self.rotated and not decoding.upright and upright:
             lines["rotated"] = (
-                f"{self._of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
+                f"{of_all(self.rotated)} rotated by an EXIF tag that is not applied, as in open_clip; set "
                 f"{upright}"
             )
         return lines
 
-    def _of_all(self, count: int) -> str:
-        return f"{count:,} of {self.images:,} image{'s' * (self.images != 1)} {'is' if count == 1 else 'are'}"
-
 
 def color_of(color: str | Color, *, setting: str = "background") -> Color | None:
-    """Red, green and blue, each 0–255, of a color; None for "none".
+    """Parse a color to red, green and blue, each 0–255; "none" gives None.
 
     Args:
-        color: by name, as "#rrggbb", or as these three.
-        setting: the name of the user's setting, for the message.
+        color: a name, "#rrggbb", or the three numbers.
+        setting: name of the setting in error messages.
 
     Raises:
-        ConfigError: it is not a color, or not an opaque one.
+        ConfigError: the color is unknown, or not opaque.
     """
     from PIL import ImageColor
 
@@ -145,7 +154,7 @@ def color_of(color: str | Color, *, setting: str = "background") -> Color | None
 
 
 def is_rgb(values: object) -> TypeGuard[Color]:
-    """Whether these are red, green and blue, each 0–255."""
+    """Check whether these are red, green and blue, each 0–255."""
     return (
         isinstance(values, tuple)
         and len(values) == 3
@@ -154,12 +163,12 @@ def is_rgb(values: object) -> TypeGuard[Color]:
 
 
 def hex_of(color: Color | None) -> str:
-    """A color as "#rrggbb", "none" for none."""
+    """Format a color as "#rrggbb", or "none"."""
     return "none" if color is None else "#{:02x}{:02x}{:02x}".format(*color)
 
 
 def is_transparent(image: "Image") -> bool:
-    """Whether a pixel of a loaded image is less than opaque; an alpha channel alone does not make it so."""
+    """Check whether a pixel of a loaded image is not opaque; an alpha channel may be opaque everywhere."""
     if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
         return False
     try:
@@ -171,13 +180,13 @@ def is_transparent(image: "Image") -> bool:
 
 
 def _alpha(image: "Image") -> "Image":
-    """An image's opacity, mode L."""
+    """Return the opacity of an image, mode L."""
     import numpy as np
     from PIL import Image
 
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
         return image.getchannel(image.getbands()[-1])
-    if image.mode.startswith("I;16"):  # of which Pillow makes no RGBA
+    if image.mode.startswith("I;16"):  # which Pillow does not convert to RGBA
         return Image.fromarray(
             np.where(np.asarray(image) == image.info["transparency"], 0, 255).astype(np.uint8)
         )
@@ -185,10 +194,10 @@ def _alpha(image: "Image") -> "Image":
 
 
 def align_transparent_color(image: "Image") -> None:
-    """Convert the transparent color of a PNG that is opened but not loaded to the values of its pixels.
+    """Scale the transparent color of an opened, not yet loaded PNG like its pixels.
 
-    Pillow scales the pixels to 8 bits, but leaves this color as the file has it. Of 16 bits per channel it keeps
-    only the upper 8, so that all pixels with the upper bits of this color count as transparent.
+    Pillow scales the pixels to 8 bits but leaves this color as stored. Of 16 bits per channel it keeps the upper 8,
+    so all pixels with the upper bits of this color count as transparent.
     """
     color = image.info.get("transparency")
     tile = getattr(image, "tile", None)  # empty once the image is loaded
@@ -203,7 +212,7 @@ def align_transparent_color(image: "Image") -> None:
 
 
 def flattened(image: "Image", background: Color) -> "Image":
-    """A transparent image laid on a color: mode RGB."""
+    """Lay a transparent image on a color: mode RGB."""
     import numpy as np
     from PIL import Image
 
@@ -216,18 +225,18 @@ def flattened(image: "Image", background: Color) -> "Image":
 
 
 def orientation_of(image: "Image") -> int:
-    """The EXIF orientation of Pillow's image, 1 to 8; 1 is upright, and what a damaged tag counts as."""
-    if image.format == "TIFF":  # Pillow turns it when it is loaded
+    """Return the EXIF orientation, 1 to 8; 1 if upright or the tag is damaged."""
+    if image.format == "TIFF":  # Pillow applies it on loading
         return 1
     try:
         value = image.getexif().get(ORIENTATION_TAG)
-    except Exception:  # on damaged tags Pillow raises whatever its parsers meet
+    except PILLOW_ERRORS:
         return 1
     return value if type(value) is int and value in _TRANSPOSE else 1
 
 
 def upright_image(image: "Image", orientation: int) -> "Image":
-    """Pillow's image of an orientation, turned upright."""
+    """Apply an EXIF orientation to an image."""
     from PIL.Image import Transpose
 
     return image.transpose(Transpose[_TRANSPOSE[orientation]]) if orientation != 1 else image

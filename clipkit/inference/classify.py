@@ -24,20 +24,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 import torch
 from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
-from clipkit.api import load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
 from clipkit.files.patterns import user_path
 from clipkit.files.table import safe_cell
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.inference.inputs import Stream
-from clipkit.inference.stream import Failure, FeatureStream, pick_device
+from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
 
 __all__ = ["Classification", "classify_images", "labels_of", "run", "templates_of"]
@@ -146,56 +145,40 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0 if at least one image was classified.
 
     Raises:
-        ClipkitError: an error that the user can fix.
+        ClipkitError: a user error.
     """
-    if options.top < 1:
-        raise ConfigError(f"top = {options.top} must be at least 1")
     labels, templates = labels_of(options.labels), templates_of(options.templates)
     stream = Stream(options.sources, image_column=options.image_column)
     top = min(options.top, len(labels))
+    done = failed = 0
     with _opened(options.out, top) as writer:
-        model = load(
-            options.model,
-            name=options.name,
-            device=pick_device(options.device),
-            background=options.background,
-            upright=options.upright,
-        )
-        features = FeatureStream(
-            model, batch_size=options.batch_size, precision=options.precision, workers=options.workers
-        )
-        weights = zero_shot_classifier(model, labels, templates)
-        done, failed = _write_all(classify_images(stream, features, labels, weights, top=top), writer)
-    for line in features.lines(background=options.background, upright=options.upright):
+        features = FeatureStream.from_options(options)
+        weights = zero_shot_classifier(features.model, labels, templates)
+        if writer is None:
+            _print(_line("image", "label", "probability"))
+        with CountProgress("classifying", total=None, shown=writer is not None) as bar:
+            for outcome in classify_images(stream, features, labels, weights, top=top):
+                if isinstance(outcome, Failure):
+                    failed += 1
+                    item = outcome.item
+                    where = f" (in {item.source})" if item.source not in item.key else ""
+                    print(f"failed: {printable(item.key + where)}: {outcome.cause}", file=sys.stderr)
+                else:
+                    done += 1
+                    if writer is not None:
+                        writer.write(outcome)
+                    else:
+                        images = [outcome.image] + [""] * (len(outcome.labels) - 1)
+                        for image, (label, probability) in zip(images, outcome.labels, strict=True):
+                            _print(_line(image, label, f"{probability:.1%}"))
+                bar.show(done + failed, failed)
+    for line in features.lines(options):
         print(line, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
     if options.out is not None:
         _print(f"wrote {counted(done, 'image')} to {options.out}")
     return 0 if done else 1
-
-
-def _write_all(outcomes: Iterator[Classification | Failure], writer: "_Writer | None") -> tuple[int, int]:
-    """Write each classification, or print it without a writer; return the numbers of successes and failures."""
-    done = failed = 0
-    if writer is None:
-        _print(_line("image", "label", "probability"))
-    with CountProgress("classifying", total=None, shown=writer is not None) as bar:
-        for outcome in outcomes:
-            if isinstance(outcome, Failure):
-                failed += 1
-                where = f" (in {outcome.item.source})" if outcome.item.source not in outcome.item.key else ""
-                print(f"failed: {printable(outcome.item.key + where)}: {outcome.cause}", file=sys.stderr)
-            else:
-                done += 1
-                if writer is not None:
-                    writer.write(outcome)
-                else:
-                    images = [outcome.image] + [""] * (len(outcome.labels) - 1)
-                    for image, (label, probability) in zip(images, outcome.labels, strict=True):
-                        _print(_line(image, label, f"{probability:.1%}"))
-            bar.show(done + failed, failed)
-    return done, failed
 
 
 def _print(text: str) -> None:
@@ -221,23 +204,29 @@ def _line(image: str, label: str, probability: str) -> str:
     return f"{image}  {label}  {probability:>{_PROBABILITY_WIDTH}}".rstrip()
 
 
-class _Writer(Protocol):
+class _Writer:
+    """Write images to a file: rows of a .csv, an array in a .json, or lines of a .jsonl."""
+
+    def __init__(self, file: TextIO, suffix: str, top: int) -> None:
+        self._file, self._suffix, self._first = file, suffix, True
+        if suffix == ".csv":
+            names = (f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))
+            self._write_row("picture", "source", *names)
+
     def write(self, found: Classification) -> None:
         """Append one image."""
-
-    def end(self) -> None:
-        """Append the end of the file."""
-
-
-class _Csv:
-    def __init__(self, file: TextIO, top: int) -> None:
-        self._file = file
-        names = (f"{name}_{i}" for i in range(1, top + 1) for name in ("label", "probability"))
-        self._write_row("picture", "source", *names)
-
-    def write(self, found: Classification) -> None:
-        cells = (cell for label, value in found.labels for cell in (safe_cell(label), f"{value:.6f}"))
-        self._write_row(safe_cell(found.image), safe_cell(found.source), *cells)
+        if self._suffix == ".csv":
+            cells = (cell for label, value in found.labels for cell in (safe_cell(label), f"{value:.6f}"))
+            self._write_row(safe_cell(found.image), safe_cell(found.source), *cells)
+            return
+        labels = [{"label": label, "probability": round(value, 6)} for label, value in found.labels]
+        one = {"picture": found.image, "source": found.source, "labels": labels}
+        text = json.dumps(one, ensure_ascii=False, allow_nan=False)
+        if self._suffix == ".json":
+            self._file.write(("[\n" if self._first else ",\n") + text)
+        else:
+            self._file.write(text + "\n")
+        self._first = False
 
     def _write_row(self, *cells: str) -> None:
         # with lineterminator="\n", Python before 3.13 does not quote a carriage return
@@ -246,24 +235,8 @@ class _Csv:
         self._file.write(row.getvalue().removesuffix("\r\n") + "\n")
 
     def end(self) -> None:
-        """Do nothing: a CSV file has no end marker."""
-
-
-class _Json:
-    def __init__(self, file: TextIO, *, array: bool) -> None:
-        self._file, self._array, self._first = file, array, True
-
-    def write(self, found: Classification) -> None:
-        labels = [{"label": label, "probability": round(value, 6)} for label, value in found.labels]
-        if self._array:
-            self._file.write("[\n" if self._first else ",\n")
-        one = {"picture": found.image, "source": found.source, "labels": labels}
-        self._file.write(json.dumps(one, ensure_ascii=False, allow_nan=False))
-        self._file.write("" if self._array else "\n")
-        self._first = False
-
-    def end(self) -> None:
-        if self._array:
+        """Append the end of the file."""
+        if self._suffix == ".json":
             self._file.write("[]\n" if self._first else "\n]\n")
 
 
@@ -280,7 +253,7 @@ def _opened(path: Path | None, top: int) -> Iterator[_Writer | None]:
         raise ConfigError(f"--out {path} is a folder: give a file name")
     try:
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-            writer: _Writer = _Csv(file, top) if suffix == ".csv" else _Json(file, array=suffix == ".json")
+            writer = _Writer(file, suffix, top)
             yield writer
             writer.end()
     except BrokenPipeError:  # from the terminal

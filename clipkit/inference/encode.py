@@ -11,14 +11,12 @@ import errno
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from clipkit.api import load
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.terminal import CountProgress, counted
@@ -34,7 +32,7 @@ from clipkit.inference.folder import (
     only_writer,
 )
 from clipkit.inference.inputs import Item, Member, Stream
-from clipkit.inference.stream import Failure, FeatureStream, pick_device
+from clipkit.inference.stream import Failure, FeatureStream
 
 __all__ = ["Encoded", "encode", "run"]
 
@@ -71,16 +69,6 @@ class Encoded:
     failed: int
     seconds: float
     totals: Totals | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Survey:
-    """Result of a pass over the sources that reads no content."""
-
-    items: int
-    digests: list[PartDigest]
-    captions: bool
-    empty_lines: int
 
 
 def encode(
@@ -122,7 +110,7 @@ def encode(
     except ImportError as error:
         raise ConfigError("writing Parquet metadata needs pyarrow: pip install 'pyarrow>=18'") from error
     with CountProgress("counting", total=None, shown=progress) as bar:
-        survey = _survey(stream, rows_per_file, bar.show)
+        items, digests, captions, empty_lines = _survey(stream, rows_per_file, bar.show)
     decoding = features.model.preprocess.decoding
     manifest = Manifest(
         kind=stream.kind,
@@ -131,133 +119,115 @@ def encode(
         background=hex_of(decoding.background),
         upright=decoding.upright,
         sources=list(sources),
-        items=survey.items,
-        digest=hashlib.sha256(repr(survey.digests).encode()).hexdigest()[:32],
-        captions=survey.captions,
+        items=items,
+        digest=hashlib.sha256(repr(digests).encode()).hexdigest()[:32],
+        captions=captions,
         rows_per_file=rows_per_file,
         batch_size=features.batch_size,
         precision=features.precision,
         device=features.device.type,
     )
+
+    def contents(parts: Sequence[int]) -> dict[int, str]:
+        """Read the items of some parts (ascending) and return the digest of each part's content."""
+        found = {part: ContentDigest() for part in parts}
+        items = _items_of(stream, parts, rows_per_file)
+        with CountProgress("comparing", total=sum(map(manifest.items_of, parts)), shown=progress) as bar:
+            read = features.contents(items, kind=stream.kind, captions=captions)
+            for done, (part, item, content) in enumerate(read, 1):
+                found[part].add(item, content)
+                bar.show(done)
+        return {part: digest.hexdigest() for part, digest in found.items()}
+
     with only_writer(out, process):
         folder = EmbeddingFolder(
             out,
             manifest,
-            survey.digests,
+            digests,
             process=process,
             processes=processes,
             retry_failed=retry_failed,
-            contents=partial(
-                _contents, stream=stream, manifest=manifest, features=features, progress=progress
-            ),
+            contents=contents,
         )
-        own = _Own(folder, process, processes)
-        return _encode_parts(stream, folder, features, own, survey.empty_lines, progress)
+        complete = [part for part in range(manifest.files) if folder.is_done(part)]
+        own = sorted({*range(process, manifest.files, processes)} - {*complete})
+        done = failed = written = 0
+        began = time.monotonic()
+        parts: dict[int, Part] = {}  # in progress: at most two
+        with CountProgress("encoding", total=sum(map(manifest.items_of, own)), shown=progress) as bar:
+            todo = _items_of(stream, own, rows_per_file)
+            for outcome in features.run(todo, kind=stream.kind, captions=captions):
+                part = parts.setdefault(outcome.part, Part(outcome.part))
+                part.add(outcome)
+                if isinstance(outcome, Failure):
+                    done, failed = done + 1, failed + 1
+                else:
+                    done += len(outcome.items)
+                if len(part) == manifest.items_of(part.number):
+                    if not part.rows:
+                        part.rows.append(features.empty(stream.kind).astype(np.float16))
+                    folder.write(parts.pop(part.number))
+                    written += 1
+                bar.show(done, failed)
+        if parts:
+            raise DataError("the sources changed while they were being read: run the same command again")
+        return Encoded(
+            folder=folder.out / folder.embeddings,
+            files=manifest.files,
+            written=written,
+            found=len(complete),
+            stale=folder.stale,
+            unknown=folder.unknown,
+            compared=folder.compared,
+            empty_lines=empty_lines,
+            done=done,
+            failed=failed,
+            seconds=time.monotonic() - began,
+            totals=folder.finish(),
+        )
 
 
-def _encode_parts(
-    stream: Stream,
-    folder: EmbeddingFolder,
-    features: FeatureStream,
-    own: "_Own",
-    empty_lines: int,
-    progress: bool,
-) -> Encoded:
-    """Encode those of this process's parts that are not complete."""
-    manifest = folder.manifest
-    found = sum(folder.is_done(part) for part in range(manifest.files))
-    done = failed = written = 0
-    began = time.monotonic()
-    parts: dict[int, Part] = {}  # in progress: at most two
-    with CountProgress("encoding", total=own.count(), shown=progress) as bar:
-        for outcome in features.run(own.items(stream), kind=stream.kind, captions=manifest.captions):
-            part = parts.setdefault(outcome.part, Part(outcome.part))
-            part.add(outcome)
-            if isinstance(outcome, Failure):
-                done, failed = done + 1, failed + 1
-            else:
-                done += len(outcome.items)
-            if len(part) == manifest.items_of(part.number):
-                if not part.rows:
-                    part.rows.append(features.empty(stream.kind).astype(np.float16))
-                folder.write(parts.pop(part.number))
-                written += 1
-            bar.show(done, failed)
-    if parts:
-        raise DataError("the sources changed while they were being read: run the same command again")
-    return Encoded(
-        folder=folder.out / folder.embeddings,
-        files=manifest.files,
-        written=written,
-        found=found,
-        stale=folder.stale,
-        unknown=folder.unknown,
-        compared=folder.compared,
-        empty_lines=empty_lines,
-        done=done,
-        failed=failed,
-        seconds=time.monotonic() - began,
-        totals=folder.finish(),
-    )
-
-
-class _Own:
-    """The incomplete parts assigned to one process."""
-
-    def __init__(self, folder: EmbeddingFolder, process: int, processes: int) -> None:
-        self._folder, self._process, self._processes = folder, process, processes
-
-    def _parts(self) -> Iterator[int]:
-        for part in range(self._process, self._folder.manifest.files, self._processes):
-            if not self._folder.is_done(part):
-                yield part
-
-    def count(self) -> int:
-        """Return their number of items."""
-        return sum(map(self._folder.manifest.items_of, self._parts()))
-
-    def items(self, stream: Stream) -> Iterator[tuple[int, Item]]:
-        """Iterate over their items, each with its part's number."""
-        return _items_of(stream, self._parts(), self._folder.manifest.rows_per_file)
-
-
-def _items_of(stream: Stream, parts: Iterator[int], length: int) -> Iterator[tuple[int, Item]]:
+def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tuple[int, Item]]:
     """Iterate over the items of some parts (ascending) of ``length`` items each, with the part's number."""
-    wanted = next(parts, None)
+    rest = iter(parts)
+    wanted = next(rest, None)
     for number, item in enumerate(stream):
         part = number // length
         while wanted is not None and part > wanted:
-            wanted = next(parts, None)
+            wanted = next(rest, None)
         if wanted is None:
             return
         if part == wanted:
             yield part, item
 
 
-def _contents(
-    parts: Sequence[int], *, stream: Stream, manifest: Manifest, features: FeatureStream, progress: bool
-) -> dict[int, str]:
-    """Read the items of some parts (ascending) and return the digest of each part's content."""
-    found = {part: ContentDigest() for part in parts}
-    items = _items_of(stream, iter(parts), manifest.rows_per_file)
-    with CountProgress("comparing", total=sum(map(manifest.items_of, parts)), shown=progress) as bar:
-        read = features.contents(items, kind=stream.kind, captions=manifest.captions)
-        for done, (part, item, content) in enumerate(read, 1):
-            found[part].add(item, content)
-            bar.show(done)
-    return {part: digest.hexdigest() for part, digest in found.items()}
+def _survey(
+    stream: Stream, length: int, show: Callable[[int], None]
+) -> tuple[int, list[PartDigest], bool, int]:
+    """Read the names of all items but no content.
 
-
-def _survey(stream: Stream, length: int, show: Callable[[int], None]) -> _Survey:
-    """Count the items and compute a digest of each part of ``length`` items, which reveals later changes."""
+    Returns:
+        The number of items, a digest of each part of ``length`` items, whether there are captions, and the number
+        of empty lines in lists of texts.
+    """
     digests: list[tuple[str, str]] = []
     names, files, count, captions, empty = hashlib.sha256(), hashlib.sha256(), 0, False, 0
-    stamps = _Stamps(stream)
+    last: tuple[Path | None, str] = (None, "")  # a file, which may hold many items, and its stamp
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
         for part in (item.source, item.key, text):
             names.update(part.encode("utf-8", "surrogatepass") + b"\0")
-        files.update(stamps.of(item).encode() + b"\0")
+        held = item.image if stream.kind == "image" else item.caption
+        path = held.shard if isinstance(held, Member) else held
+        if isinstance(path, Path) and path != last[0]:
+            try:
+                found = path.stat()
+                # ctime and inode too: renaming and unpacking can preserve the size and modification time
+                stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+                last = path, " ".join(map(str, stamp))
+            except (OSError, ValueError):
+                last = path, ""
+        files.update((last[1] if isinstance(path, Path) else "").encode() + b"\0")
         captions = captions or item.caption is not None
         empty += isinstance(item.caption, str) and not text.strip()
         if count % length == 0:
@@ -268,43 +238,15 @@ def _survey(stream: Stream, length: int, show: Callable[[int], None]) -> _Survey
     if count % length:
         digests.append((names.hexdigest(), files.hexdigest()))
     # the digest covers whether there are captions, since that determines the columns of all files
-    return _Survey(
-        items=count,
-        digests=[PartDigest(names=f"{name[:31]}{captions:d}", files=file[:32]) for name, file in digests],
-        captions=captions,
-        empty_lines=empty if stream.kind == "caption" else 0,
-    )
-
-
-class _Stamps:
-    """Sizes, times and inodes of the files that contain the items of a stream."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._kind = stream.kind
-        self._last: tuple[Path | None, str] = (None, "")
-
-    def of(self, item: Item) -> str:
-        """Return the stamp of one item's file; "" if there is no such file or the item itself holds the text."""
-        held = item.image if self._kind == "image" else item.caption
-        path = held.shard if isinstance(held, Member) else held
-        if not isinstance(path, Path):
-            return ""
-        if path != self._last[0]:  # a shard holds many items
-            try:
-                found = path.stat()
-                # ctime and inode too: renaming and unpacking can preserve the size and modification time
-                stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-                self._last = path, " ".join(map(str, stamp))
-            except (OSError, ValueError):
-                self._last = path, ""
-        return self._last[1]
+    found_digests = [PartDigest(names=f"{name[:31]}{captions:d}", files=file[:32]) for name, file in digests]
+    return count, found_digests, captions, empty if stream.kind == "caption" else 0
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if no item could be encoded.
 
     Raises:
-        ClipkitError: an error that the user can fix.
+        ClipkitError: a user error.
     """
     process, processes = rank_and_world()
     if "-" in options.sources and processes > 1:
@@ -315,16 +257,7 @@ def run(options: argparse.Namespace) -> int:
         image_column=options.image_column,
         caption_column=options.caption_column,
     )
-    model = load(
-        options.model,
-        name=options.name,
-        device=pick_device(options.device),
-        background=options.background,
-        upright=options.upright,
-    )
-    features = FeatureStream(
-        model, batch_size=options.batch_size, precision=options.precision, workers=options.workers
-    )
+    features = FeatureStream.from_options(options)
     try:
         encoded = encode(
             stream,
@@ -346,7 +279,7 @@ def run(options: argparse.Namespace) -> int:
         raise DataError(f"cannot write {options.out}: {error.strerror or error}") from error
     who = f"process {process + 1} of {processes}: " if processes > 1 else ""
     _report(encoded, options, who)
-    for line in features.lines(background=options.background, upright=options.upright):
+    for line in features.lines(options):
         print(f"{who}{line}", file=sys.stderr)
     return 1 if encoded.totals and not encoded.totals.rows else 0
 

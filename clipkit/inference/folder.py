@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,6 @@ __all__ = [
     "Part",
     "PartDigest",
     "Totals",
-    "difference",
     "only_writer",
 ]
 
@@ -91,7 +90,7 @@ class Manifest:
         return min(self.rows_per_file, self.items - part * self.rows_per_file)
 
 
-def difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Describe why encoding into an existing folder cannot continue with these settings; "" if it can."""
     changes = []
     for name, what in _SETTINGS.items():
@@ -267,21 +266,41 @@ class EmbeddingFolder:
 
     def write(self, part: Part) -> None:
         """Write a complete part to disk; if all its items failed, its rows are (0, O)."""
+        import pyarrow
+        import pyarrow.parquet
+
         assert len(part) == self.manifest.items_of(part.number)
         array = np.concatenate(part.rows)
-        writers: list[Callable[[BinaryIO], None]] = [
-            lambda file: _write_array(file, array),
-            lambda file: _write_parquet(file, self._columns(part)),
-            lambda file: _write_record(
-                file, self._digests[part.number], part.content.hexdigest(), len(array), part.failures
-            ),
+        keys, captions, sources = zip(*part.metadata, strict=True) if part.metadata else ((), (), ())
+        if self.manifest.kind == "caption":
+            columns = {"caption": captions, "key": keys, "source": sources}
+        elif self.manifest.captions:
+            columns = {"image_path": keys, "caption": captions, "source": sources}
+        else:
+            columns = {"image_path": keys, "source": sources}
+        table = pyarrow.table({name: pyarrow.array(one, pyarrow.string()) for name, one in columns.items()})
+        record = [
+            {
+                "digest": asdict(self._digests[part.number]),
+                "content": part.content.hexdigest(),
+                "rows": len(array),
+                "failures": len(part.failures),
+            },
+            *({"source": one.item.source, "key": one.item.key, "cause": one.cause} for one in part.failures),
         ]
-        finals = [*self._files(part.number), self._record(part.number)]
         with ExitStack() as stack:  # renames the files in reverse order, the record last
-            for final, write in reversed(list(zip(finals, writers, strict=True))):
-                temporary = stack.enter_context(replacing(final, durable=True))
-                with temporary.open("wb") as file:
-                    write(file)
+            temporary = [
+                stack.enter_context(replacing(final, durable=True))
+                for final in (self._record(part.number), *self._files(part.number))
+            ]
+            with temporary[0].open("wb") as file:
+                file.writelines(json.dumps(line).encode() + b"\n" for line in record)
+            with temporary[1].open("wb") as file:  # like np.save, which hides the system's error message
+                header = np.lib.format.header_data_from_array_1_0(array)
+                np.lib.format.write_array_header_1_0(file, header)
+                file.write(array.reshape(-1).view(np.uint8).data)
+            with temporary[2].open("wb") as file:
+                pyarrow.parquet.write_table(table, file)
 
     def finish(self) -> Totals | None:
         """Write the list of failures, clean up and return the totals; None unless every part is complete.
@@ -301,7 +320,7 @@ class EmbeddingFolder:
         with temporary.open("wb") as file:
             for part in range(self.manifest.files):
                 with self._record(part).open("rb") as record:
-                    counts = _first_line(record)
+                    counts = json.loads(record.readline())
                     rows, failures = rows + counts["rows"], failures + counts["failures"]
                     file.writelines(record)
             file.flush()
@@ -331,9 +350,8 @@ class EmbeddingFolder:
 
     def _is_current(self, part: int, record: Path) -> bool:
         try:
-            with record.open("rb") as file:
-                stored = _first_line(file)
-                return part < len(self._digests) and stored["digest"] == asdict(self._digests[part])
+            stored = _counts(record)
+            return part < len(self._digests) and bool(stored["digest"] == asdict(self._digests[part]))
         except (FileNotFoundError, ValueError, KeyError):
             return False
 
@@ -346,30 +364,11 @@ class EmbeddingFolder:
         """
         records = dict(self._own(self._records))
         current = {part for part, path in records.items() if self._is_current(part, path)}
-        current |= self._with_same_content({p: r for p, r in records.items() if p not in current}, contents)
-        if retry_failed:
-            current = {part for part in current if not _has_failures(records[part])}
-        for part in records.keys() - current:
-            records[part].unlink()
-        for folder in self._folders[:2]:
-            for part, path in self._own(folder):
-                wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
-                if part not in current:
-                    path.unlink()
-                elif path != wanted:
-                    path.replace(wanted)
-        if records.keys() - current:
-            (self.out / "failures.jsonl").unlink(missing_ok=True)
-        self.stale = sum(part < self.manifest.files for part in records.keys() - current)
-
-    def _with_same_content(
-        self, records: Mapping[int, Path], contents: Callable[[Sequence[int]], Mapping[int, str]]
-    ) -> set[int]:
-        """Find the parts whose files have new times or inodes but the same content, and update their records."""
+        # parts whose files have new times or inodes are kept if their content is the same
         then: dict[int, str] = {}  # content digest by part
-        for part, path in records.items():
-            with path.open("rb") as file, suppress(ValueError, KeyError, TypeError):
-                stored = _first_line(file)
+        for part in records.keys() - current:
+            with suppress(ValueError, KeyError, TypeError):
+                stored = _counts(records[part])
                 if isinstance(stored["digest"], str):
                     self.unknown += part < self.manifest.files
                 elif part < self.manifest.files and stored["digest"]["names"] == self._digests[part].names:
@@ -378,11 +377,26 @@ class EmbeddingFolder:
         same = {part for part, content in then.items() if now.get(part) == content}
         for part in same:
             with records[part].open("rb") as old:
-                counts = _first_line(old) | {"digest": asdict(self._digests[part])}
+                counts = json.loads(old.readline()) | {"digest": asdict(self._digests[part])}
                 content = json.dumps(counts).encode() + b"\n" + old.read()
             write_atomic(records[part], content, durable=True)
         self.compared = len(same)
-        return same
+        current |= same
+        if retry_failed:
+            current = {part for part in current if not _counts(records[part])["failures"]}
+        stale = records.keys() - current
+        for part in stale:
+            records[part].unlink()
+        for folder in self._folders[:2]:
+            for part, path in self._own(folder):
+                wanted = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
+                if part not in current:
+                    path.unlink()
+                elif path != wanted:
+                    path.replace(wanted)
+        if stale:
+            (self.out / "failures.jsonl").unlink(missing_ok=True)
+        self.stale = sum(part < self.manifest.files for part in stale)
 
     def _own(self, folder: Path) -> list[tuple[int, Path]]:
         """List the files of this process's parts in a folder, with the parts' numbers."""
@@ -390,36 +404,29 @@ class EmbeddingFolder:
         numbered = ((int(match[1]), path) for match, path in found if match)
         return [(part, path) for part, path in numbered if part % self._processes == self._process]
 
-    def _columns(self, part: Part) -> dict[str, list[str | None]]:
-        keys, captions, sources = zip(*part.metadata, strict=True) if part.metadata else ((), (), ())
-        if self.manifest.kind == "caption":
-            return {"caption": list(captions), "key": list(keys), "source": list(sources)}
-        middle = {"caption": list(captions)} if self.manifest.captions else {}
-        return {"image_path": list(keys), **middle, "source": list(sources)}
-
     def _settle_manifest(self) -> None:
         path, wanted = self.out / "manifest.json", asdict(self.manifest)
+        text = json.dumps(wanted, indent=2) + "\n"
         if not path.exists():
             if any(folder.exists() for folder in self._folders):
                 raise DataError(f"{self.out} holds embeddings but no manifest.json: use another --out")
             self.out.mkdir(parents=True, exist_ok=True)
             # if several processes start at the same time, the first one writes it and the others compare with it
             temporary = temporary_path(path)
-            temporary.write_text(_json_text(wanted), encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             sync(temporary)
             try:
-                os.link(temporary, path)
-                temporary.unlink()
-            except FileExistsError:
+                with suppress(FileExistsError):
+                    os.link(temporary, path)
                 temporary.unlink()
             except OSError:  # a file system without links
                 temporary.replace(path)
             sync(self.out)
         stored = self._stored()
-        if differing := difference(stored, wanted):
+        if differing := _difference(stored, wanted):
             raise ConfigError(f"{self.out} holds embeddings of another run: {differing}; use another --out")
         if any(stored.get(name) != wanted[name] for name in _CONTENT):
-            write_atomic(path, _json_text(wanted), durable=True)
+            write_atomic(path, text, durable=True)
 
     def _stored(self) -> dict[str, Any]:
         path = self.out / "manifest.json"
@@ -432,40 +439,8 @@ class EmbeddingFolder:
         return stored
 
 
-def _json_text(manifest: dict[str, Any]) -> str:
-    return json.dumps(manifest, indent=2) + "\n"
-
-
-def _write_parquet(file: BinaryIO, columns: dict[str, list[str | None]]) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    table = pyarrow.table({name: pyarrow.array(values, pyarrow.string()) for name, values in columns.items()})
-    pyarrow.parquet.write_table(table, file)
-
-
-def _write_array(file: BinaryIO, array: npt.NDArray[np.float16]) -> None:
-    """Write like ``np.save``, which hides the system's error message if writing fails."""
-    header = np.lib.format.header_data_from_array_1_0(array)
-    np.lib.format.write_array_header_1_0(file, header)
-    file.write(array.reshape(-1).view(np.uint8).data)
-
-
-def _write_record(
-    file: BinaryIO, digest: PartDigest, content: str, rows: int, failures: Sequence[Failure]
-) -> None:
-    counts = {"digest": asdict(digest), "content": content, "rows": rows, "failures": len(failures)}
-    file.write(json.dumps(counts).encode() + b"\n")
-    for one in failures:
-        line = {"source": one.item.source, "key": one.item.key, "cause": one.cause}
-        file.write(json.dumps(line).encode() + b"\n")
-
-
-def _first_line(record: BinaryIO) -> dict[str, Any]:
-    counts: dict[str, Any] = json.loads(record.readline())
-    return counts
-
-
-def _has_failures(record: Path) -> bool:
+def _counts(record: Path) -> dict[str, Any]:
+    """Read the first line of a part's record."""
     with record.open("rb") as file:
-        return bool(_first_line(file)["failures"])
+        counts: dict[str, Any] = json.loads(file.readline())
+    return counts

@@ -101,16 +101,16 @@ def end_of_text(kind: bytes, head: bytes) -> bytes:
     return png(8, 8, more=chunk(kind, head + zlib.compress(bytes(40 << 20), 9)))
 
 
-ERROR = "not a picture|does not decode"
+ERROR = "not an image|does not decode"
 PIXELS = "pixels"  # what is odd but can be read
 LIMIT = "more than 178956970 pixels"
 # what the file is: how it is made, and the error, or PIXELS, or None where it may be either
 HOSTILE: dict[str, tuple[Callable[[], bytes], str | None]] = {
-    "nothing": (lambda: b"", "not a picture"),
-    "zeros": (lambda: bytes(5000), "not a picture"),
-    "a web page": (lambda: b"<!DOCTYPE html><html>" + b" " * 5000, "not a picture"),
-    "compressed data": (lambda: b"\x1f\x8b\x08\0" + bytes(999), "not a picture"),
-    "postscript": (lambda: encoded(PHOTO, "EPS"), "not a picture"),
+    "nothing": (lambda: b"", "not an image"),
+    "zeros": (lambda: bytes(5000), "not an image"),
+    "a web page": (lambda: b"<!DOCTYPE html><html>" + b" " * 5000, "not an image"),
+    "compressed data": (lambda: b"\x1f\x8b\x08\0" + bytes(999), "not an image"),
+    "postscript": (lambda: encoded(PHOTO, "EPS"), "not an image"),
     "more bytes than any photograph": (lambda: picture("jpeg") + bytes(64 << 20), "file of more than 64 MiB"),
     "jpeg of 1000 scans": (lambda: many_scans(1000), "1000 scans"),
     "large jpeg of 400 scans": (lambda: many_scans(400, 3000), "400 scans"),

@@ -120,7 +120,7 @@ def test_a_picture_that_cannot_be_read_is_named(tiny: CLIP, pixels: Any) -> None
     mistakes: list[tuple[Any, str]] = [
         ("missing.png", "image missing.png: No such file or directory"),
         ([pixels[0], "missing.png"], "image missing.png"),
-        (b"nothing", "not a picture"),
+        (b"nothing", "not an image"),
         (pixels.astype(np.float32), "float32"),
         (iter([pixels[0]]), "an image must be a path, bytes, PIL image, array or tensor"),
         (None, "not NoneType"),

@@ -198,7 +198,7 @@ def test_classify_prints_a_table_of_80_columns(
     assert LABELS[first][:20] in line
     assert line.endswith(f"{want[first]:.1%}")
     assert said.err.splitlines() == [
-        "failed: photos/x.png: not a picture in a known format",
+        "failed: photos/x.png: not an image in a known format",
         "1 of 4 images failed",
     ]
 
@@ -365,8 +365,8 @@ def mistakes(checkpoint: Path) -> list[tuple[Sequence[str], str]]:
     return [
         (["encode", "nowhere", "--out", "out", *model], "nowhere: no such file or folder"),
         (["encode", "photos", "--out", "out", "--model", "nowhere"], "nowhere"),
-        (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "cannot use device 'tpu9'"),
-        (["encode", "photos", "--out", "out", "--device", "meta", *model], "cannot use device 'meta'"),
+        (["encode", "photos", "--out", "out", "--device", "tpu9", *model], "Unknown device 'tpu9'"),
+        (["encode", "photos", "--out", "out", "--device", "meta", *model], "device = 'meta' holds no values"),
         (["encode", "~nobodyhere/x", "--out", "out", *model], "~nobodyhere/x: no such file or folder"),
         (["encode", "/dev/zero", "--out", "out", *model], "/dev/zero is a pipe or a device"),
         (

@@ -186,7 +186,7 @@ def test_bad_lines_of_csv(pictures: Path) -> None:
 def test_a_quote_that_swallows_rows_is_no_caption(pictures: Path) -> None:
     (pictures / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tlost\n')
     report = pack(pictures / "t.tsv", pictures / "out", progress=False)
-    assert (report.packed, report.bad) == (1, {"a quote that does not end": 1})
+    assert (report.packed, report.bad) == (1, {"a missing closing quote": 1})
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_named_columns_and_columns_that_cannot_be_told(pictures: Path) -> None:
     table = write_table(pictures / "t.csv", ["what", "wherefrom"], [("one", "a.jpg")])
     with pytest.raises(DataError, match=r"which column is the image\? .*columns are what, wherefrom"):
         pack(table, pictures / "out", progress=False)
-    with pytest.raises(DataError, match=r"which column is the caption\? Say --caption-column"):
+    with pytest.raises(DataError, match=r"which column is the caption\? Set --caption-column"):
         pack(table, pictures / "out", image_column="wherefrom", progress=False)
     with pytest.raises(DataError, match=r"no column 'wherefrm' \(did you mean 'wherefrom'\?\)"):
         pack(table, pictures / "out", image_column="wherefrm", caption_column="what", progress=False)

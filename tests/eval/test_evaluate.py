@@ -237,7 +237,7 @@ def test_a_picture_that_does_not_decode_is_named_on_every_rank(
     folder = write_dataset()
     break_picture(folder, "s0000013")
     dataset = evaluation.open_dataset(folder)
-    message = r"dataset colours: image s0000013 of .*1\.tar: not a picture in a known format; .*"
+    message = r"dataset colours: image s0000013 of .*1\.tar: not an image in a known format; .*"
     with pytest.raises(DataError, match=message):
         evaluation.evaluate(model, dataset, batch_size=4)
     outcomes = Meeting().run(lambda ranks: Encoder(model, ranks=ranks).images(dataset))

@@ -41,7 +41,7 @@ def test_training_scales_sixteen_bits_of_grey() -> None:
 
 
 def test_postscript_is_never_run() -> None:
-    with pytest.raises(DataError, match="not a picture in a known format"):
+    with pytest.raises(DataError, match="not an image in a known format"):
         decode_image(encoded(PHOTO, "EPS"))
 
 

@@ -131,7 +131,7 @@ def test_embeddings_are_the_models_in_the_order_of_the_pictures(
         {
             "source": str(photos),
             "key": str(photos / f"{number:02d}.png"),
-            "cause": "not a picture in a known format",
+            "cause": "not an image in a known format",
         }
         for number in (4, 12, 13, 14)
     ]

@@ -344,7 +344,7 @@ def test_a_parquet_table_that_breaks_off_gives_what_lies_before(tmp_path: Path) 
     path.write_bytes(content)
     items = list(Stream([str(path)], kind="caption"))
     assert items[0].caption == captions[0]
-    assert "is broken behind row" in items[-1].cause
+    assert "is damaged after row" in items[-1].cause
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

@@ -193,9 +193,9 @@ def test_a_picture_is_the_same_in_every_form(tmp_path: Path) -> None:
         ("missing.png", "image missing.png: No such file or directory"),
         ("/", "image /: Is a directory"),
         ("a\0b", "embedded null byte"),
-        (b"", "not a picture in a known format"),
-        (b"not a picture", "not a picture in a known format"),
-        (b"\xff\xd8\xff", "not a picture in a known format"),
+        (b"", "not an image in a known format"),
+        (b"not a picture", "not an image in a known format"),
+        (b"\xff\xd8\xff", "not an image in a known format"),
     ],
 )
 def test_what_is_no_picture_is_one_clear_error(source: Any, message: str) -> None:

@@ -132,7 +132,7 @@ def test_bad_samples_by_cause(tmp_path: Path) -> None:
     assert (found.sampled.tried, found.sampled.bad) == (20, 6)
     causes = {one.cause: (one.count, [place.key for place in one.first]) for one in found.sampled.causes}
     assert causes["empty caption"] == (1, ["000002"])
-    assert causes["not a picture in a known format"] == (3, ["000003", "000009", "000011"])
+    assert causes["not an image in a known format"] == (3, ["000003", "000009", "000011"])
     assert any("200001 characters" in cause for cause in causes)
     assert "30.0% of the samples are bad; training stops above 5%" in told(found)
     assert found.captions.empty == 2  # no text, and one too long to read
@@ -314,7 +314,7 @@ def test_many_shards_are_sampled(tmp_path: Path) -> None:
 def test_nothing_decodes(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 70, pictures=dict.fromkeys(range(70), b"no")))
     with pytest.raises(
-        DataError, match=r"none of the first 64 samples can be used: not a picture.*'jpg' \(70\)"
+        DataError, match=r"none of the first 64 samples can be used: not an image.*'jpg' \(70\)"
     ):
         look([str(tmp_path)])
 
