@@ -62,7 +62,7 @@ from data.shards.samples import Shards
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, SHARDS = 32, 2
-PIXELS_A_SIZE = 64 << 20  # gives every size about the same duration
+PIXELS_PER_SIZE = 64 << 20  # gives every size about the same duration
 CROP_SCALE = 0.9  # open_clip's default
 TOKENS = 77
 NAMES = ("open_clip", "clipkit", "scaled")
@@ -92,7 +92,7 @@ def square(photo: Image.Image, left: int, top: int, side: int, size: int) -> Ima
 def write_shards(folder: Path, photos: Sequence[Image.Image], size: int) -> tuple[int, list[bytes]]:
     """Write shards of random crops; return the number of samples and the JPEGs of the first batch."""
     draw = np.random.default_rng(size)
-    count = min(1024, max(BATCH, PIXELS_A_SIZE // size**2 // (BATCH * SHARDS) * BATCH * SHARDS))
+    count = min(1024, max(BATCH, PIXELS_PER_SIZE // size**2 // (BATCH * SHARDS) * BATCH * SHARDS))
     first: list[bytes] = []
     for shard in range(SHARDS):
         with webdataset.TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False) as tar:
@@ -224,7 +224,7 @@ def measure(folder: Path, photos: Sequence[Image.Image], size: int, options: Nam
         took = ", ".join(f"{name} {taken[-1]:.2f} ms" for name, taken in times.items())
         print(f"{size} px, round {number + 1}: {took}", flush=True)
     ratios = {
-        name: [theirs / own for theirs, own in zip(times["open_clip"], times[name], strict=True)]
+        name: [reference / own for reference, own in zip(times["open_clip"], times[name], strict=True)]
         for name in NAMES[1:]
     }
     decoding = [part["simplejpeg"] for part in parts]
@@ -234,7 +234,7 @@ def measure(folder: Path, photos: Sequence[Image.Image], size: int, options: Nam
         "ratio": {name: statistics.median(values) for name, values in ratios.items()},
         "ratio_range": {name: [min(values), max(values)] for name, values in ratios.items()},
         "ratio_if_only_decoding_took_time": statistics.median(
-            theirs / part for theirs, part in zip(times["open_clip"], decoding, strict=True)
+            reference / part for reference, part in zip(times["open_clip"], decoding, strict=True)
         ),
         "pictures_per_second": {name: 1e3 / statistics.median(taken) for name, taken in times.items()},
         "cpu_ms_per_picture": times,
@@ -267,14 +267,14 @@ def whole_squares(photos: dict[str, Image.Image], size: int) -> dict[str, Image.
 def fidelity(photos: dict[str, Image.Image], size: int, image_size: int) -> dict[str, Any] | None:
     """Measure how scaled decoding changes pixels."""
     out = empty_batch(2, image_size)
-    pictures = whole_squares(photos, size)
-    if not pictures:
+    squares = whole_squares(photos, size)
+    if not squares:
         return None
-    result: dict[str, Any] = {"pictures": list(pictures)}
+    result: dict[str, Any] = {"pictures": list(squares)}
     for crop, scale in (("random crops", CROP_SCALE), ("the centre", 1.0)):
         differences, psnr = [], []
-        for number, picture in enumerate(pictures.values()):
-            data = jpeg(picture, 92)
+        for number, photo in enumerate(squares.values()):
+            data = jpeg(photo, 92)
             for draw in range(4):
                 for row, scaled in enumerate((False, True)):
                     augmentation = Augmentation(crop_scale=scale, scaled_decode=scaled)

@@ -46,7 +46,7 @@ from clipkit.model.preprocess import batch_of
 RESULTS = Path(__file__).parent / "results"
 
 
-def make_pictures(folder: Path, count: int, size: int) -> list[Path]:
+def make_images(folder: Path, count: int, size: int) -> list[Path]:
     """Write JPEGs of quality 90: random square crops of two photographs."""
     random = np.random.default_rng(0)
     photos = [Image.fromarray(array) for array in load_sample_images().images]
@@ -84,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "pictures"
         folder.mkdir()
-        paths = make_pictures(folder, options.pictures, options.size)
+        paths = make_images(folder, options.pictures, options.size)
         measure(options, model, paths, Path(scratch))
 
 

@@ -66,9 +66,9 @@ def alternating(rounds: int, sides: dict[str, Callable[[int], object]]) -> Row:
             taken[side]["CPU seconds"].append(cpu_seconds() - cpu)
         took = ", ".join(f"{side} {times['seconds'][-1]:.1f} s" for side, times in taken.items())
         print(f"round {number + 1}: {took}, load {os.getloadavg()[0]:.1f}", flush=True)
-    ours, theirs = (taken[side] for side in SIDES)
-    of_cpu = ratios(ours["CPU seconds"], theirs["CPU seconds"])
-    return {**taken, **ratios(ours["seconds"], theirs["seconds"]), "CPU": of_cpu}
+    own, reference = (taken[side] for side in SIDES)
+    of_cpu = ratios(own["CPU seconds"], reference["CPU seconds"])
+    return {**taken, **ratios(own["seconds"], reference["seconds"]), "CPU": of_cpu}
 
 
 def cpu_seconds() -> float:
@@ -77,9 +77,9 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Row:
-    """Median, lowest and highest ratio of their time to ours."""
-    each = [b / a for a, b in zip(ours, theirs, strict=True)]
+def ratios(own: Sequence[float], reference: Sequence[float]) -> Row:
+    """Median, lowest and highest ratio of the reference's time to clipkit's."""
+    each = [b / a for a, b in zip(own, reference, strict=True)]
     return {"ratio": statistics.median(each), "least": min(each), "greatest": max(each)}
 
 
@@ -114,9 +114,9 @@ def classifier(options: argparse.Namespace) -> Row:
     from eval import Encoder
 
     cli = clip_benchmark()
-    ours = clipkit.create(options.model, seed=0).eval()
-    theirs = open_clip.create_model(options.model).eval()
-    theirs.load_state_dict(ours.state_dict())
+    own = clipkit.create(options.model, seed=0).eval()
+    reference = open_clip.create_model(options.model).eval()
+    reference.load_state_dict(own.state_dict())
     tokenizer = open_clip.get_tokenizer(options.model)
     made: dict[str, torch.Tensor] = {}
 
@@ -124,17 +124,17 @@ def classifier(options: argparse.Namespace) -> Row:
         start = 100 + number * options.classes
         return list(open_clip.IMAGENET_CLASSNAMES[start : start + options.classes])
 
-    def own(number: int) -> None:
+    def build(number: int) -> None:
         prompts = [[template.replace("{c}", name) for template in templates(80)] for name in names(number)]
-        made["clipkit"] = Encoder(ours).classifier(prompts, whose="the classes")
+        made["clipkit"] = Encoder(own).classifier(prompts, whose="the classes")
 
     def other(number: int) -> None:
         make = cli.zeroshot_classification.zero_shot_classifier
-        made["clip_benchmark"] = make(theirs, tokenizer, names(number), templates(80), "cpu", amp=False)
+        made["clip_benchmark"] = make(reference, tokenizer, names(number), templates(80), "cpu", amp=False)
 
     with torch.inference_mode():  # one-time initialization
-        theirs.encode_text(tokenizer(["warm"])), clipkit.encode_text(["warm"], ours)
-    found = alternating(options.rounds + 2, {"clipkit": own, "clip_benchmark": other})
+        reference.encode_text(tokenizer(["warm"])), clipkit.encode_text(["warm"], own)
+    found = alternating(options.rounds + 2, {"clipkit": build, "clip_benchmark": other})
     prompts = options.classes * 80
     for side in SIDES:
         found[side]["prompts a second"] = prompts / statistics.median(found[side]["seconds"])
@@ -146,7 +146,7 @@ def classifier(options: argparse.Namespace) -> Row:
         "classes": options.classes,
         "prompts": prompts,
         **found,
-        **bound(ours, new, found["clipkit"]["seconds"][-1]),
+        **bound(own, new, found["clipkit"]["seconds"][-1]),
     }
 
 
@@ -195,7 +195,7 @@ class Commands:
     inner: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     scores: dict[str, Row] = field(default_factory=lambda: {side: {} for side in SIDES})
 
-    def ours(self, number: int) -> None:
+    def run_clipkit(self, number: int) -> None:
         """Run one command with a separate cache."""
         self.inner["clipkit"].append(0)
         out = self.place / f"{number}.jsonl"
@@ -204,16 +204,16 @@ class Commands:
         lines = [json.loads(line) for line in out.read_text().splitlines()]
         self.scores["clipkit"] = {f"{line['task']} {line['metric']}": line["value"] for line in lines}
 
-    def theirs(self, number: int) -> None:
+    def run_reference(self, number: int) -> None:
         """Run three commands."""
         self.inner["clip_benchmark"].append(0)
-        for ours, task in TASKS.items():
-            out = self.place / f"{number} {ours}.json"
+        for kind, task in TASKS.items():
+            out = self.place / f"{number} {kind}.json"
             given = {
                 "--model": self.model,
                 "--pretrained": self.weights,
                 "--dataset": "wds/set",
-                "--dataset_root": self.place / ("captions" if ours == "retrieval" else "set"),
+                "--dataset_root": self.place / ("captions" if kind == "retrieval" else "set"),
                 "--task": task,
                 "--feature_root": self.place / f"features {number}",
                 "--num_workers": os.cpu_count() or 1,
@@ -222,7 +222,7 @@ class Commands:
             plain = ["--no_amp", "--quiet", "--recall_k", "1", "5", "10"]
             self._run("clip_benchmark", number, "eval", given, plain)
             found = json.loads(out.read_text())["metrics"]
-            self.scores["clip_benchmark"] |= {f"{ours} {name}": value for name, value in found.items()}
+            self.scores["clip_benchmark"] |= {f"{kind} {name}": value for name, value in found.items()}
 
     @property
     def weights(self) -> Path:
@@ -247,7 +247,9 @@ def three_tasks(options: argparse.Namespace) -> Row:
         torch.manual_seed(0)
         save_file(open_clip.create_model(options.model).state_dict(), commands.weights)
         sizes = publish(Path(scratch), options.pictures)
-        found = alternating(options.rounds, {"clipkit": commands.ours, "clip_benchmark": commands.theirs})
+        found = alternating(
+            options.rounds, {"clipkit": commands.run_clipkit, "clip_benchmark": commands.run_reference}
+        )
     inner = commands.inner
     without = {"seconds": inner, **ratios(inner["clipkit"], inner["clip_benchmark"])}
     return {**sizes, **found, "without imports": without, "scores": commands.scores}
@@ -277,17 +279,17 @@ def counted(_: argparse.Namespace) -> Row:
     from eval.datasets.targets import find_targets
 
     cli = clip_benchmark()
-    ours, theirs, transform, tokenizer = tiny_twins()
+    own, reference, transform, tokenizer = tiny_twins()
     counts = {side: {"images": 0, "texts": 0} for side in SIDES}
 
     class Counting(torch.nn.Module):
         def encode_image(self, images: torch.Tensor) -> torch.Tensor:
             counts["clip_benchmark"]["images"] += len(images)
-            return theirs.encode_image(images)  # type: ignore[no-any-return]
+            return reference.encode_image(images)  # type: ignore[no-any-return]
 
         def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
             counts["clip_benchmark"]["texts"] += len(tokens)
-            return theirs.encode_text(tokens)  # type: ignore[no-any-return]
+            return reference.encode_text(tokens)  # type: ignore[no-any-return]
 
     with tempfile.TemporaryDirectory(prefix="clipkit-bench-") as scratch:
         different = publish_family(Path(scratch))
@@ -301,7 +303,7 @@ def counted(_: argparse.Namespace) -> Row:
         with patch("eval.run.Encoder", encoder), patch.dict(os.environ, CLIPKIT_CACHE=scratch):
             targets = find_targets([str(Path(scratch) / name) for name in FAMILY])
             eval.run.run_model(
-                ours, targets, out=Path(scratch) / "out.jsonl", tasks=["zero-shot"], scored=found
+                own, targets, out=Path(scratch) / "out.jsonl", tasks=["zero-shot"], scored=found
             )
         assert not found.trouble and len({score.dataset for score in found.scores}) == len(FAMILY)
         counts["clipkit"] = dict(encoders[0].encoded)

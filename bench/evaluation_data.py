@@ -41,8 +41,8 @@ def photo(number: int, label: int, side: int | None = None) -> bytes:
     from sklearn.datasets import load_sample_images
 
     draw = np.random.default_rng(number)
-    pictures = load_sample_images().images
-    whole = Image.fromarray(pictures[number % len(pictures)])
+    photos = load_sample_images().images
+    whole = Image.fromarray(photos[number % len(photos)])
     part = int(draw.integers(200, min(whole.size)))
     left, top = (int(draw.integers(0, length - part + 1)) for length in whole.size)
     width, height = (side, side) if side else draw.integers(256, 501, 2).tolist()
@@ -60,10 +60,10 @@ def sentence(draw: random.Random) -> str:
     return " ".join(draw.choices(WORDS, k=draw.randint(8, 13)))
 
 
-def publish(place: Path, pictures: int) -> dict[str, Any]:
+def publish(place: Path, images: int) -> dict[str, Any]:
     """Write ``set`` with labels and captions, half train and half test, and ``captions`` for CLIP_benchmark."""
     draw = random.Random(0)
-    count = pictures // 2
+    count = images // 2
     names = list(open_clip.IMAGENET_CLASSNAMES[:CLASSES])
     with DatasetWriter(place / "set", samples_per_shard=max(1, count // 8)) as writer:
         for split, first in (("train", 10_000), ("test", 0)):
@@ -111,13 +111,13 @@ def tiny_twins() -> tuple[CLIP, Any, Any, Any]:
         vision=VisionTower(image_size=32, patch_size=16, width=32, layers=1, heads=2),
         text=TextTower(width=32, layers=1, heads=2),
     )
-    ours = CLIP(shape).initialize().eval()
-    theirs = open_clip.CLIP(
+    own = CLIP(shape).initialize().eval()
+    reference = open_clip.CLIP(
         embed_dim=16,
         vision_cfg={"image_size": 32, "patch_size": 16, "width": 32, "layers": 1, "head_width": 16},
         text_cfg={"width": 32, "layers": 1, "heads": 2},
     ).eval()
-    theirs.load_state_dict(ours.state_dict())
+    reference.load_state_dict(own.state_dict())
     mean, std = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
     transform = open_clip.image_transform(32, is_train=False, mean=mean, std=std)
-    return ours, theirs, transform, open_clip.get_tokenizer("ViT-B-32")
+    return own, reference, transform, open_clip.get_tokenizer("ViT-B-32")

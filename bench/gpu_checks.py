@@ -66,13 +66,13 @@ def _plain_siglip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> T
 
 def _loss(
     features: list[Tensor],
-    ours: Callable[..., Tensor],
+    own: Callable[..., Tensor],
     plain: Callable[..., Tensor],
     numbers: tuple[float, ...],
 ) -> float:
     """Return the largest relative difference of the value and of the gradients."""
     results = []
-    for loss, dtype in ((ours, torch.float32), (plain, torch.float64)):
+    for loss, dtype in ((own, torch.float32), (plain, torch.float64)):
         given = [one.detach().to(dtype).requires_grad_() for one in features]
         given += [
             torch.tensor(one, dtype=dtype, device=features[0].device).requires_grad_() for one in numbers
@@ -138,9 +138,9 @@ def _gradients(model: CLIP, device: torch.device) -> list[Tensor]:
     return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
 
 
-def _largest(ours: list[Any], reference: list[Any]) -> float:
+def _largest(own: list[Any], reference: list[Any]) -> float:
     worst = 0.0
-    for a, b in zip(ours, reference, strict=True):
+    for a, b in zip(own, reference, strict=True):
         a, b = a.cpu().double(), b.cpu().double()
         worst = max(worst, float((a - b).norm() / b.norm().clamp_min(1e-12)))
     return worst
@@ -160,7 +160,7 @@ def _nvjpeg(device: torch.device) -> float | None:
         return None
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(1, 3, 12, 16, generator=generator)
-    picture = F.interpolate(coarse, size=(240, 320), mode="bicubic").clamp(0, 1)[0].mul(255).to(torch.uint8)
-    data = encode_jpeg(picture, quality=90)
+    image = F.interpolate(coarse, size=(240, 320), mode="bicubic").clamp(0, 1)[0].mul(255).to(torch.uint8)
+    data = encode_jpeg(image, quality=90)
     decoded = decode([data], mode="RGB", device=device)[0].cpu()
     return float((decoded.float() - decode_jpeg(data).float()).abs().mean())

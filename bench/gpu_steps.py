@@ -104,7 +104,7 @@ def open_clip_steps(shape: Architecture, model: CLIP, device: torch.device) -> C
     import open_clip
 
     vision, text = shape.own_towers()
-    theirs = open_clip.CLIP(
+    reference = open_clip.CLIP(
         shape.embed_dim,
         {
             "image_size": vision.image_size, "patch_size": vision.patch_size, "width": vision.width,
@@ -115,9 +115,9 @@ def open_clip_steps(shape: Architecture, model: CLIP, device: torch.device) -> C
             "heads": text.heads, "layers": text.layers,
         },
     )  # fmt: skip
-    theirs.load_state_dict(model.state_dict())
-    theirs = theirs.to(device).train()
-    return other_steps("open_clip", theirs, theirs)
+    reference.load_state_dict(model.state_dict())
+    reference = reference.to(device).train()
+    return other_steps("open_clip", reference, reference)
 
 
 def _autocast(device: torch.device) -> torch.autocast:

@@ -43,24 +43,24 @@ def made_up(rows: int, width: int, classes: int, seed: int) -> tuple[Split, Spli
     turned = torch.linalg.qr(torch.randn(width, width, generator=g)).Q
     mean = torch.randn(width, generator=g) * 0.3
     mean[:2] = 9.0
-    centres = 0.5 * torch.randn(classes, width, generator=g)
+    centers = 0.5 * torch.randn(classes, width, generator=g)
 
     def some(n: int) -> Split:
         labels = torch.cat([torch.arange(classes), torch.randint(classes, (n - classes,), generator=g)])
-        features = (centres[labels] + torch.randn(n, width, generator=g)) * deviation
+        features = (centers[labels] + torch.randn(n, width, generator=g)) * deviation
         return features @ turned + mean, labels
 
     return some(rows), some(max(classes, rows // 5)), some(rows)
 
 
-def ours(train: Split, val: Split, classes: int) -> tuple[float, Tensor, Tensor, float]:
+def own(train: Split, val: Split, classes: int) -> tuple[float, Tensor, Tensor, float]:
     """Run our sweep; return seconds, weights, biases, and C."""
     began = time.perf_counter()
     fit = sweep(Rows(train[0]), train[1], Rows(val[0]), val[1], classes).fit
     return time.perf_counter() - began, fit.weight, fit.bias, fit.C
 
 
-def theirs(train: Split, val: Split, options: dict[str, float]) -> tuple[float, Tensor, Tensor, float]:
+def reference(train: Split, val: Split, options: dict[str, float]) -> tuple[float, Tensor, Tensor, float]:
     """Run scikit-learn's sweep; return the same."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -93,11 +93,11 @@ def objective(weight: Tensor, bias: Tensor, split: Split, C: float) -> float:
 def compare(train: Split, val: Split, test: Split, classes: int, *, exact: bool, turn: int) -> dict[str, Any]:
     """Run one round; the order of the sides alternates."""
     sides: dict[str, Callable[[], tuple[float, Tensor, Tensor, float]]] = {
-        "ours": lambda: ours(train, val, classes),
-        "scikit-learn": lambda: theirs(train, val, {}),
+        "ours": lambda: own(train, val, classes),
+        "scikit-learn": lambda: reference(train, val, {}),
     }
     if exact:
-        sides["scikit-learn, 1e-8"] = lambda: theirs(train, val, {"tol": 1e-8})
+        sides["scikit-learn, 1e-8"] = lambda: reference(train, val, {"tol": 1e-8})
     order = list(sides)
     found = {name: sides[name]() for name in order[turn % len(order) :] + order[: turn % len(order)]}
     both = torch.cat([train[0], val[0]]), torch.cat([train[1], val[1]])

@@ -91,9 +91,9 @@ def compare(name: str, rows: int, dim: int, rounds: int) -> Row:
     for turn in range(rounds):
         for side in SIDES if turn % 2 else reversed(SIDES):
             found[side].append(in_a_process(side, name, rows, dim))
-    ours, theirs = found["clipkit"], found["open_clip"]
-    assert abs(ours[0]["loss"] - theirs[0]["loss"]) < 1e-4
-    times = [a["seconds"] / b["seconds"] for a, b in zip(ours, theirs, strict=True)]
+    own, reference = found["clipkit"], found["open_clip"]
+    assert abs(own[0]["loss"] - reference[0]["loss"]) < 1e-4
+    times = [a["seconds"] / b["seconds"] for a, b in zip(own, reference, strict=True)]
     row = {"rows": rows, "time ratio": statistics.median(times), "least": min(times), "greatest": max(times)}
     for side in SIDES:
         for what in ("seconds", "bytes"):

@@ -50,14 +50,14 @@ VARIANTS = {
 
 def write_shards(folder: Path, samples: int, shards: int) -> None:
     drawn = random.Random(0)
-    pictures = np.random.default_rng(0)
+    pixels = np.random.default_rng(0)
     with webdataset.ShardWriter(
         str(folder / "%05d.tar"), maxcount=math.ceil(samples / shards), encoder=False, verbose=0
     ) as tar:
         for number in range(samples):
             file = io.BytesIO()
             side = drawn.randint(40, 90)
-            Image.fromarray(pictures.integers(0, 256, (side, side + 9, 3), dtype=np.uint8)).save(file, "JPEG")
+            Image.fromarray(pixels.integers(0, 256, (side, side + 9, 3), dtype=np.uint8)).save(file, "JPEG")
             caption = " ".join(f"word{drawn.randint(0, 10**6)}" for _ in range(drawn.randint(3, 30)))
             meta = {
                 "texts": [caption, f"picture {number}"],

@@ -51,26 +51,26 @@ class Parity:
 
 def compare(name: str, config: Mapping[str, Any], *, batch: int = 2, seed: int = 0) -> Parity:
     """Compare both libraries' embeddings of random images and tokens with the same random weights."""
-    theirs = build_theirs(config, seed=seed)
+    reference = build_reference(config, seed=seed)
     shape = from_open_clip(config)
-    ours = from_open_clip_tensors(shape, theirs.state_dict(), origin=Path(name))
+    own = from_open_clip_tensors(shape, reference.state_dict(), origin=Path(name))
     side, length = shape.vision.image_size, shape.text.context_length
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (batch, 3, side, side), generator=generator, dtype=torch.uint8)
-    tokens = random_tokens(ours, batch, length, generator)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
+    tokens = random_tokens(own, batch, length, generator)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (own.preprocess.mean, own.preprocess.std))
     normalized = (images.float() / 255 - mean) / std
     differences: list[float] = []
     cosines: list[float] = []
     for bf16 in (False, True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             pairs = (
-                (ours.encode_image(images), theirs.encode_image(normalized, normalize=True)),
-                (ours.encode_text(tokens), theirs.encode_text(tokens, normalize=True)),
+                (own.encode_image(images), reference.encode_image(normalized, normalize=True)),
+                (own.encode_text(tokens), reference.encode_text(tokens, normalize=True)),
             )
-        for own, other in pairs:
-            differences.append((own - other.float()).abs().max().item())
-            cosines.append(F.cosine_similarity(own, other.float()).min().item())
+        for features, expected in pairs:
+            differences.append((features - expected.float()).abs().max().item())
+            cosines.append(F.cosine_similarity(features, expected.float()).min().item())
     return Parity(
         name=name,
         image_tower=type(shape.vision).__name__,
@@ -82,7 +82,7 @@ def compare(name: str, config: Mapping[str, Any], *, batch: int = 2, seed: int =
     )
 
 
-def build_theirs(config: Mapping[str, Any], *, seed: int) -> Any:
+def build_reference(config: Mapping[str, Any], *, seed: int) -> Any:
     """Build open_clip's model of a configuration, with random weights, in evaluation mode."""
     import open_clip
 

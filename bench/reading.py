@@ -100,9 +100,9 @@ def measure(path: Path, samples: int, rounds: int) -> dict[str, list[float]]:
     return rates
 
 
-def ratios(rates: dict[str, list[float]], ours: str, theirs: str) -> dict[str, float]:
+def ratios(rates: dict[str, list[float]], own: str, reference: str) -> dict[str, float]:
     """Median, lowest and highest ratio over rounds."""
-    each = [a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]
+    each = [a / b for a, b in zip(rates[own], rates[reference], strict=True)]
     return {"median": statistics.median(each), "least": min(each), "greatest": max(each)}
 
 
@@ -127,7 +127,7 @@ def main() -> None:
             write_shard(path, options.samples, options.bytes, pax=pax)
             rates = measure(path, options.samples, options.rounds)
             pairs = (("index", "tarfile"), ("content", "tarfile"), ("read", "webdataset"))
-            found = {f"{ours} to {theirs}": ratios(rates, ours, theirs) for ours, theirs in pairs}
+            found = {f"{own} to {reference}": ratios(rates, own, reference) for own, reference in pairs}
             medians = {one: statistics.median(all_of) for one, all_of in rates.items()}
             result[name] = {"samples_per_second": medians, **found}
             shown = ", ".join(f"{one} {statistics.median(all_of):,.0f}/s" for one, all_of in rates.items())

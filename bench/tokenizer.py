@@ -104,8 +104,8 @@ def vocabulary() -> tuple[list[str], list[float], list[str]]:
     return words, list(accumulate(1 / (rank + 3) for rank in range(len(words)))), pieces
 
 
-def one_of(draw: random.Random, shares: dict[str, float]) -> str:
-    return draw.choices(list(shares), list(shares.values()))[0]
+def one_of(draw: random.Random, fractions: dict[str, float]) -> str:
+    return draw.choices(list(fractions), list(fractions.values()))[0]
 
 
 def some_word(draw: random.Random) -> str:
@@ -173,13 +173,13 @@ def beyond_ascii(draw: random.Random, words: list[str]) -> list[str]:
     return words
 
 
-def captions(count: int, share: float, seed: str) -> list[str]:
-    """Generate captions; a fraction ``share`` contains characters beyond ASCII."""
+def captions(count: int, fraction: float, seed: str) -> list[str]:
+    """Generate captions; ``fraction`` of them contain characters beyond ASCII."""
     draw = random.Random(seed)
     made = []
     for _ in range(count):
         words = plain(draw)
-        made.append(" ".join(beyond_ascii(draw, words) if draw.random() < share else words))
+        made.append(" ".join(beyond_ascii(draw, words) if draw.random() < fraction else words))
     return made
 
 

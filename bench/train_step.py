@@ -97,14 +97,14 @@ def open_clip_step(model: Any, pairs: Pairs) -> tuple[Callable[[], Tensor], torc
     return gradients, optimizer
 
 
-def compare(ours: tuple[Any, Tensor], theirs: tuple[Any, Tensor]) -> dict[str, float]:
+def compare(own: tuple[Any, Tensor], reference: tuple[Any, Tensor]) -> dict[str, float]:
     """Return the difference of the losses, and the largest difference of a gradient relative to its norm."""
-    gradients = dict(theirs[0].named_parameters())
+    gradients = dict(reference[0].named_parameters())
     worst = 0.0
-    for name, parameter in ours[0].named_parameters():
-        reference = gradients[name].grad
-        worst = max(worst, float((parameter.grad - reference).norm() / reference.norm().clamp_min(1e-12)))
-    return {"loss": abs(float(ours[1] - theirs[1])), "gradient": worst}
+    for name, parameter in own[0].named_parameters():
+        expected = gradients[name].grad
+        worst = max(worst, float((parameter.grad - expected).norm() / expected.norm().clamp_min(1e-12)))
+    return {"loss": abs(float(own[1] - reference[1])), "gradient": worst}
 
 
 def gemm_rate() -> float:
@@ -150,11 +150,11 @@ def main() -> None:
     options = parser.parse_args()
     shape = architecture(options.model)
     pairs = make_pairs(shape, options.batch_size)
-    ours = clipkit.create(options.model, seed=0).train()
-    theirs = open_clip.create_model(options.model).train()
-    theirs.load_state_dict(ours.state_dict())
-    steps = {"clipkit": clipkit_step(ours, pairs), "open_clip": open_clip_step(theirs, pairs)}
-    difference = compare((ours, steps["clipkit"][0]()), (theirs, steps["open_clip"][0]()))
+    own = clipkit.create(options.model, seed=0).train()
+    reference = open_clip.create_model(options.model).train()
+    reference.load_state_dict(own.state_dict())
+    steps = {"clipkit": clipkit_step(own, pairs), "open_clip": open_clip_step(reference, pairs)}
+    difference = compare((own, steps["clipkit"][0]()), (reference, steps["open_clip"][0]()))
     for gradients, optimizer in steps.values():
         timed(gradients, optimizer)  # creates the optimizer state
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
@@ -196,7 +196,8 @@ def report(
         "useful_share_of_gemm_rate": {name: useful / median / rate for name, median in medians.items()},
         "ratio": medians["open_clip"] / medians["clipkit"],
         "ratio_by_round": [
-            theirs[0] / ours[0] for ours, theirs in zip(seconds["clipkit"], seconds["open_clip"], strict=True)
+            reference[0] / own[0]
+            for own, reference in zip(seconds["clipkit"], seconds["open_clip"], strict=True)
         ],
     }
     RESULTS.mkdir(exist_ok=True)

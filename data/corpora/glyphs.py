@@ -256,27 +256,19 @@ def _shown(
     chunks: list[_Chunk], results: Iterable[list[Record]], *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
     """Pass on the chunks with their records, and report progress on stderr."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    pairs = zip(chunks, results, strict=True)
-    if not progress or console.is_terminal:
-        yield from track(
-            pairs, "glyphs", total=len(chunks), console=console, disable=not progress, transient=True
-        )
-        return
-    count, start = sum(chunk.count for chunk in chunks), time.monotonic()
-    minutes = round(count / _PER_MINUTE)
-    long = f", about {minutes} min on two cores" if minutes else ""
-    print(f"drawing {count:,} glyphs{long}", file=sys.stderr, flush=True)
-    drawn = 0
-    with CountProgress("glyphs drawn:", total=count, shown=True) as shown:
-        for chunk, result in pairs:
+    count, start, drawn = sum(chunk.count for chunk in chunks), time.monotonic(), 0
+    lines = progress and sys.stderr is not None and not sys.stderr.isatty()
+    if lines:
+        minutes = round(count / _PER_MINUTE)
+        long = f", about {minutes} min on two cores" if minutes else ""
+        print(f"drawing {count:,} glyphs{long}", file=sys.stderr, flush=True)
+    with CountProgress("glyphs drawn:", total=count, shown=progress) as shown:
+        for chunk, result in zip(chunks, results, strict=True):
             yield chunk, result
             drawn += chunk.count
             shown.show(drawn)
-    print(f"drew {count:,} glyphs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    if lines:
+        print(f"drew {count:,} glyphs in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def _start_process() -> None:

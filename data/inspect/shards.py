@@ -284,39 +284,6 @@ _SPARSE = 10  # missing shards per existing one above which numbers are not cons
 _NO_TAR = (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5", b"<", b"PK")  # compressed, an HTML page, a zip
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ShardList:
-    files: list[ShardFile]
-    refused: tuple[str, ...]  # errors of training
-    missing: tuple[str, ...]  # ranges such as 00003–00007
-    missing_count: int
-
-
-def _list_shards(sources: Sequence[str], *, split: str) -> _ShardList:
-    """List the shards of all sources; DataError if a source has none or cannot be listed."""
-    files: list[ShardFile] = []
-    refused, absent = list[str](), list[str]()
-    for source in sources:
-        try:
-            files += find_shards(source, split=split)
-        except DataError as error:
-            there: list[ShardFile] = []
-            if "shards are missing" in str(error):
-                names = list(expand_braces(source))
-                with ThreadPoolExecutor(_REQUESTS) as pool:
-                    found = dict(zip(names, pool.map(_existing, names), strict=True))
-                there = [file for file in found.values() if file is not None]
-                absent += [name for name, file in found.items() if file is None] if there else []
-            elif "nshards.txt says" in str(error):
-                there = _shards_of_folder(source, split)
-            if not there:
-                raise
-            files += there
-            refused.append(str(error))
-    ranges, count = missing_numbers([file.url for file in files], absent)
-    return _ShardList(files=files, refused=tuple(refused), missing=tuple(ranges), missing_count=count)
-
-
 def _existing(name: str) -> ShardFile | None:
     if not is_remote(name):
         path = Path(name).expanduser()
@@ -426,19 +393,39 @@ class ShardSurvey:
     def __init__(
         self, sources: Sequence[str], *, split: str, captions: Sequence[str], cache: "ShardCache | None"
     ) -> None:
-        self._list = _list_shards(sources, split=split)
         self._cache = cache
         self.selection = Selection(captions=CaptionRule(fields=tuple(captions)))
+        self._files: list[ShardFile] = []
+        self._refused = list[str]()
+        absent = list[str]()
+        for source in sources:
+            try:
+                self._files += find_shards(source, split=split)
+            except DataError as error:
+                there: list[ShardFile] = []
+                if "shards are missing" in str(error):
+                    names = list(expand_braces(source))
+                    with ThreadPoolExecutor(_REQUESTS) as pool:
+                        found = list(pool.map(_existing, names))
+                    there = [file for file in found if file is not None]
+                    absent += [name for name, file in zip(names, found, strict=True) if file is None]
+                elif "nshards.txt says" in str(error):
+                    there = _shards_of_folder(source, split)
+                if not there:
+                    raise
+                self._files += there
+                self._refused.append(str(error))
+        self._missing, self._missing_count = missing_numbers([file.url for file in self._files], absent)
         self._until = time.monotonic() + _PATIENCE_SECONDS
-        self.remote = any(file.is_remote for file in self._list.files)
+        self.remote = any(file.is_remote for file in self._files)
         self.scans: list[ShardScan] = []
-        self._counts: npt.NDArray[np.int64] = np.full(len(self._list.files), -1, dtype=np.int64)
+        self._counts: npt.NDArray[np.int64] = np.full(len(self._files), -1, dtype=np.int64)
         self._ends_checked = self._suspicious = 0
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
 
     def scan(self, most: int = 0, progress: Progress | None = None) -> None:
         """Scan ``most`` evenly spread shards and those that seem broken; DataError if there is no pair."""
-        files = self._list.files
+        files = self._files
         most = min(most or (_REMOTE_SHARDS if self.remote else _SHARDS), len(files))
         wanted = sorted({number * len(files) // most for number in range(most)})
         found = 0
@@ -476,7 +463,7 @@ class ShardSurvey:
                 self._counts[unknown[at]] = stated
 
     def _scan(self, number: int, *, keys: int) -> ShardScan:
-        scan = ShardScan(number=number, file=self._list.files[number])
+        scan = ShardScan(number=number, file=self._files[number])
         scan.scan(self.selection, self._cache, keys=keys, until=self._until)
         self.scans.append(scan)
         with suppress(DataError):  # a store that does not answer
@@ -563,7 +550,7 @@ class ShardSurvey:
         known = np.delete(self._counts, [scan.number for scan in broken])
         known = known[known >= 0]
         unknown = np.flatnonzero(self._counts < 0)
-        sizes = np.array([max(0, file.size) for file in self._list.files], dtype=np.int64)
+        sizes = np.array([max(0, file.size) for file in self._files], dtype=np.int64)
         rows, within = sum(len(one.rows) for one in sound), sum(max(0, one.bytes_seen) for one in sound)
         stated = [
             (scan.file.shown, scan.stated, scan.groups - scan.without_image)
@@ -577,9 +564,9 @@ class ShardSurvey:
             beginnings=sum(scan.beginning is not None for scan in self.scans),
             ends_checked=self._ends_checked,
             suspicious=self._suspicious,
-            missing=self._list.missing[:_MOST_LISTED],
-            missing_count=self._list.missing_count,
-            refused=self._list.refused,
+            missing=tuple(self._missing[:_MOST_LISTED]),
+            missing_count=self._missing_count,
+            refused=tuple(self._refused),
             broken=tuple(
                 Broken(
                     shard=scan.file.shown,

@@ -46,12 +46,10 @@ class CaptionSurvey:
     _BATCH = 256
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, Place]] = []
-        self._counts: list[int] = []
-        self._texts: Counter[str] = Counter()
+        self._captions: list[str] = []
+        self._places: list[Place] = []
         self._empty = 0
         self._not_utf8: list[Place] = []
-        self._longest: tuple[int, int, Place | None] = (0, 0, None)
 
     def add(self, sample: Sample) -> None:
         """Add a sample whose caption was read."""
@@ -62,34 +60,28 @@ class CaptionSurvey:
         elif not sample.caption.strip():
             self._empty += 1
         else:
-            self._texts[sample.caption] += 1
-            self._waiting.append((sample.caption, sample.place))
-            if len(self._waiting) == self._BATCH:
-                self._count()
-
-    def _count(self) -> None:
-        counts = token_counts([caption for caption, _ in self._waiting]) if self._waiting else []
-        self._counts += counts
-        for count, (caption, place) in zip(counts, self._waiting, strict=True):
-            if (count, len(caption)) > self._longest[:2]:
-                self._longest = (count, len(caption), place)
-        self._waiting.clear()
+            self._captions.append(sample.caption)
+            self._places.append(sample.place)
 
     def found(self) -> Captions:
         """Summarize the captions."""
-        self._count()
-        frequent = [(text, count) for text, count in self._texts.most_common(self._FREQUENT) if count > 1]
+        captions = self._captions
+        starts = range(0, len(captions), self._BATCH)
+        counts = [count for at in starts for count in token_counts(captions[at : at + self._BATCH])]
+        by_text = Counter(captions)
+        frequent = [(text, count) for text, count in by_text.most_common(self._FREQUENT) if count > 1]
+        longest = max(range(len(counts)), key=lambda at: (counts[at], len(captions[at])), default=None)
         return Captions(
-            read=len(self._counts),
-            tokens=Histogram.of("tokens per caption", self._counts, self._TOKEN_EDGES),
-            median=float(np.median(self._counts)) if self._counts else 0.0,
-            cut=sum(count > CONTEXT_LENGTH for count in self._counts),
+            read=len(counts),
+            tokens=Histogram.of("tokens per caption", counts, self._TOKEN_EDGES),
+            median=float(np.median(counts)) if counts else 0.0,
+            cut=sum(count > CONTEXT_LENGTH for count in counts),
             empty=self._empty,
             not_utf8=len(self._not_utf8),
             not_utf8_at=tuple(self._not_utf8[:FIRST_PLACES]),
-            longest=self._longest[0],
-            longest_at=self._longest[2],
-            repeated=self._texts.total() - len(self._texts),
+            longest=0 if longest is None else counts[longest],
+            longest_at=None if longest is None else self._places[longest],
+            repeated=len(captions) - len(by_text),
             frequent=tuple((text[: self._CHARACTERS], count) for text, count in frequent),
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import clipkit
-from bench.parity import build_theirs
+from bench.parity import build_reference
 from clipkit.files.open_clip import config_files
 from clipkit.model.clip import CLIP
 
@@ -69,7 +69,7 @@ TEXTS = ("a red hat", "Two grey CATS, &amp; a dog!", "", "a photo of a very long
 
 def their_model(kind: str, **changes: Any) -> Any:
     """open_clip's own model of that kind, with random weights."""
-    return build_theirs({**CONFIGS[kind], **changes}, seed=0)
+    return build_reference({**CONFIGS[kind], **changes}, seed=0)
 
 
 def pictures() -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
