@@ -1,4 +1,4 @@
-"""``python -m data`` as a user runs it, in processes of its own."""
+"""``python -m data`` in its own processes."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_help_fits_80_columns(
     assert max(map(len, lines)) <= 80
 
 
-def test_pack_reports_what_it_made_and_what_it_left_out(table: Path, tmp_path: Path) -> None:
+def test_pack_reports_packed_and_bad_rows(table: Path, tmp_path: Path) -> None:
     done = run("pack", table, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -65,7 +65,7 @@ def test_pack_reports_what_it_made_and_what_it_left_out(table: Path, tmp_path: P
     assert "4 rows, 2 bad" in done.stderr  # the bar
 
 
-def test_pack_says_what_can_be_done_about_pictures(
+def test_pack_suggests_options_for_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def _heed_interrupts() -> None:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_says_so_and_leaves_nothing(tmp_path: Path, stop: signal.Signals) -> None:
+def test_stopping_prints_a_line_and_leaves_nothing(tmp_path: Path, stop: signal.Signals) -> None:
     Image.new("RGB", (1000, 1000)).save(tmp_path / "a.png")
     with (tmp_path / "table.csv").open("w") as file:
         file.write("path,caption\n" + "a.png,x\n" * 100_000)
@@ -186,7 +186,7 @@ def test_stopping_says_so_and_leaves_nothing(tmp_path: Path, stop: signal.Signal
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "table.csv"]
 
 
-def test_index_says_so_where_it_can_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_requires_a_writable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DatasetWriter(tmp_path / "set") as writer:
         writer.write("train", Record(key="a", image=b"x", extension="png", caption="a"))
         writer.finish({})

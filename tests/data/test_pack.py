@@ -69,7 +69,7 @@ def bad_rows(folder: Path) -> list[tuple[int, str | None, str]]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """A folder that holds one picture of each kind, and a table beside it may name them."""
+    """A folder with one image of each kind, for tables next to it."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for name, kind in (("a.jpg", "JPEG"), ("b.png", "PNG"), ("c.webp", "WEBP"), ("d.gif", "GIF")):
@@ -183,7 +183,7 @@ def test_bad_lines_of_csv(pictures: Path) -> None:
     ]
 
 
-def test_a_quote_that_swallows_rows_is_no_caption(pictures: Path) -> None:
+def test_a_quote_that_spans_rows_is_an_error(pictures: Path) -> None:
     (pictures / "t.tsv").write_text('path\tcaption\na.jpg\t"it" they said\nb.png\t"open\na.jpg\tlost\n')
     report = pack(pictures / "t.tsv", pictures / "out", progress=False)
     assert (report.packed, report.bad) == (1, {"a missing closing quote": 1})
@@ -199,14 +199,14 @@ def test_a_quote_that_swallows_rows_is_no_caption(pictures: Path) -> None:
         ("filepath,title,caption\na.jpg,not this,one\n", "utf-8"),
     ],
 )
-def test_columns_and_delimiters_are_told(pictures: Path, text: str, encoding: str) -> None:
+def test_columns_and_delimiters_are_guessed(pictures: Path, text: str, encoding: str) -> None:
     (pictures / "table.csv").write_text(text, encoding=encoding)
     report = pack(pictures / "table.csv", pictures / "out", progress=False)
     assert report.packed == 1
     assert samples(pictures / "out")["000000001"]["txt"].decode().startswith("one")
 
 
-def test_named_columns_and_columns_that_cannot_be_told(pictures: Path) -> None:
+def test_named_columns_and_ambiguous_columns(pictures: Path) -> None:
     table = write_table(pictures / "t.csv", ["what", "wherefrom"], [("one", "a.jpg")])
     with pytest.raises(DataError, match=r"which column is the image\? .*columns are what, wherefrom"):
         pack(table, pictures / "out", progress=False)
@@ -218,7 +218,7 @@ def test_named_columns_and_columns_that_cannot_be_told(pictures: Path) -> None:
     assert report.packed == 1
 
 
-def test_tables_that_are_none(pictures: Path) -> None:
+def test_invalid_tables(pictures: Path) -> None:
     (pictures / "table.xlsx").write_bytes(b"x")
     (pictures / "table.parquet").write_bytes(b"x" * 100)
     (pictures / "empty.csv").write_bytes(b"")
@@ -238,7 +238,7 @@ def test_tables_that_are_none(pictures: Path) -> None:
     assert not list(pictures.glob(".out*"))
 
 
-def test_a_column_of_pictures_is_refused(pictures: Path) -> None:
+def test_a_column_of_images_is_refused(pictures: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     struct = [{"bytes": b"x", "path": "a.jpg"}]
     parquet.write_table(pyarrow.table({"image": struct, "text": ["x"]}), pictures / "t.parquet")
@@ -257,7 +257,7 @@ def test_no_usable_row_names_the_causes_and_leaves_nothing(pictures: Path) -> No
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """A folder of 200 pictures, each there twice."""
+    """A folder of 200 images, each twice."""
     folder = tmp_path / "many"
     folder.mkdir()
     for number in range(200):
@@ -276,7 +276,7 @@ def held_out(folder: Path) -> set[str]:
     return test
 
 
-def test_a_picture_decides_by_its_bytes_in_which_split_it_is(many: Path, tmp_path: Path) -> None:
+def test_the_split_depends_on_the_bytes_of_the_image(many: Path, tmp_path: Path) -> None:
     names = [path.name for path in many.iterdir()]
     found = []
     for number, share in enumerate([0.2, 0.2, 0.3]):
@@ -297,13 +297,13 @@ def test_a_picture_decides_by_its_bytes_in_which_split_it_is(many: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("picture", "first"), [(b"a", 0xCA97), (b"b", 0x3E23), (b"c", 0x2E7D)])
-def test_the_split_is_told_by_the_start_of_sha_256(picture: bytes, first: int) -> None:
+def test_the_split_follows_from_the_start_of_sha_256(picture: bytes, first: int) -> None:
     assert _split(picture, first / 2**16) == "train"
     assert _split(picture, (first + 1) / 2**16) == "test"
     assert (_split(picture, 0.0), _split(picture, 1.0)) == ("train", "test")
 
 
-def test_without_a_share_there_is_no_test_split(pictures: Path) -> None:
+def test_without_a_fraction_there_is_no_test_split(pictures: Path) -> None:
     table = write_table(pictures / "t.csv", ["path", "caption"], [("a.jpg", "x")])
     assert pack(table, pictures / "out", progress=False).splits == {"train": 1}
     assert "tasks" not in json.loads((pictures / "out/card.json").read_text())
@@ -311,7 +311,7 @@ def test_without_a_share_there_is_no_test_split(pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan")])
-def test_a_share_is_from_0_to_1(pictures: Path, share: float) -> None:
+def test_a_fraction_is_from_0_to_1(pictures: Path, share: float) -> None:
     with pytest.raises(ConfigError, match=r"expected a fraction from 0 to 1, such as 0\.1"):
         pack(pictures / "t.csv", pictures / "out", test=share)
 
@@ -380,7 +380,7 @@ def test_other_columns_become_fields(pictures: Path, tmp_path: Path, suffix: str
         pack(table, tmp_path / "wrong", fields=["widht"], progress=False)
 
 
-def test_values_of_json_stay_what_they_are(pictures: Path, tmp_path: Path) -> None:
+def test_values_of_json_keep_their_types(pictures: Path, tmp_path: Path) -> None:
     others: list[dict[str, Any]] = [
         {"n": 7, "x": 0.5, "yes": True, "none": None, "deep": {"er": [1, {"a": "é"}]}, "text": "007"},
         {
@@ -587,7 +587,7 @@ def test_the_command_says_what_became_of_other_columns(
     assert "data.captions: width packed" in " ".join(capsys.readouterr().out.split())
 
 
-def test_pictures_to_turn_and_transparent_ones_are_counted(pictures: Path) -> None:
+def test_rotated_and_transparent_images_are_counted(pictures: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6
     Image.new("RGB", (4, 2), "red").save(pictures / "turned.jpg", exif=turned)
@@ -616,7 +616,7 @@ def test_settings_are_checked(pictures: Path, setting: str) -> None:
         pack(pictures / "t.csv", pictures / "out", **{setting: 0})  # type: ignore[arg-type]
 
 
-def test_ctrl_c_leaves_nothing_half_made(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_nothing(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = write_table(pictures / "t.csv", ["path", "caption"], [("a.jpg", "x")] * 50)
     rows = Table._delimited
 

@@ -1,4 +1,4 @@
-"""Built-in sets: made once, by one process, in the right place, and never half."""
+"""Built-in datasets: made once, by one process, in the cache folder, and only complete."""
 
 import signal
 import subprocess
@@ -40,7 +40,7 @@ def ask(cache: Path, notes: Path, how: str = "make") -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_processes_that_ask_at_once_make_it_once(tmp_path: Path) -> None:
+def test_concurrent_processes_make_it_once(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     asking = [ask(tmp_path / "cache", notes) for _ in range(2)]
     answers = {process.communicate(timeout=120)[0].strip() for process in asking}
@@ -51,7 +51,7 @@ def test_processes_that_ask_at_once_make_it_once(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["card.json"]
 
 
-def test_a_killed_maker_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_complete_folder(tmp_path: Path) -> None:
     cache, notes = tmp_path / "cache", tmp_path / "notes"
     killed = ask(cache, notes, "die")
     killed.communicate(timeout=120)
@@ -63,7 +63,7 @@ def test_a_killed_maker_leaves_nothing_that_looks_finished(tmp_path: Path) -> No
     assert folder.is_dir() and not list(cache.glob(".small*partial*"))
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_dataset_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path))
     folder = built_in("digits")
     before = (folder / "card.json").stat().st_mtime_ns
@@ -71,7 +71,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert (folder / "card.json").stat().st_mtime_ns == before
 
 
-def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CLIPKIT_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -1,4 +1,4 @@
-"""The evaluation set `digits`: scikit-learn's pictures and labels, unchanged."""
+"""The evaluation set `digits`: scikit-learn's images and labels, unchanged."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN, make_digits
 
 
-def test_pictures_and_labels_are_scikit_learns(tmp_path: Path) -> None:
+def test_images_and_labels_are_those_of_scikit_learn(tmp_path: Path) -> None:
     make_digits(tmp_path / "digits")
     bunch = load_digits()
     pictures, labels = [], []
@@ -31,7 +31,7 @@ def test_pictures_and_labels_are_scikit_learns(tmp_path: Path) -> None:
     assert np.array_equal(np.rint(np.stack(pictures) * (16 / 255)), bunch.images)
 
 
-def test_there_is_a_test_split_only_and_a_card(tmp_path: Path) -> None:
+def test_there_is_only_a_test_split_and_a_card(tmp_path: Path) -> None:
     make_digits(tmp_path / "digits")
     names = sorted(path.name for path in (tmp_path / "digits").iterdir())
     assert names == ["card.json", "classnames.txt", "test", "zeroshot_classification_templates.txt"]
@@ -54,7 +54,7 @@ def test_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "digits").exists()
 
 
-def test_the_pictures_are_small_grey_pngs(tmp_path: Path) -> None:
+def test_images_are_small_grayscale_pngs(tmp_path: Path) -> None:
     make_digits(tmp_path / "digits")
     with tarfile.open(tmp_path / "digits" / "test" / "0.tar") as tar:
         content = tar.extractfile("00000000.png")

@@ -1,4 +1,4 @@
-"""The corpus `glyphs`: what it shows, what it says, what it keeps back, and that it is always the same."""
+"""The corpus `glyphs`: images, captions, held-out fonts, and reproducibility."""
 
 import io
 import json
@@ -143,7 +143,7 @@ def test_card_and_class_files(corpus: Path) -> None:
     assert CLASS_NAMES[CLASS_CHARACTERS.index("Q")] == "latin capital letter q"
 
 
-def test_held_out_families_are_never_trained_on(
+def test_held_out_families_are_not_in_the_training_split(
     train: list[dict[str, bytes]], test: list[dict[str, bytes]]
 ) -> None:
     assert not {meta(sample)["family"] for sample in train} & HELD_OUT
@@ -175,7 +175,7 @@ def test_labels_of_the_test_split(test: list[dict[str, bytes]]) -> None:
         assert CLASS_NAMES[int(sample["cls"])] in sample["txt"].decode()
 
 
-def test_pictures_are_grey_squares_with_something_on_them(
+def test_images_are_grayscale_squares_with_ink(
     train: list[dict[str, bytes]], test: list[dict[str, bytes]]
 ) -> None:
     for sample in train + test:
@@ -184,7 +184,7 @@ def test_pictures_are_grey_squares_with_something_on_them(
         assert int(picture.max()) - int(picture.min()) >= 8, sample["json"]
 
 
-def test_shares_of_the_corpus(train: list[dict[str, bytes]]) -> None:
+def test_fractions_of_digits_and_letters(train: list[dict[str, bytes]]) -> None:
     characters = [meta(sample)["character"] for sample in train]
     digits = sum(character in string.digits for character in characters) / SAMPLES
     letters = sum(character in string.ascii_letters for character in characters) / SAMPLES
@@ -217,7 +217,7 @@ def test_digits_come_by_word_and_by_figure(figure: str) -> None:
     assert sum(word in words for words in said) > 40
 
 
-def test_only_characters_that_the_font_has() -> None:
+def test_only_characters_of_the_font() -> None:
     for face in FACES:
         every = glyphs_of(face)
         assert every, face
@@ -288,7 +288,7 @@ def test_distances_against_the_definition(ink: NDArray[np.uint8]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(arrays.arrays(np.uint8, (3, 16, 16), elements=st.sampled_from([0, 255, 255])))
-def test_a_skeleton_lies_in_the_ink_and_never_vanishes(ink: NDArray[np.uint8]) -> None:
+def test_a_skeleton_is_inside_the_ink_and_not_empty(ink: NDArray[np.uint8]) -> None:
     for field in skeleton_fields(ink):
         for picture, found in zip(ink, field, strict=True):
             lines = found == 0
@@ -303,7 +303,7 @@ def test_shortening_a_stroke() -> None:
     assert [lengths[0] - length for length in lengths] == [2 * pixels for pixels in PRUNED]
 
 
-def test_own_png_files_are_what_was_drawn() -> None:
+def test_png_files_contain_the_images() -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (5, 24, 24)).astype(np.uint8)
     for picture, content in zip(pictures, glyphs._pngs(pictures), strict=True):
         with Image.open(io.BytesIO(content)) as image:
@@ -319,7 +319,7 @@ def test_numbers_out_of_range(wrong: dict[str, int], tmp_path: Path) -> None:
     assert not (tmp_path / "glyphs").exists()
 
 
-def test_where_there_is_no_terminal_a_line_tells_of_the_start_and_of_the_end(
+def test_without_a_terminal_the_start_and_the_end_print_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chunks = [glyphs._Chunk(split="train", start=start, count=20, size=32, seed=0) for start in (0, 20)]

@@ -1,4 +1,4 @@
-"""The icons corpus, on a small made-up tree of icon themes, and on the themes installed here if there are any."""
+"""The icons dataset, on a small generated tree of icon themes, and on installed themes if there are any."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from data.corpora.icons import CONTEXTS, caption, families_of, is_symbolic, make
 
 
 def drawing(seed: int, side: int) -> Image.Image:
-    """A picture of coloured blocks on a transparent ground, the same at every size."""
+    """An image of colored blocks on a transparent background, the same in every size."""
     colours = np.random.default_rng(seed).integers(0, 200, (4, 4, 4), dtype=np.uint8)
     colours[..., 3] = 255
     block = Image.fromarray(colours).resize((side * 3 // 4, side * 3 // 4), Image.Resampling.NEAREST)
@@ -45,7 +45,7 @@ FOLDERS = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Three themes: north and its variant north-dark, and south, which copies one picture of north."""
+    """Three themes: north and its variant north-dark, and south, which copies one image of north."""
     root = tmp_path / "icons"
     north, south = theme(root, "north", FOLDERS), theme(root, "south", FOLDERS)
     dark = theme(root, "north-dark", FOLDERS)
@@ -97,7 +97,7 @@ def test_whole_themes_are_held_out(root: Path, tmp_path: Path) -> None:
     assert all("{c}" in template for template in templates)
 
 
-def test_samples_are_small_pictures_with_captions_names_and_labels(root: Path, tmp_path: Path) -> None:
+def test_samples_are_small_images_with_captions_names_and_labels(root: Path, tmp_path: Path) -> None:
     make(tmp_path / "out", root=root, progress=False)
     classes = (tmp_path / "out/classnames.txt").read_text().splitlines()
     test = samples(tmp_path / "out", "test")
@@ -134,7 +134,7 @@ def test_a_name_known_to_more_themes_wins(tmp_path: Path) -> None:
     assert {icon.text for icon in icons} == {"folder"}
 
 
-def test_blank_pale_and_broken_pictures(root: Path, tmp_path: Path) -> None:
+def test_blank_pale_and_broken_images(root: Path, tmp_path: Path) -> None:
     for name in ("blank", "pale", "text"):  # in both themes, so that the names are shared
         (root / f"south/48/places/{name}.png").write_bytes(
             (root / f"north/48/places/{name}.png").read_bytes()
@@ -163,7 +163,7 @@ def test_a_pale_drawing_is_laid_on_dark_grey(root: Path, tmp_path: Path) -> None
     assert grounds["user-home"] == (255, 255, 255)
 
 
-def test_a_test_picture_that_resembles_a_training_picture_is_dropped(root: Path, tmp_path: Path) -> None:
+def test_a_test_image_similar_to_a_training_image_is_dropped(root: Path, tmp_path: Path) -> None:
     moved = Image.new("RGBA", (64, 64))
     moved.paste(drawing(100, 48), (9, 13))  # south's folder-open, elsewhere on a larger sheet
     moved.save(root / "north/48/places/user-home.png")

@@ -1,4 +1,4 @@
-"""What is told of shards before a training, with real tars of every kind of fault."""
+"""Findings of an inspection, on real tars with every kind of error."""
 
 import io
 import json
@@ -66,7 +66,7 @@ def test_good_shards(good: Path) -> None:
     assert not any(note.grave for note in notes(found))
 
 
-def test_a_second_look_sees_the_same(good: Path) -> None:
+def test_a_repeated_inspection_gives_the_same_result(good: Path) -> None:
     first, second = (look([str(good)], samples=10).to_dict() for _ in range(2))
     for one in (first, second):
         del one["speed"], one["seconds"]
@@ -85,7 +85,7 @@ def test_no_sample_is_taken_twice(good: Path, samples: int) -> None:
     assert len(found.sheet) == min(samples, 24)
 
 
-def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: Path) -> None:
+def test_missing_and_broken_shards_are_reported_and_the_rest_is_inspected(tmp_path: Path) -> None:
     for number in (0, 1, 4, 7):
         write_tar(tmp_path / f"{number:05d}.tar", pairs(100 * number, 5))
     cut = (tmp_path / "00001.tar").read_bytes()
@@ -108,7 +108,7 @@ def test_missing_and_broken_shards_are_told_and_the_rest_is_looked_at(tmp_path: 
     assert "3 of 10 shards are missing" in told(found)
 
 
-def test_where_all_shards_are_truncated_the_setting_is_told(tmp_path: Path) -> None:
+def test_if_all_shards_are_truncated_the_error_names_the_setting(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 5))
     os.truncate(tmp_path / "0.tar", (tmp_path / "0.tar").stat().st_size // 2)
     with pytest.raises(
@@ -117,7 +117,7 @@ def test_where_all_shards_are_truncated_the_setting_is_told(tmp_path: Path) -> N
         look([str(tmp_path)])
 
 
-def test_a_count_of_shards_that_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_a_wrong_number_of_shards_is_reported(tmp_path: Path) -> None:
     write_tar(tmp_path / "train/0.tar", pairs(0, 3))
     (tmp_path / "train/nshards.txt").write_text("4\n")
     found = look([str(tmp_path)])
@@ -186,7 +186,7 @@ def test_captions_in_json(tmp_path: Path) -> None:
     assert {entry.caption for entry in look([str(tmp_path)], captions=["alt"]).sheet} == {"one"}
 
 
-def test_pictures_and_what_is_special_about_them(tmp_path: Path) -> None:
+def test_properties_of_images(tmp_path: Path) -> None:
     turned = Image.Exif()
     turned[0x0112] = 6
     grey = io.BytesIO()
@@ -215,8 +215,8 @@ def test_pictures_and_what_is_special_about_them(tmp_path: Path) -> None:
     assert [[place.key for place in group] for group in pictures.same_look.shown] == [["000008", "000009"]]
 
 
-def test_two_files_of_a_kind_in_one_sample(tmp_path: Path) -> None:
-    """The first one is used: of captions, of pictures of two formats, and of fields."""
+def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
+    """The first caption, the first of two image formats, and the first json are used."""
     members = []
     for number in range(8):
         key = f"{number:06d}"
@@ -271,7 +271,7 @@ def test_keys_and_members(tmp_path: Path) -> None:
         ([], "none", "expected: KEY.jpg/jpeg/png/webp/… with KEY.txt"),
     ],
 )
-def test_no_pair_says_what_was_seen_and_what_is_expected(
+def test_without_a_pair_the_error_lists_found_and_expected_extensions(
     members: Members, seen: str, hint: str, tmp_path: Path
 ) -> None:
     write_tar(tmp_path / "0.tar", members)
@@ -280,7 +280,7 @@ def test_no_pair_says_what_was_seen_and_what_is_expected(
     assert seen in str(error.value) and hint in str(error.value)
 
 
-def test_ten_thousand_shards_of_the_wrong_kind_end_soon(tmp_path: Path) -> None:
+def test_ten_thousand_unsuitable_shards_fail_quickly(tmp_path: Path) -> None:
     write_tar(tmp_path / "00000.tar", [("a.jpg", b"x"), ("a.caption", b"y")])
     for number in range(1, 10_000):
         os.link(tmp_path / "00000.tar", tmp_path / f"{number:05d}.tar")
@@ -390,7 +390,7 @@ def test_the_command(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert stop.value.code == 1
 
 
-def test_ctrl_c_ends_it_with_a_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_one_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
@@ -409,8 +409,8 @@ def test_several_sources(good: Path, tmp_path: Path) -> None:
     assert page_of(found).count("<img ") == 24
 
 
-def test_two_files_of_a_kind_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
-    """Its index has counts, but no names."""
+def test_repeated_files_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
+    """The index has counts, but no names."""
     write_tar(tmp_path / "0.tar", [*pairs(0, 5), ("000004.txt", b"another"), ("000004.png", picture(7))])
     nginx.put("twice/0.tar", (tmp_path / "0.tar").read_bytes())
     found = look([nginx.url("twice/0.tar")])
@@ -418,7 +418,7 @@ def test_two_files_of_a_kind_in_a_remote_shard(nginx: servers.Nginx, tmp_path: P
     assert row(found, "samples", "twice in a sample") == "1 more image, 1 more txt; the first one is used"
 
 
-def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
+def test_remote_shards_are_read_in_parts_and_their_secrets_are_not_shown(
     nginx: servers.Nginx, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for number in (0, 1, 3):
@@ -434,7 +434,7 @@ def test_remote_shards_are_read_in_parts_and_without_their_secrets_told(
     assert look([nginx.url("set")]).shards.missing == ("00002",)
 
 
-def test_of_large_remote_shards_the_first_samples_are_read(
+def test_only_the_first_samples_of_large_remote_shards_are_read(
     nginx: servers.Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("data.inspect.shards._BEGINNING", 20_000)
@@ -452,7 +452,7 @@ def test_of_large_remote_shards_the_first_samples_are_read(
     assert (found.shards.samples, found.shards.samples_known, found.shards.counted) == (183, True, 3)
 
 
-def test_transparent_and_rotated_images_are_found_with_what_to_set(tmp_path: Path) -> None:
+def test_transparent_and_rotated_images_are_reported_with_the_setting(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     clear, opaque = io.BytesIO(), io.BytesIO()

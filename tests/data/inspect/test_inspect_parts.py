@@ -12,7 +12,7 @@ from data.inspect.shards import key_pattern, missing_numbers
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))
-def test_missing_numbers_are_those_between(numbers: list[int], width: int) -> None:
+def test_missing_numbers_are_the_gaps(numbers: list[int], width: int) -> None:
     ranges, count = missing_numbers([f"/a/x{number:0{width}d}.tar" for number in numbers])
     missing = sorted(set(range(min(numbers), max(numbers))) - set(numbers))
     if len(missing) > 10 * len(numbers):
@@ -33,7 +33,7 @@ def test_missing_numbers_of_several_folders_and_names() -> None:
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
-def test_wilson_holds_the_share(part: int, more: int) -> None:
+def test_wilson_interval_contains_the_fraction(part: int, more: int) -> None:
     low, high = wilson(part, part + more)
     assert 0 <= low <= (part / (part + more) if part + more else 0.5) <= high <= 1
     if part + more:
@@ -44,7 +44,7 @@ def test_wilson_holds_the_share(part: int, more: int) -> None:
 
 
 @given(st.text(st.characters(codec=None), max_size=300))
-def test_plain_text_moves_nothing(text: str) -> None:
+def test_printable_text_is_unchanged_up_to_its_length(text: str) -> None:
     shown = printable(text, 160)
     assert shown.isprintable() or not shown
     assert shown.startswith(text[:160]) or not text[:160].isprintable()
@@ -77,7 +77,7 @@ def test_groups_of_the_same(kinds: list[int]) -> None:
     assert sorted(group_similar(codes)) == expected
 
 
-def test_plain_pictures_do_not_look_the_same() -> None:
+def test_uniform_images_are_not_similar() -> None:
     codes = [similarity_code(np.full((50, 50, 3), value, dtype=np.uint8)) for value in (0, 100, 255)]
     assert group_similar(codes) == []
     assert similarity_code(np.zeros((1, 1, 3), dtype=np.uint8)).shape == (256,)
@@ -90,11 +90,11 @@ def test_histogram_counts_each_once(values: list[int]) -> None:
     assert sum(bins.counts) == len(values) and bins.counts[1] == sum(10 <= one < 100 for one in values)
 
 
-def test_tokens_are_counted_to_the_end() -> None:
+def test_token_counts_include_special_tokens_in_the_text() -> None:
     assert token_counts(["", "!", "a cat !!!", "<end_of_text> a"]) == [2, 3, 5, 4]
 
 
-def test_workers_are_as_many_as_the_rate_needs() -> None:
+def test_number_of_workers_for_a_rate() -> None:
     figures = {"per_core": 500.0, "make": 1.9, "text": 0.1, "read_bytes": 1e6, "workers": 0, "cores": 2}
     here = Speed(**figures, read=1000.0, remote=False, rate=1000.0)  # type: ignore[arg-type]
     there = Speed(**figures, read=1000.0, remote=True, rate=1000.0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What an inspection tells of the json, filters, `_stats.json`, steps, and the pictures that it shows."""
+"""Report of an inspection: json fields, filters, `_stats.json`, steps, and the images on the page."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_the_fields_of_the_json(tmp_path: Path) -> None:
     assert "--filters 'FIELD >= VALUE'" in row(found, "fields", "to filter")
 
 
-def test_json_of_any_kind_does_no_harm() -> None:
+def test_any_json_is_accepted() -> None:
     survey = FieldSurvey([])
     odd = [
         None,
@@ -86,7 +86,7 @@ def test_json_of_any_kind_does_no_harm() -> None:
     assert found.fields[0].values == "-3" and survey.filtered() is None
 
 
-def test_of_many_numbers_the_range_is_exact_and_the_median_near() -> None:
+def test_the_range_of_many_numbers_is_exact_and_the_median_approximate() -> None:
     survey = FieldSurvey([])
     for number in np.random.default_rng(0).permutation(50_000).tolist():
         survey.add({"n": number})
@@ -96,7 +96,7 @@ def test_of_many_numbers_the_range_is_exact_and_the_median_near() -> None:
     assert (low, high) == ("0", "49,999") and abs(float(median.replace(",", "")) - 25_000) < 1500
 
 
-def test_what_filters_leave(tmp_path: Path) -> None:
+def test_filters(tmp_path: Path) -> None:
     path = with_json(tmp_path / "0.tar", [*METAS, None])
     found = look([str(path)], filters=["width >= 106", "lang = en"])
     assert found.filtered is not None
@@ -110,7 +110,7 @@ def test_what_filters_leave(tmp_path: Path) -> None:
     assert found.sampled.tried == 13 and not any(note.grave for note in notes(found))
 
 
-def test_a_filter_on_a_field_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_filter_on_an_unknown_field_is_reported(tmp_path: Path) -> None:
     path = with_json(tmp_path / "0.tar", METAS)
     found = look([str(path)], filters=["widht >= 106", "WIDTH > 1", "lang = en"])
     said = told(found)
@@ -124,7 +124,7 @@ def test_a_filter_on_a_field_that_is_not_there_is_told(tmp_path: Path) -> None:
         look([str(path)], filters=["width => 3"])
 
 
-def test_filters_on_the_command_line_are_those_of_a_config(
+def test_filters_on_the_command_line_have_the_syntax_of_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = with_json(tmp_path / "0.tar", METAS)
@@ -142,7 +142,7 @@ def test_filters_on_the_command_line_are_those_of_a_config(
         main(["inspect", str(path), *options, "--batch-size", "0"])
 
 
-def test_captions_that_no_sample_has_are_refused_as_by_a_training(tmp_path: Path) -> None:
+def test_missing_captions_are_refused_as_by_training(tmp_path: Path) -> None:
     path = with_json(tmp_path / "0.tar", METAS)
     with pytest.raises(DataError) as caught:
         look([str(path)], captions=["lnag"])
@@ -169,7 +169,7 @@ def test_steps_of_an_epoch(tmp_path: Path) -> None:
     assert "11 samples do not fill a batch of 12: use a smaller batch_size" in told(found)
 
 
-def test_stats_files_against_what_is_there(tmp_path: Path) -> None:
+def test_stats_files_are_compared_with_the_shards(tmp_path: Path) -> None:
     for number, successes in enumerate((5, 9, 3)):
         write_tar(tmp_path / f"{number}.tar", pairs(100 * number, 5))
         (tmp_path / f"{number}_stats.json").write_text(json.dumps({"successes": successes}))
@@ -213,7 +213,7 @@ def test_bad_samples_and_duplicates_are_shown(tmp_path: Path) -> None:
     assert "Identical files<" in page and "Similar images<" in page
 
 
-def test_few_of_many_duplicates_are_shown(tmp_path: Path) -> None:
+def test_only_a_few_duplicates_are_shown(tmp_path: Path) -> None:
     pictures = {number: picture(number // 5) for number in range(40)}
     write_tar(tmp_path / "0.tar", pairs(0, 40, pictures=pictures))
     found = look([str(tmp_path)])
@@ -221,7 +221,7 @@ def test_few_of_many_duplicates_are_shown(tmp_path: Path) -> None:
     assert "Identical files: 6 of 8 groups" in page_of(found)
 
 
-def test_what_takes_seconds_to_import_is_left_alone(tmp_path: Path) -> None:
+def test_slow_imports_are_avoided(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", pairs(0, 6))
     program = (
         "import sys; from data.__main__ import main; main(sys.argv[1:]); "
@@ -237,7 +237,7 @@ def test_what_takes_seconds_to_import_is_left_alone(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_who_has_no_page_is_told_of_it_where_there_is_something_to_see(
+def test_the_page_is_suggested_if_it_would_show_bad_or_duplicate_images(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def last_line(source: Path) -> str:
@@ -259,7 +259,7 @@ def test_filters_may_be_many() -> None:
     assert filtered.left_out == {"without a": 2, "without b": 1}
 
 
-def test_pictures_of_the_test_that_are_trained_on_are_told(tmp_path: Path) -> None:
+def test_test_images_in_the_training_split_are_reported(tmp_path: Path) -> None:
     for split, first in (("train", 0), ("test", 9)):
         pictures = {number: picture(number) for number in range(first, first + 12)}
         write_tar(tmp_path / "set" / split / "0.tar", pairs(first, 12, pictures=pictures))
@@ -270,7 +270,7 @@ def test_pictures_of_the_test_that_are_trained_on_are_told(tmp_path: Path) -> No
         assert alone.held_out is None and "test split" not in told(alone)
 
 
-def test_a_field_of_captions_that_no_sample_has_is_told(tmp_path: Path) -> None:
+def test_an_unknown_caption_field_is_reported(tmp_path: Path) -> None:
     members = [*pairs(0, 6), *((f"{number:06d}.json", b'{"alt_text": "a"}') for number in range(6))]
     write_tar(tmp_path / "0.tar", sorted(members))
     found = look([str(tmp_path)], captions=["txt", "alt"])

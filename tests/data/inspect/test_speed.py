@@ -1,4 +1,4 @@
-"""What the command says of the loader's speed, measured with real shards and worker processes."""
+"""``python -m data speed`` with real shards and worker processes."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.fixture(scope="module")
 def shards(own_cache: object, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Forty samples in four shards; ten have a broken picture."""
+    """Forty samples in four shards; ten have a broken image."""
     folder = tmp_path_factory.mktemp("speed") / "set"
     with DatasetWriter(folder, samples_per_shard=10) as writer:
         for number in range(40):
@@ -111,7 +111,7 @@ def test_mistakes_are_one_line(shards: str, tmp_path: Path, capsys: pytest.Captu
         assert output.err.count("\n") == 1
 
 
-def test_ctrl_c_ends_it_with_a_line(shards: str) -> None:
+def test_ctrl_c_prints_one_line(shards: str) -> None:
     command = [sys.executable, "-m", "data", "speed", shards, "--image-size", "16", "--workers", "1"]
     command += ["--seconds", "600", "--batch-size", "8"]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
@@ -172,7 +172,7 @@ def test_options_between_sources_and_settings(shards: str) -> None:
             parse(arguments)
 
 
-def test_settings_that_a_measurement_would_ignore_are_refused(shards: str) -> None:
+def test_settings_without_effect_are_refused(shards: str) -> None:
     for word, message in [
         ("data.window=3", "data.window has no effect here: only data.crop_scale, "),
         ("data.crop_scal=1", "data.crop_scal is unknown: did you mean 'data.crop_scale'"),
