@@ -289,11 +289,8 @@ def _differences(
         first, second = ({row.metric: row for row in own if row.prompt_set == prompt_set} for own in rows)
         scores = [(row, second[metric]) for metric, row in first.items() if metric in second]
         one, two = (details.get((model, dataset, split, task, prompt_set, setting)) for model in weights)
-        reason = _incomparable(scores)
-        if reason is None and (one is None or two is None):
-            reason = _NO_DETAILS
-        elif reason is None and one is not None and two is not None:
-            reason = _different_items(one, two)
+        if (reason := _incomparable(scores)) is None:
+            reason = _NO_DETAILS if one is None or two is None else _different_items(one, two)
         if reason is not None:
             yield reason
             continue

@@ -588,11 +588,11 @@ def _model_facts(models: Sequence[Model]) -> tuple[dict[str, Any], list[str]]:
 
 def _options(rows: Sequence[Record]) -> dict[str, str]:
     """By task, the last options of each model and dataset, with datasets if they differ."""
-    last = {(row.task, row.dataset, row.model): text_of(row.line, "options") for row in rows}
+    texts = ((row, text_of(row.line, "options")) for row in rows)
+    last = {(row.task, row.dataset, row.model): text for row, text in texts if text}
     tasks: dict[str, dict[str, dict[str, None]]] = {}
     for (task, dataset, _), text in last.items():
-        if text:
-            tasks.setdefault(task, {}).setdefault(text, {})[dataset] = None
+        tasks.setdefault(task, {}).setdefault(text, {})[dataset] = None
     options = {}
     for task, by_text in tasks.items():
         shown = []

@@ -66,7 +66,7 @@ def charts(page: Page) -> list[str]:
 def top(run: Path) -> str:
     folder = read_run_folder(run)
     return Page(
-        f"<html>{macro('scores.html', 'headlines')(headlines(folder.results, folder.step))}</html>"
+        f"<html>{macro('charts.html', 'headlines')(headlines(folder.results, folder.step))}</html>"
     ).words
 
 
