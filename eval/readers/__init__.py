@@ -54,16 +54,14 @@ class OpenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """A dataset format.
+    """A dataset format: a file with a function that opens it, and an entry of ``READERS``.
 
     Attributes:
-        summary: what it reads.
         recognizes: returns whether a place (a path or URL, or the name of a built-in or torchvision dataset) has a
             split in this format; called only if no earlier reader recognizes the place.
         open: opens a place under the dataset's name.
     """
 
-    summary: str
     recognizes: Callable[[Path | str, str], bool]
     open: Callable[[Any, str, OpenOptions], EvalDataset]
 
@@ -91,24 +89,20 @@ def _open_torchvision(source: str, name: str, options: OpenOptions) -> EvalDatas
 
 READERS: Mapping[str, Reader] = {
     "torchvision": Reader(
-        summary="torchvision's datasets",
         recognizes=lambda place, _: isinstance(place, str) and place.startswith(_TORCHVISION),
         open=_open_torchvision,
     ),
     "builtin": Reader(
-        summary="datasets that are generated on first use",
         recognizes=lambda place, _: isinstance(place, str) and place in BUILTIN,
         open=lambda name, shown_as, options: open_published(built_in(name), shown_as, split=options.split),
     ),
     "choices": Reader(
-        summary="a .json file of SugarCrepe or ARO",
         recognizes=lambda place, _: isinstance(place, Path) and place.is_file(),
         open=lambda file, name, options: open_caption_choices(
             file, name, split=options.split, images=options.images
         ),
     ),
     "published": Reader(
-        summary="tar shards with text files beside them, the layout in which most datasets are published",
         recognizes=_is_published,
         open=lambda place, name, options: open_published(
             place,
@@ -119,14 +113,12 @@ READERS: Mapping[str, Reader] = {
         ),
     ),
     "parquet": Reader(
-        summary="parquet files with embedded images, as Hugging Face's datasets",
         recognizes=lambda place, split: isinstance(place, str) or has_parquet(place, split),
         open=lambda place, name, options: open_hugging_face(
             place, name, split=options.split, cache_gb=options.cache_gb
         ),
     ),
     "folder": Reader(
-        summary="images in a folder per class",
         recognizes=lambda place, _: True,
         open=lambda folder, name, options: open_image_folder(folder, name, split=options.split),
     ),

@@ -409,6 +409,13 @@ names = { cat = ["cat", "kitten"] }
         ),
         ("test = 10", "tset = 10", "expected counts of train, val, test, not of 'tset'"),
         ("[splits]", "[split]", "unknown key 'split', did you mean 'splits'"),
+        ("templates", "template", "unknown key 'prompts.own.template', did you mean 'templates'"),
+        (
+            "[splits]",
+            '[sources.torchvision]\nname = "DTD"\n[splits]',
+            "unknown key 'sources.torchvision.name'",
+        ),
+        ("[splits]", "[sources.huggingface]\n[splits]", "sources.huggingface.name is missing"),
         ("test = 10", "test = 0", "splits.test = 0: expected integer >= 1"),
         ("test = 10", "test = true", "splits.test = True: expected integer, got bool"),
         ('"zero-shot"', '"zeroshot"', "not 'zeroshot': did you mean 'zero-shot'"),

@@ -8,15 +8,19 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet as pq
 
 from clipkit.errors import ConfigError, DataError
+from eval import readers
 from eval.__main__ import main
 from eval.datasets import read_card
+from eval.datasets.dataset import EvalDataset
 from eval.datasets.new import new_card
 from eval.datasets.targets import find_targets
-from eval.readers import open_dataset
+from eval.readers import OpenOptions, Reader, open_dataset
+from eval.readers.files import FileImages, checked_set, lines_of
 
 
 def png(shade: int) -> bytes:
@@ -205,3 +209,32 @@ def test_other_columns_of_a_wrong_kind(tmp_path: Path) -> None:
     pq.write_table(floats, tmp_path / "set" / "test.parquet")
     labels = open_dataset(tmp_path / "set").labels
     assert labels is not None and labels.tolist() == [1, 0]
+
+
+def test_a_format_is_a_function_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_listed(folder: Path, name: str, options: OpenOptions) -> EvalDataset:
+        images = FileImages(folder, sorted(folder.glob("*.png")))
+        return checked_set(
+            EvalDataset(
+                name=name,
+                split=options.split,
+                images=images,
+                revision=images.fingerprint(),
+                tasks=("zero-shot",),
+                class_names=("cat", "dog"),
+                labels=torch.tensor(list(map(int, lines_of(folder / "labels.txt")))),
+            )
+        )
+
+    listed = Reader(
+        recognizes=lambda place, _: isinstance(place, Path) and (place / "labels.txt").is_file(),
+        open=open_listed,
+    )
+    monkeypatch.setattr(readers, "READERS", {"listed": listed, **readers.READERS})
+    folder = fill(tmp_path / "pets", "1.png", "2.png", "3.png")
+    (folder / "labels.txt").write_text("0\n1\n0\n")
+    (target,) = find_targets([str(folder)])
+    assert target.dataset.labels is not None and target.dataset.labels.tolist() == [0, 1, 0]
+    assert target.dataset.images.read(1) == png(1)
+    (folder / "labels.txt").write_text("0\n1\n2\n")
+    assert "image 3.png of" in refusal(folder) and "there are 2 class names" in refusal(folder)
