@@ -671,25 +671,12 @@ class Config(Section):
 
 
 # Settings that may differ when a run is resumed: they change neither the order of the data nor the result, except
-# ``steps``, which extends a run; train.py then reports the learning rates.
-RESUMABLE = (
-    "out",
-    "steps",
-    "accumulate",
-    "sharding",
-    "reshard",
-    "recompute",
-    "compile",
-    "model.weights",  # may be moved or deleted: checkpoints contain all weights
-    "data.train",  # data may be moved; the manifest shows whether it is the same
-    "data.workers",
-    "data.max_bad",
-    "data.truncated",  # the manifest shows whether it makes a difference
-    "data.cache_gb",
-    "checkpoint",
-    "eval",
-    "log",
-)
+# ``steps``, which extends a run; train.py then reports the learning rates. Checkpoints contain all weights, and the
+# manifest shows whether the data are the same.
+RESUMABLE = {
+    "out", "steps", "accumulate", "sharding", "reshard", "recompute", "compile", "model.weights", "data.train",
+    "data.workers", "data.max_bad", "data.truncated", "data.cache_gb", "checkpoint", "eval", "log",
+}  # fmt: skip
 _SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .5 and 5., unknown to TOML
 
 

@@ -86,7 +86,7 @@ def test_too_many_bad_samples_cost_no_step(train: Train, tmp_path: Path) -> None
         f"error: 1 of {at * BATCH + 1} samples drawn so far are bad, more than data.max_bad = 0 allows: see "
     )
     assert said.count(error) == 1
-    assert "the same command goes on" in said.partition(error)[2].partition("\n")[0]
+    assert "the same command resumes" in said.partition(error)[2].partition("\n")[0]
 
     before = (stopped / "metrics.jsonl").read_text()
     assert error in train(stopped, f"steps={steps}", "data.max_bad=0", status=1)
@@ -109,14 +109,14 @@ def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> N
     rates += [learning_rate(step, 8, optim) for step in range(4, 8)]
     assert [line["lr"] for line in metrics(out)] == rates
     assert (
-        f"resuming {out} at step 4\nsteps = 8 now, and were 4: the rate follows the longer run's schedule "
-        f"from here on, {rates[3]:.3g} at step 4 and {rates[4]:.3g} at step 5"
+        f"resuming {out} at step 4\nsteps = 8 now, and was 4: from here on the learning rate follows the schedule "
+        f"of the longer run, {rates[3]:.3g} at step 4 and {rates[4]:.3g} at step 5"
     ) in said
     assert load_config(out / "config.toml").steps == 8
     assert load_config(out / "checkpoints" / "step_00000008" / "config.toml").steps == 8
     assert load_config(out / "checkpoints" / "step_00000004" / "config.toml").steps == 4
 
-    assert "now, and were" not in train(out, "steps=8")
+    assert "now, and was" not in train(out, "steps=8")
     again = train(out, "steps=7", status=1).splitlines()[-1]
     assert again == f"error: steps = 7, but {out} has made 8: set steps=8 or more, or out=… for a new run"
     assert load_config(out / "config.toml").steps == 8

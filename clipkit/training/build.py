@@ -22,7 +22,7 @@ from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
 __all__ = [
-    "Place", "Unfreezing", "check_split", "first_model", "free_depths", "lock", "patch_counts", "places",
+    "Place", "Unfreezing", "check_split", "first_model", "lock", "patch_counts", "places",
     "scored_weights", "shape_of", "still_statistics", "tower_of",
 ]  # fmt: skip
 
@@ -188,7 +188,6 @@ def scored_weights(model: CLIP, averaged: AveragedWeights | None, *, reshard: bo
 # A tower of n blocks has n + 2 depths: 0 is the stem, which makes tokens (embeddings), i + 1 is block i, and n + 1
 # is the head, which makes features (norm, pooling, projection). Settings count layers from the top: the head is 1.
 
-TOWERS = ("image", "text")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -256,19 +255,14 @@ def lock(model: CLIP, *, image: str | int = "", text: str | int = "") -> None:
 
     Args:
         model: a CLIP, before its optimizer is made.
-        image: "" locks nothing; "all" the image tower; a number, 2 or "2", all but that many top layers.
+        image: "" locks nothing; "all" the image tower; a number all but that many top layers.
         text: the same for the text tower.
 
     Raises:
         ConfigError: a tower has fewer layers, they are not known, or nothing but the temperature is left to train.
     """
-    kept: dict[str, int] = {}
-    for tower, setting in zip(TOWERS, (image, text), strict=True):
-        wanted = str(setting)
-        fits = wanted in ("", "all") or (wanted.isascii() and wanted.isdecimal())
-        require(fits, f"lock.{tower}", setting, 'expected empty, "all" or a number of layers')
-        if wanted:
-            kept[tower] = 0 if wanted == "all" else int(wanted)
+    settings = {"image": image, "text": text}
+    kept = {tower: 0 if value == "all" else int(value) for tower, value in settings.items() if value != ""}
     where = places(model) if any(kept.values()) else {}
     for tower, depths in kept.items():
         if depths:
@@ -298,37 +292,23 @@ def still_statistics(model: nn.Module) -> None:
                 module.eval()
 
 
-def free_depths(step: int, *, every: int, first: int = 1) -> int:
-    """Return how many top layers of each tower are trained in update ``step`` = 0, 1, … under ``Unfreezing``.
-
-    Args:
-        step: updates made before.
-        every: steps until the next lower layer is trained too.
-        first: number of layers that are trained from the start.
-    """
-    return first + step // every
-
-
 class Unfreezing:
     """Gradual unfreezing (ULMFiT; Howard & Ruder 2018, https://arxiv.org/abs/1801.06146): from the top down.
 
-    Fine-tuning starts with the top layers of both towers, and lower layers follow. Permanently locked parameters
+    Fine-tuning starts with the top layer of both towers, and lower layers follow. Permanently locked parameters
     stay locked.
 
     Args:
         model: a CLIP, after ``lock``.
-        every: steps between two layers, at least 1.
-        first: number of layers that are trained from the start, at least 1.
+        every: steps until the next lower layer is trained too, at least 1.
 
     Raises:
-        ConfigError: a number is too small, or a tower's layers are not known.
+        ConfigError: a tower's layers are not known.
     """
 
-    def __init__(self, model: CLIP, *, every: int, first: int = 1) -> None:
-        require(every >= 1, "lock.unfreeze_every", every, "expected at least 1")
-        require(first >= 1, "lock.unfreeze_first", first, "expected at least 1")
-        self.every, self.first = every, first
-        self._model = model
+    def __init__(self, model: CLIP, *, every: int) -> None:
+        assert every >= 1, every
+        self._model, self._every = model, every
         where = places(model)
         self._above = [
             (parameter, where[name].above if tower_of(name) else 0)
@@ -342,15 +322,14 @@ class Unfreezing:
         return 1 + max((above for _, above in self._above), default=0)
 
     def lock_for_step(self, step: int) -> bool:
-        """Set what is trained in update ``step``; return whether that has changed.
+        """Set what is trained in update ``step`` = 0, 1, …; return whether that has changed.
 
         After a change, wrappers around the trained parameters, such as DistributedDataParallel, must be built
         again. The optimizer holds all of them from the start and skips those without a gradient.
         """
-        depths = free_depths(step, every=self.every, first=self.first)
         changed = False
         for parameter, above in self._above:
-            free = above < depths
+            free = above <= step // self._every
             changed |= parameter.requires_grad != free
             parameter.requires_grad_(free)
             if not free:

@@ -257,28 +257,22 @@ class Estimate:
     """What a run needs; FLOPs are None if they are not known.
 
     Attributes:
+        work: the workload; of a run with small steps that at full size.
         parameters: by "image", "text" and "other" (the temperature).
         trained: number of trained parameters.
-        tokens: of a caption.
-        batch_size: pairs of a step over all ranks.
         image_flops: of one image, both passes; ``text_flops`` of one caption.
         step_flops: of a step, on all ranks together, including a teacher's.
         memory: of each GPU.
-        steps: number of steps.
-        world: number of ranks.
         hours: of all steps; None if the FLOPs or the speed are not known.
     """
 
+    work: Workload
     parameters: Mapping[str, int]
     trained: int
-    tokens: int
-    batch_size: int
     image_flops: Flops | None
     text_flops: Flops | None
     step_flops: int | None
     memory: Memory
-    steps: int
-    world: int
     hours: float | None
 
 
@@ -361,16 +355,13 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
         step = step + work.batch_size * sum(one.forward for one in encoding) if encoding else None
     image, text = _tower_flops(model, _kept_patches(work)) or (None, None)
     return Estimate(
+        work=work,
         parameters=parameters,
         trained=trained,
-        tokens=tokens,
-        batch_size=work.batch_size,
         image_flops=image,
         text_flops=text,
         step_flops=step,
         memory=memory_of(work),
-        steps=work.steps,
-        world=work.world,
         hours=None if speed is None or step is None else work.steps * step / work.world / speed / 3600,
     )
 
@@ -416,6 +407,7 @@ class Costs:
 
     Attributes:
         whole: of all steps; memory is that at full size.
+        steps: their number.
         machine: that the run uses.
         mfu: fraction of its peak that is reached.
         assumed: whether ``mfu`` is the default.
@@ -424,6 +416,7 @@ class Costs:
     """
 
     whole: Estimate
+    steps: int
     machine: Machine
     mfu: float
     assumed: bool
@@ -507,9 +500,14 @@ def run_costs(
     *small, full = (estimate(work, speed) for work in works)
     for one in small:
         hours = None if one.hours is None or full.hours is None else one.hours + full.hours
-        full = replace(full, steps=one.steps + full.steps, hours=hours)
+        full = replace(full, hours=hours)
     costs = Costs(
-        whole=full, machine=machine, mfu=fraction, assumed=mfu is None, unknown_teacher=unknown_teacher
+        whole=full,
+        steps=sum(work.steps for work in works),
+        machine=machine,
+        mfu=fraction,
+        assumed=mfu is None,
+        unknown_teacher=unknown_teacher,
     )
     if costs.fits is not False:
         return costs
@@ -602,11 +600,15 @@ def _model_rows(found: Estimate) -> Iterator[Row]:
     if found.image_flops is None or found.text_flops is None:
         yield "FLOPs", "not known for a tower of another library"
         return
-    of_text = f"{_flops(found.text_flops.both)} a caption of {found.tokens} tokens"
+    tokens = found.work.model.architecture.text.context_length
+    of_text = f"{_flops(found.text_flops.both)} a caption of {tokens} tokens"
     yield "FLOPs", f"{_flops(found.image_flops.both)} an image, {of_text}"
     if found.step_flops is not None:
         teacher = ", with the teacher's" if found.memory.teacher else ""
-        yield "", f"{_flops(found.step_flops)} a step of {found.batch_size:,} pairs, both passes{teacher}"
+        yield (
+            "",
+            f"{_flops(found.step_flops)} a step of {found.work.batch_size:,} pairs, both passes{teacher}",
+        )
 
 
 def _memory_rows(costs: Costs) -> Iterator[Row]:
@@ -645,17 +647,17 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
 
 
 def _time_rows(costs: Costs) -> Iterator[Row]:
-    found, machine = costs.whole, costs.machine
+    found, machine, world = costs.whole, costs.machine, costs.whole.work.world
     if machine.peak is None:
         yield "time", "not known: the published rates of GPUs are for bf16"
         return
     if found.hours is None:
         yield "time", "not known: the FLOPs of another library's tower"
         return
-    text = f"{duration(found.hours)} for {found.steps:,} steps, without evaluation, "
+    text = f"{duration(found.hours)} for {costs.steps:,} steps, without evaluation, "
     rate = f"{costs.mfu:.0%} (--mfu) of {machine.peak / 1e12:,.3g} TFLOP/s are reached"
     if machine.gpu:
-        text += f"on {found.world} × {_short(machine.gpu)}: {found.hours * found.world:,.0f} GPU-hours, "
+        text += f"on {world} × {_short(machine.gpu)}: {found.hours * world:,.0f} GPU-hours, "
         origin = "measured now" if machine.measured else "according to its data sheet"
         text += f"if loading data is fast enough and {rate}, the rate {origin}"
     else:

@@ -11,7 +11,7 @@ from clipkit.errors import ConfigError
 from clipkit.model import Architecture, OpenClipVision, TextTower, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.build import Unfreezing, free_depths, lock, places, still_statistics, tower_of
+from clipkit.training.build import Unfreezing, lock, places, still_statistics, tower_of
 from clipkit.training.optim import make_optimizer
 
 TEXT = TextTower(width=16, layers=2, heads=2, context_length=8, vocab_size=50)
@@ -38,7 +38,7 @@ def trained(model: CLIP) -> set[str]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(image=st.integers(0, 5), text=st.sampled_from(["", "all", 0, 1, "2", 4]))
+@given(image=st.integers(0, 5), text=st.sampled_from(["", "all", 0, 1, 2, 4]))
 def test_the_top_depths_stay_free(image: int, text: str | int) -> None:
     model = create(TINY, seed=0)
     free = {"image": image, "text": 4 if text == "" else 0 if text == "all" else int(text), "": 1}
@@ -97,9 +97,6 @@ def test_statistics_of_a_locked_tower_stay() -> None:
         ("all", 0, "leave nothing to train"),
         (7, "", "lock.image = 7 is invalid: expected at most 5"),
         ("", 5, "lock.text = 5 is invalid: expected at most 4"),
-        (-1, "", "lock.image = -1 is invalid"),
-        ("some", "", "lock.image = 'some' is invalid"),
-        ("", "1.5", "lock.text = '1.5' is invalid"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(image: str | int, text: str | int, message: str) -> None:
@@ -111,18 +108,17 @@ def test_settings_that_do_not_fit_are_refused(image: str | int, text: str | int,
 
 
 @settings(max_examples=25, deadline=None)
-@given(every=st.integers(1, 7), first=st.integers(1, 4), steps=st.lists(st.integers(0, 40), max_size=6))
-def test_what_is_trained_follows_from_the_step_alone(every: int, first: int, steps: list[int]) -> None:
+@given(every=st.integers(1, 7), steps=st.lists(st.integers(0, 40), max_size=6))
+def test_what_is_trained_follows_from_the_step_alone(every: int, steps: list[int]) -> None:
     model = create(TINY, seed=0)
     lock(model, text=2)
     free = trained(model)
     where = places(model)
-    unfreezing = Unfreezing(model, every=every, first=first)
+    unfreezing = Unfreezing(model, every=every)
     for step in steps:
         before = trained(model)
         changed = unfreezing.lock_for_step(step)
-        depths = free_depths(step, every=every, first=first)
-        assert depths == first + step // every
+        depths = 1 + step // every
         assert trained(model) == {n for n in free if not where[n].tower or where[n].above < depths}
         assert changed == (trained(model) != before)
 
@@ -145,9 +141,3 @@ def test_an_optimizer_made_before_takes_what_joins_later() -> None:
     where = places(model)
     assert {name: 2 * where[name].above for name in moved_at} == moved_at
     assert moved_at.keys() == where.keys()
-
-
-@pytest.mark.parametrize("values", [{"every": 0}, {"every": 3, "first": 0}])
-def test_unfreezing_needs_whole_numbers_above_zero(values: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"lock\.unfreeze_.* = 0 is invalid: expected at least 1"):
-        Unfreezing(create(TINY, seed=0), **values)
