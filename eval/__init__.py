@@ -1,10 +1,10 @@
-"""Datasets × tasks → scores and reports: how good a model is, and on what.
+"""Evaluate models: datasets × tasks → scores and reports.
 
 import eval
 scores = eval.evaluate(model, "digits")                             # a list of eval.Score
 scores = eval.evaluate(model, "digits", out=Path("results.jsonl"))  # and lines in a file, with provenance
 
-What needs torch is imported when it is first asked for: Ctrl-C is answered at once.
+Names that need torch are imported at first use, so that the command line responds to --help and Ctrl-C at once.
 """
 
 from importlib import import_module
@@ -45,21 +45,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "TASKS": "tasks",
-    "Encoder": "features.encoder",
-    "EvalDataset": "datasets.dataset",
-    "Ranks": "features.encoder",
-    "Score": "results.scores",
-    "Subject": "tasks.subject",
-    "append_results": "results.scores",
-    "check_tasks": "run",
-    "evaluate": "run",
-    "latest_results": "results.scores",
-    "open_dataset": "readers",
-    "open_datasets": "readers",
-    "provenance": "results.scores",
-    "read_results": "results.scores",
-    "weights_id": "results.scores",
+    "TASKS": "tasks", "Encoder": "features.encoder", "EvalDataset": "datasets.dataset", "Ranks": "features.encoder",
+    "Score": "results.scores", "Subject": "tasks.subject", "append_results": "results.scores", "check_tasks": "run",
+    "evaluate": "run", "latest_results": "results.scores", "open_dataset": "readers", "open_datasets": "readers",
+    "provenance": "results.scores", "read_results": "results.scores", "weights_id": "results.scores",
 }  # fmt: skip
 
 
@@ -67,7 +56,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'eval' has no attribute {name!r}")
     found: object = getattr(import_module(f"eval.{_HOMES[name]}"), name)
-    globals()[name] = found  # asked for once
+    globals()[name] = found
     return found
 
 

@@ -15,23 +15,8 @@ from typing import Generic, Literal, Never, TypeVar
 import torch
 from torch import Tensor
 
-from eval.metrics.classes import (
-    CalibrationBins,
-    Confusion,
-    PerClass,
-    calibration_bins,
-    confusion,
-    expected_calibration_error,
-    f1_macro,
-    f1_macro_statistic,
-    mean_of_top1_and_top5,
-    mean_per_class_interval,
-    mean_per_class_recall,
-    per_class_accuracy,
-    superclass_confusion,
-    top_k_accuracy,
-    worst_group_accuracy,
-)
+from eval.metrics import classes, intervals, pairs, ranking
+from eval.metrics.classes import calibration_bins, confusion, per_class_accuracy, superclass_confusion
 from eval.metrics.intervals import (
     Comparison,
     Estimate,
@@ -39,37 +24,18 @@ from eval.metrics.intervals import (
     compare_correct,
     compare_means,
     compare_statistics,
-    mcnemar,
-    mean_estimate,
-    proportion,
-    statistic_value,
-    wilson_interval,
 )
 from eval.metrics.pairs import (
     DIRECTIONS,
     Choices,
     Direction,
     Winoground,
-    chance_of_recall,
     jaccard_index,
-    mean_rank,
-    median_rank,
     pairwise_correct,
-    recall_at_k,
     winoground,
-)
-from eval.metrics.ranking import (
-    average_precisions,
-    map_11_point,
-    mean_average_precision,
-    mean_average_precision_statistic,
-    mean_of_precisions,
-    roc_auc,
-    roc_auc_statistic,
 )
 from eval.metrics.ranks import (
     Answers,
-    TopClasses,
     class_ranks,
     class_scores,
     full_float32,
@@ -82,57 +48,28 @@ __all__ = [
     "DIRECTIONS",
     "METRICS",
     "Answers",
-    "CalibrationBins",
     "Choices",
     "Comparison",
-    "Confusion",
     "Direction",
     "Estimate",
-    "Kind",
     "Metric",
-    "PerClass",
-    "Statistic",
-    "TopClasses",
-    "Winoground",
-    "average_precisions",
     "calibration_bins",
-    "chance_of_recall",
     "class_ranks",
     "class_scores",
     "compare_correct",
     "compare_means",
     "compare_statistics",
     "confusion",
-    "expected_calibration_error",
-    "f1_macro",
-    "f1_macro_statistic",
     "full_float32",
     "jaccard_index",
-    "map_11_point",
     "match_ranks",
-    "mcnemar",
-    "mean_average_precision",
-    "mean_average_precision_statistic",
-    "mean_estimate",
-    "mean_of_top1_and_top5",
-    "mean_per_class_interval",
-    "mean_per_class_recall",
-    "mean_rank",
-    "median_rank",
     "metric_of",
     "pairwise_correct",
     "per_class_accuracy",
-    "proportion",
-    "recall_at_k",
-    "roc_auc",
-    "roc_auc_statistic",
     "stable_top_k",
     "superclass_confusion",
     "top_classes",
-    "top_k_accuracy",
-    "wilson_interval",
     "winoground",
-    "worst_group_accuracy",
 ]
 
 Kind = Literal["one-label", "multi-label", "retrieval", "compositional"]
@@ -190,7 +127,7 @@ class Metric(Generic[Inputs]):
 def _top_k(k: int) -> Metric[Answers]:
     return Metric(
         kind="one-label",
-        function=lambda answers: top_k_accuracy(answers.ranks, k),
+        function=lambda answers: classes.top_k_accuracy(answers.ranks, k),
         chance=lambda answers: min(1.0, k / answers.classes),
         title=f"top-{k}",
         interval="wilson",
@@ -201,9 +138,10 @@ def _top_k(k: int) -> Metric[Answers]:
 
 
 def _mean_per_class(answers: Answers) -> Estimate:
-    correct = answers.ranks < 1
-    low, high = mean_per_class_interval(correct, answers.labels)
-    return Estimate(value=mean_per_class_recall(correct, answers.labels), low=low, high=high, n=len(correct))
+    correct, labels = answers.ranks < 1, answers.labels
+    low, high = classes.mean_per_class_interval(correct, labels)
+    value = classes.mean_per_class_recall(correct, labels)
+    return Estimate(value=value, low=low, high=high, n=len(correct))
 
 
 def _class_weights(labels: Tensor) -> Tensor:
@@ -214,7 +152,7 @@ def _class_weights(labels: Tensor) -> Tensor:
 
 def _roc_auc(answers: Answers) -> Estimate:
     scores = answers.scores(softmax=False)
-    return roc_auc(scores[:, 1] - scores[:, 0], answers.labels)
+    return ranking.roc_auc(scores[:, 1] - scores[:, 0], answers.labels)
 
 
 def _superclass(answers: Answers) -> Estimate:
@@ -223,14 +161,14 @@ def _superclass(answers: Answers) -> Estimate:
 
 
 def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:
-    interpolated = function is map_11_point
+    interpolated = function is ranking.map_11_point
     return Metric(
         kind="multi-label",
         function=lambda answers: function(answers.scores(softmax=softmax), answers.labels),
         by_default=True,
         value=None
         if softmax
-        else lambda scores, labels: mean_of_precisions(scores, labels, interpolated=interpolated),
+        else lambda scores, labels: ranking.mean_of_precisions(scores, labels, interpolated=interpolated),
         value_from="scores",
     )
 
@@ -259,7 +197,7 @@ def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
         )
 
     metrics = {f"R@{k}": recall(k) for k in (1, 5, 10)}
-    metrics |= {"mean_rank": rank(mean_rank), "median_rank": rank(median_rank)}
+    metrics |= {"mean_rank": rank(pairs.mean_rank), "median_rank": rank(pairs.median_rank)}
     return {f"{direction}_{name}": metric for name, metric in metrics.items()}
 
 
@@ -277,8 +215,8 @@ def _accuracy(correct: Callable[[Choices], Tensor | None]) -> Metric[Choices]:
         if values is None or not len(values):
             return None
         if values.dtype == torch.bool:
-            return proportion(int(values.sum()), len(values))
-        return mean_estimate(values)
+            return intervals.proportion(int(values.sum()), len(values))
+        return intervals.mean_estimate(values)
 
     return Metric(kind="compositional", function=function, chance=lambda choices: choices.chance)
 
@@ -298,7 +236,7 @@ def _jaccard(least: int, most: int) -> Metric[Choices]:
 
     def function(choices: Choices) -> Estimate | None:
         chosen = choices.cues_of(least, most)
-        return mean_estimate(choices.jaccard[chosen]) if chosen.any() else None
+        return intervals.mean_estimate(choices.jaccard[chosen]) if chosen.any() else None
 
     return Metric(
         kind="compositional",
@@ -316,13 +254,13 @@ METRICS: Mapping[str, Metric[Never]] = {
         function=_mean_per_class,
         chance=lambda answers: 1 / answers.classes,
         by_default=True,
-        value=lambda ranks, labels: mean_per_class_recall(ranks < 1, labels),
+        value=lambda ranks, labels: classes.mean_per_class_recall(ranks < 1, labels),
         items=lambda right, labels: right["acc1"] * _class_weights(labels),
         items_from=("acc1",),
     ),
     "mean_top1_top5": Metric[Answers](
         kind="one-label",
-        function=lambda answers: mean_of_top1_and_top5(answers.ranks),
+        function=lambda answers: classes.mean_of_top1_and_top5(answers.ranks),
         chance=lambda answers: (1 / answers.classes + min(1.0, 5 / answers.classes)) / 2,
         least=6,
         value=lambda ranks, _: float(((ranks < 1).double() + (ranks < 5).double()).mean() / 2),
@@ -331,8 +269,10 @@ METRICS: Mapping[str, Metric[Never]] = {
     ),
     "f1_macro": Metric[Answers](
         kind="one-label",
-        function=lambda answers: f1_macro(answers.top.classes[:, 0], answers.labels),
-        value=lambda predicted, labels: statistic_value(f1_macro_statistic(predicted, labels), len(labels)),
+        function=lambda answers: classes.f1_macro(answers.top.classes[:, 0], answers.labels),
+        value=lambda predicted, labels: intervals.statistic_value(
+            classes.f1_macro_statistic(predicted, labels), len(labels)
+        ),
         value_from="predictions",
     ),
     "roc_auc": Metric[Answers](
@@ -341,15 +281,15 @@ METRICS: Mapping[str, Metric[Never]] = {
         chance=lambda _: 0.5,
         least=2,
         most=2,
-        value=lambda scores, labels: statistic_value(
-            roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels)
+        value=lambda scores, labels: intervals.statistic_value(
+            ranking.roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels)
         ),
         value_from="scores",
-        item_statistic=roc_auc_statistic,
+        item_statistic=ranking.roc_auc_statistic,
     ),
     "ece": Metric[Answers](
         kind="one-label",
-        function=lambda answers: expected_calibration_error(
+        function=lambda answers: classes.expected_calibration_error(
             answers.top.probabilities[:, 0], answers.ranks < 1
         ),
         larger_is_better=False,
@@ -362,10 +302,10 @@ METRICS: Mapping[str, Metric[Never]] = {
         interval="wilson",
         needs_superclasses=True,
     ),
-    "mean_average_precision": _precision(mean_average_precision),
-    "map_11_point": _precision(map_11_point),
-    "mean_average_precision_softmax": _precision(mean_average_precision, softmax=True),
-    "map_11_point_softmax": _precision(map_11_point, softmax=True),
+    "mean_average_precision": _precision(ranking.mean_average_precision),
+    "map_11_point": _precision(ranking.map_11_point),
+    "mean_average_precision_softmax": _precision(ranking.mean_average_precision, softmax=True),
+    "map_11_point_softmax": _precision(ranking.map_11_point, softmax=True),
     **_retrieval("image_to_text"),
     **_retrieval("text_to_image"),
     "mean_R@1": Metric[Directions](
@@ -399,7 +339,7 @@ def metric_of(name: str) -> Metric[Never] | None:
         column, k = match[1], int(match[2])
         return Metric[Answers](
             kind="one-label",
-            function=lambda answers: worst_group_accuracy(answers.ranks < k, answers.group(column)),
+            function=lambda answers: classes.worst_group_accuracy(answers.ranks < k, answers.group(column)),
             interval="wilson",
             counts="images of the group",
             least=1 if k == 1 else k + 1,

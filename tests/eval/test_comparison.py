@@ -13,7 +13,10 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError
 from eval.compare import ModelComparison, compare
 from eval.datasets.dataset import EvalDataset
-from eval.metrics import compare_correct, mcnemar, mean_per_class_recall, roc_auc
+from eval.metrics import compare_correct
+from eval.metrics.classes import mean_per_class_recall
+from eval.metrics.intervals import mcnemar
+from eval.metrics.ranking import roc_auc
 from eval.report.terminal import comparison_table
 from eval.results.details import item_details, prediction_details
 from eval.results.records import pack, write_details

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval import metrics
 from eval.features import store
 from eval.features.store import chosen_rows, map_rows, release
+from eval.metrics.ranks import class_ranks, match_ranks
 
 ROWS, WIDTH = 1 << 15, 512  # 64 MiB
 
@@ -54,11 +54,11 @@ def test_any_rows_in_any_order(
 
 def test_a_pass_leaves_nothing_in_memory(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, classes, labels = mapped(file), torch.randn(WIDTH, 1000), torch.zeros(ROWS, dtype=torch.int64)
-    metrics.class_ranks(table[:100], classes, labels[:100])  # loads what products need
+    class_ranks(table[:100], classes, labels[:100])  # loads what products need
     before = resident()
-    ranks = metrics.class_ranks(table, classes, labels)
+    ranks = class_ranks(table, classes, labels)
     assert resident() - before < 16 << 20
-    assert torch.equal(metrics.class_ranks(table.clone(), classes, labels), ranks)
+    assert torch.equal(class_ranks(table.clone(), classes, labels), ranks)
     release(table)
     torch.testing.assert_close(table.sum(), torch.from_numpy(np.fromfile(file, np.float32)).sum())
     assert resident() - before > 48 << 20  # what is read otherwise does stay
@@ -71,14 +71,12 @@ def test_a_pass_leaves_nothing_in_memory(file: Path, tmp_path: Path, monkeypatch
     assert resident() - before < 16 << 20
     assert torch.equal(copy, backwards)
     release(copy)
-    assert torch.equal(
-        metrics.class_ranks(copy, classes, labels), metrics.class_ranks(backwards, classes, labels)
-    )
+    assert torch.equal(class_ranks(copy, classes, labels), class_ranks(backwards, classes, labels))
     pairs = torch.stack([torch.arange(ROWS), labels], dim=1)
     captions, before = classes.T.contiguous(), resident()
-    ranks = metrics.match_ranks(table, captions, pairs)
+    ranks = match_ranks(table, captions, pairs)
     assert resident() - before < 16 << 20
-    assert torch.equal(metrics.match_ranks(table.clone(), captions, pairs), ranks)
+    assert torch.equal(match_ranks(table.clone(), captions, pairs), ranks)
 
 
 def test_what_is_not_mapped_stays(file: Path) -> None:

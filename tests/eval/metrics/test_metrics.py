@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eval import metrics
-from eval.metrics import (
-    chance_of_recall,
-    class_ranks,
-    match_ranks,
-    mean_per_class_interval,
-    mean_per_class_recall,
-    ranks,
-    wilson_interval,
-)
+from eval.metrics import ranks
+from eval.metrics.classes import mean_per_class_interval, mean_per_class_recall
+from eval.metrics.intervals import wilson_interval
+from eval.metrics.pairs import chance_of_recall
+from eval.metrics.ranks import class_ranks, match_ranks
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -11,8 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval import metrics
 from eval.metrics import intervals, ranks
+from eval.metrics.classes import (
+    calibration_bins,
+    confusion,
+    expected_calibration_error,
+    f1_macro,
+    f1_macro_statistic,
+    mean_of_top1_and_top5,
+    per_class_accuracy,
+    superclass_confusion,
+    top_k_accuracy,
+    worst_group_accuracy,
+)
+from eval.metrics.intervals import Estimate
+from eval.metrics.ranks import class_ranks, top_classes
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -39,13 +52,13 @@ def test_top_classes_are_those_of_a_stable_sort_and_agree_with_ranks(
     seed: int, n: int, classes: int, k: int, ties: bool
 ) -> None:
     features, classifier, labels = some_features(seed, n, classes, ties=ties)
-    top = metrics.top_classes(features, classifier, k=k, logit_scale=3.0)
+    top = top_classes(features, classifier, k=k, logit_scale=3.0)
     logits = (features @ classifier).numpy()
     order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     assert np.array_equal(top.classes.numpy(), order)
     probabilities = torch.softmax(3.0 * torch.from_numpy(logits).double(), 1).numpy()
     assert top.probabilities.numpy() == pytest.approx(np.take_along_axis(probabilities, order, 1), abs=1e-5)
-    place = metrics.class_ranks(features, classifier, labels)
+    place = class_ranks(features, classifier, labels)
     assert torch.equal((top.classes == labels[:, None]).any(dim=1), place < k)
 
 
@@ -53,13 +66,13 @@ def test_what_is_not_a_number_is_no_prediction() -> None:
     features, classifier = torch.eye(3), torch.eye(3)
     classifier[:, 1] = torch.nan
     labels = torch.tensor([0, 1, 2])
-    top = metrics.top_classes(features, classifier, k=2)
+    top = top_classes(features, classifier, k=2)
     assert top.classes.tolist() == [[-1, 0], [-1, 0], [-1, 2]]
     assert top.probabilities.isnan().all()
-    place = metrics.class_ranks(features, classifier, labels)
+    place = class_ranks(features, classifier, labels)
     assert torch.equal((top.classes == labels[:, None]).any(dim=1), place < 2)
-    assert metrics.confusion(top.classes[:, 0], labels).predicted.tolist() == [-1, -1, -1]
-    assert metrics.f1_macro(top.classes[:, 0], labels).value == 0
+    assert confusion(top.classes[:, 0], labels).predicted.tolist() == [-1, -1, -1]
+    assert f1_macro(top.classes[:, 0], labels).value == 0
 
 
 @given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 12), ties=st.booleans())
@@ -68,20 +81,20 @@ def test_accuracies_and_f1_are_scikit_learns(seed: int, n: int, classes: int, ti
     from sklearn.metrics import confusion_matrix, f1_score, recall_score
 
     features, classifier, labels = some_features(seed, n, classes, ties=ties)
-    place = metrics.class_ranks(features, classifier, labels)
-    predicted = metrics.top_classes(features, classifier).classes[:, 0]
-    assert metrics.top_k_accuracy(place).value == pytest.approx((predicted == labels).double().mean().item())
-    both = metrics.mean_of_top1_and_top5(place)
-    halves = metrics.top_k_accuracy(place, 1).value / 2 + metrics.top_k_accuracy(place, 5).value / 2
+    place = class_ranks(features, classifier, labels)
+    predicted = top_classes(features, classifier).classes[:, 0]
+    assert top_k_accuracy(place).value == pytest.approx((predicted == labels).double().mean().item())
+    both = mean_of_top1_and_top5(place)
+    halves = top_k_accuracy(place, 1).value / 2 + top_k_accuracy(place, 5).value / 2
     assert both.value == pytest.approx(halves) and both.low <= both.value <= both.high and both.n == n
 
     present = labels.unique()
-    f1 = metrics.f1_macro(predicted, labels)
+    f1 = f1_macro(predicted, labels)
     oracle = f1_score(labels, predicted, average="macro", labels=present)
     assert f1.value == pytest.approx(oracle)
     assert 0 <= f1.low <= f1.value <= f1.high <= 1
 
-    by_class = metrics.per_class_accuracy(predicted == labels, labels, classes)
+    by_class = per_class_accuracy(predicted == labels, labels, classes)
     recalls = recall_score(labels, predicted, average=None, labels=present, zero_division=0)
     assert by_class.accuracy[present.numpy()] == pytest.approx(recalls)
     absent = np.setdiff1d(np.arange(classes), present.numpy())
@@ -91,7 +104,7 @@ def test_accuracies_and_f1_are_scikit_learns(seed: int, n: int, classes: int, ti
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it remarks on a single class
         matrix = confusion_matrix(labels, predicted, labels=np.arange(classes))
-    assert np.array_equal(metrics.confusion(predicted, labels).matrix(classes), matrix)
+    assert np.array_equal(confusion(predicted, labels).matrix(classes), matrix)
 
 
 def test_f1_of_scikit_learn_counts_classes_without_pictures() -> None:
@@ -99,7 +112,7 @@ def test_f1_of_scikit_learn_counts_classes_without_pictures() -> None:
 
     labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 2])
     assert f1_score(labels, predicted, average="macro") == pytest.approx((1 + 2 / 3 + 0) / 3)
-    assert metrics.f1_macro(predicted, labels).value == pytest.approx((1 + 2 / 3) / 2)
+    assert f1_macro(predicted, labels).value == pytest.approx((1 + 2 / 3) / 2)
 
 
 @given(seed=SEEDS, n=st.integers(1, 60))
@@ -109,8 +122,8 @@ def test_the_f1_statistic_of_drawn_images_is_the_f1_of_their_copies(seed: int, n
     labels, predicted = torch.randint(5, (2, n), generator=generator)
     drawn = np.bincount(torch.randint(n, (n,), generator=generator).numpy(), minlength=n)[None]
     copies = torch.from_numpy(np.repeat(np.arange(n), drawn[0]))
-    f1 = metrics.f1_macro_statistic(predicted, labels)
-    assert f1(drawn)[0] == pytest.approx(metrics.f1_macro(predicted[copies], labels[copies]).value)
+    f1 = f1_macro_statistic(predicted, labels)
+    assert f1(drawn)[0] == pytest.approx(f1_macro(predicted[copies], labels[copies]).value)
 
 
 @given(seed=SEEDS, n=st.integers(1, 60), ignored=st.sets(st.integers(0, 3)))
@@ -125,9 +138,9 @@ def test_worst_group_is_that_of_a_loop(seed: int, n: int, ignored: set[int]) -> 
     }
     if not shares:
         with pytest.raises(DataError, match="worst-group"):
-            metrics.worst_group_accuracy(correct, groups, ignore=ignored)
+            worst_group_accuracy(correct, groups, ignore=ignored)
         return
-    worst = metrics.worst_group_accuracy(correct, groups, ignore=ignored)
+    worst = worst_group_accuracy(correct, groups, ignore=ignored)
     assert worst.value == min(right / total for right, total in shares.values())
     assert (worst.value, worst.n) in [(right / total, total) for right, total in shares.values()]
     assert worst.low <= worst.value <= worst.high
@@ -138,8 +151,8 @@ def test_a_tiny_region_decides_unless_it_is_left_out() -> None:
     correct = torch.ones(1604, dtype=torch.bool)
     correct[:350] = False
     correct[-4:] = False
-    assert metrics.worst_group_accuracy(correct, groups).value == 0  # as DataComp has it
-    named = metrics.worst_group_accuracy(correct, groups, ignore={5})  # as WILDS has it
+    assert worst_group_accuracy(correct, groups).value == 0  # as DataComp has it
+    named = worst_group_accuracy(correct, groups, ignore={5})  # as WILDS has it
     assert named.value == 0.5 and named.n == 700
 
 
@@ -148,7 +161,7 @@ def test_interval_of_the_worst_group_holds_the_truth() -> None:
     groups = torch.arange(20).repeat_interleave(25)
     held = 0
     for _ in range(100):
-        estimate = metrics.worst_group_accuracy(torch.from_numpy(random.random(500) < 0.5), groups)
+        estimate = worst_group_accuracy(torch.from_numpy(random.random(500) < 0.5), groups)
         held += estimate.low <= 0.5 <= estimate.high
     assert held >= 93  # the plain interval of the group that did worst holds it in about 10
 
@@ -160,8 +173,8 @@ def test_superclasses_are_counted_as_if_they_were_the_classes(seed: int, n: int)
     labels = torch.randint(9, (n,), generator=generator)
     predicted = torch.randint(-1, 9, (n,), generator=generator)
     family = torch.randint(4, (9,), generator=generator)
-    of_families = metrics.superclass_confusion(metrics.confusion(predicted, labels), family)
-    expected = metrics.confusion(torch.where(predicted < 0, -1, family[predicted]), family[labels])
+    of_families = superclass_confusion(confusion(predicted, labels), family)
+    expected = confusion(torch.where(predicted < 0, -1, family[predicted]), family[labels])
     for one in (of_families, expected):
         assert one.count.sum() == n and (np.diff(one.count) <= 0).all()
     cells = [zip(c.label, c.predicted, c.count, strict=True) for c in (of_families, expected)]
@@ -175,7 +188,7 @@ def test_superclasses_are_counted_as_if_they_were_the_classes(seed: int, n: int)
 def test_confusion_of_thousands_of_classes_is_as_large_as_its_pictures() -> None:
     generator = torch.Generator().manual_seed(0)
     labels, predicted = torch.randint(2**20, (2, 500), generator=generator)
-    found = metrics.confusion(predicted, labels)
+    found = confusion(predicted, labels)
     assert len(found.count) <= 500
     with pytest.raises(AssertionError, match="classes"):
         found.matrix(2**20)
@@ -187,10 +200,10 @@ def test_the_interval_of_a_calibration_error_holds_what_is_true_of_many_pictures
 ) -> None:
     random = torch.Generator().manual_seed(0)
 
-    def drawn(n: int) -> metrics.Estimate:
+    def drawn(n: int) -> Estimate:
         sure = torch.rand(n, generator=random) * 0.8 + 0.2
         right = torch.rand(n, generator=random) < (sure - shift).clamp(0, 1)
-        return metrics.expected_calibration_error(sure, right)
+        return expected_calibration_error(sure, right)
 
     truth = drawn(1_000_000).value
     found = [drawn(300) for _ in range(40)]
@@ -219,10 +232,10 @@ def test_calibration_error_is_that_of_a_loop(confidence: list[float], seed: int,
         members.setdefault(place, []).append(i)
     expected = sum(abs(sum(sure[i] - right[i] for i in own)) for own in members.values()) / n
     values = torch.tensor(confidence, dtype=torch.float64)
-    found = metrics.expected_calibration_error(values, correct, bins=bins)
+    found = expected_calibration_error(values, correct, bins=bins)
     assert found.value == pytest.approx(expected, abs=1e-12)
     assert found.low <= found.value <= found.high
-    drawn = metrics.calibration_bins(values, correct, bins=bins)
+    drawn = calibration_bins(values, correct, bins=bins)
     assert drawn.count.tolist() == [len(members[place]) for place in sorted(members)]
     weighted = (drawn.count * np.abs(drawn.confidence - drawn.accuracy)).sum() / n
     assert weighted == pytest.approx(expected, abs=1e-12)
@@ -235,7 +248,7 @@ def test_calibration_bins_are_scikit_learns() -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(500, generator=generator, dtype=torch.float64)
     correct = torch.rand(500, generator=generator) < confidence
-    found = metrics.calibration_bins(confidence, correct, bins=10)
+    found = calibration_bins(confidence, correct, bins=10)
     accuracy, mean = calibration_curve(correct, confidence, n_bins=10)
     assert found.accuracy == pytest.approx(accuracy) and found.confidence == pytest.approx(mean)
 
@@ -243,10 +256,10 @@ def test_calibration_bins_are_scikit_learns() -> None:
 def test_intervals_have_width_where_the_model_is_always_right() -> None:
     labels = torch.arange(3).repeat_interleave(5)
     for one in (
-        metrics.f1_macro(labels, labels),
-        metrics.top_k_accuracy(torch.zeros(15)),
-        metrics.mean_of_top1_and_top5(torch.zeros(15)),
-        metrics.worst_group_accuracy(labels == labels, labels),
+        f1_macro(labels, labels),
+        top_k_accuracy(torch.zeros(15)),
+        mean_of_top1_and_top5(torch.zeros(15)),
+        worst_group_accuracy(labels == labels, labels),
     ):
         assert one.value == one.high == 1 and one.low < 0.9
 
@@ -256,9 +269,9 @@ def test_the_same_predictions_give_the_same_interval_whatever_the_block(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     labels, predicted = torch.randint(4, (2, 60), generator=generator)
-    first = metrics.f1_macro(predicted, labels)
-    assert metrics.f1_macro(predicted, labels) == first
+    first = f1_macro(predicted, labels)
+    assert f1_macro(predicted, labels) == first
     monkeypatch.setattr(intervals, "_DRAWN", 1 << 20)
-    assert metrics.f1_macro(predicted, labels) == first
+    assert f1_macro(predicted, labels) == first
     monkeypatch.setattr(intervals, "_MOST_DRAWN", 1)  # as of a large set: no fewer than these are drawn
-    assert metrics.f1_macro(predicted, labels) == first
+    assert f1_macro(predicted, labels) == first

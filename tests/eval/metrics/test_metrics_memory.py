@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval import metrics
 from eval.metrics import intervals, ranks
+from eval.metrics.ranks import class_ranks, class_scores, match_ranks, top_classes
 
 
 class Largest(TorchDispatchMode):
@@ -35,9 +35,9 @@ N, CLASSES = 3000, 50
 @pytest.mark.parametrize(
     "metric",
     [
-        lambda features, classifier, labels: metrics.class_ranks(features, classifier, labels),
-        lambda features, classifier, labels: metrics.top_classes(features, classifier, k=5).classes,
-        lambda features, classifier, labels: metrics.match_ranks(
+        lambda features, classifier, labels: class_ranks(features, classifier, labels),
+        lambda features, classifier, labels: top_classes(features, classifier, k=5).classes,
+        lambda features, classifier, labels: match_ranks(
             features, classifier.T, torch.stack([torch.arange(N), labels], dim=1)
         ),
     ],
@@ -76,7 +76,7 @@ def test_memory_mapped_features_in_half_precision_are_as_good_as_their_float32(t
     features = torch.from_numpy(stored)
     classifier = torch.from_numpy(random.standard_normal((8, 30), dtype=np.float32))
     labels = torch.from_numpy(random.integers(30, size=500))
-    place = metrics.class_ranks(features, classifier, labels, device=torch.device("cpu"))
-    assert torch.equal(place, metrics.class_ranks(features.float(), classifier, labels))
-    scores = metrics.class_scores(features, classifier)
+    place = class_ranks(features, classifier, labels, device=torch.device("cpu"))
+    assert torch.equal(place, class_ranks(features.float(), classifier, labels))
+    scores = class_scores(features, classifier)
     assert scores.dtype == torch.float32 and torch.equal(scores, features.float() @ classifier)

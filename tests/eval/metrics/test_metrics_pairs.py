@@ -9,8 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eval import metrics
 from eval.metrics import intervals, ranks
+from eval.metrics.classes import mean_of_top1_and_top5, mean_per_class_recall, top_k_accuracy
+from eval.metrics.intervals import (
+    compare_correct,
+    compare_means,
+    compare_statistics,
+    mcnemar,
+    mean_estimate,
+    wilson_interval,
+)
+from eval.metrics.pairs import (
+    jaccard_index,
+    mean_rank,
+    median_rank,
+    pairwise_correct,
+    recall_at_k,
+    winoground,
+)
+from eval.metrics.ranking import roc_auc_statistic
+from eval.metrics.ranks import class_ranks, match_ranks
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -32,11 +50,11 @@ def test_ranks_in_short_are_numpys(places: list[tuple[int, int]], weighted: bool
     weight = torch.tensor([copies for _, copies in places]) if weighted else None
     whole = rank if weight is None else rank.repeat_interleave(weight)
     for k in (1, 5, 10):
-        found = metrics.recall_at_k(rank, k, weight)
+        found = recall_at_k(rank, k, weight)
         assert found.value == (whole < k).double().mean() and found.n == len(whole)
     for one, value in (
-        (metrics.mean_rank(rank, weight), np.mean(whole.numpy() + 1)),
-        (metrics.median_rank(rank, weight), np.median(whole.numpy() + 1)),
+        (mean_rank(rank, weight), np.mean(whole.numpy() + 1)),
+        (median_rank(rank, weight), np.median(whole.numpy() + 1)),
     ):
         assert one.value == pytest.approx(value) and one.n == len(whole)
         assert 1 <= one.low <= one.value <= one.high
@@ -48,22 +66,22 @@ def test_interval_of_captions_that_go_together_is_as_wide_as_their_pictures_are_
     monkeypatch.setattr(intervals, "_RESAMPLES", 1000)
     of_pictures = torch.arange(200) % 4 * 3  # a quarter is found at once
     place, picture = of_pictures.repeat_interleave(5), torch.arange(200).repeat_interleave(5)
-    alone, together = metrics.recall_at_k(place, 1), metrics.recall_at_k(place, 1, cluster=picture)
-    of_few = metrics.recall_at_k(of_pictures, 1)
+    alone, together = recall_at_k(place, 1), recall_at_k(place, 1, cluster=picture)
+    of_few = recall_at_k(of_pictures, 1)
     assert together.value == alone.value == of_few.value == 0.25 and together.n == alone.n == 1000
     assert (together.low, together.high) == pytest.approx((of_few.low, of_few.high), abs=0.01)
     assert together.high - together.low > 2 * (alone.high - alone.low)
-    weighted = metrics.recall_at_k(of_pictures, 1, torch.full((200,), 5), cluster=torch.arange(200))
+    weighted = recall_at_k(of_pictures, 1, torch.full((200,), 5), cluster=torch.arange(200))
     assert weighted == together
     for k in (1, 20):
-        found = metrics.recall_at_k(place.clamp(min=1), k, cluster=picture)
-        assert (found.low, found.high) == pytest.approx(metrics.wilson_interval(200 * (k == 20), 200))
+        found = recall_at_k(place.clamp(min=1), k, cluster=picture)
+        assert (found.low, found.high) == pytest.approx(wilson_interval(200 * (k == 20), 200))
 
 
 def test_interval_of_the_median_is_the_binomial_one() -> None:
     stats = pytest.importorskip("scipy.stats")
     for n in (1, 2, 5, 6, 7, 25, 100, 5000):
-        found = metrics.median_rank(torch.arange(n))
+        found = median_rank(torch.arange(n))
         left_off = int(found.low) - 1
         assert found.high == n - left_off
         if left_off:
@@ -82,7 +100,7 @@ def test_winoground_is_that_of_the_paper(seed: int, ties: bool, broken: bool) ->
     for (a, b), (c, d) in similarity.tolist():  # a row per image
         text.append(a > b and d > c)
         image.append(a > c and d > b)
-    found = metrics.winoground(similarity)
+    found = winoground(similarity)
     assert found.text.value == pytest.approx(np.mean(text))
     assert found.image.value == pytest.approx(np.mean(image))
     assert found.group.value == pytest.approx(np.mean(np.logical_and(text, image)))
@@ -90,11 +108,11 @@ def test_winoground_is_that_of_the_paper(seed: int, ties: bool, broken: bool) ->
 
 
 def test_what_cannot_be_told_apart_is_wrong() -> None:
-    assert metrics.winoground(torch.zeros(3, 2, 2)).group.value == 0
-    assert not metrics.pairwise_correct(torch.ones(4), torch.ones(4, 1)).any()
+    assert winoground(torch.zeros(3, 2, 2)).group.value == 0
+    assert not pairwise_correct(torch.ones(4), torch.ones(4, 1)).any()
     right = torch.tensor([1.0, 1.0, torch.nan, 1.0])
     wrong = torch.tensor([[0.0, 0.5], [0.0, 1.0], [0.0, 0.0], [torch.nan, 0.0]])
-    assert metrics.pairwise_correct(right, wrong).tolist() == [True, False, False, False]
+    assert pairwise_correct(right, wrong).tolist() == [True, False, False, False]
 
 
 @given(
@@ -117,9 +135,9 @@ def test_jaccard_is_scikit_learns(seed: int, cases: list[tuple[int, int]], ties:
         order = sorted(range(len(own)), key=lambda one: (-score[one], own[one]))[:picks]
         expected.append(jaccard_score(own, [one in order for one in range(len(own))]))
     mixed = torch.randperm(len(case), generator=generator)
-    assert metrics.jaccard_index(similarity, right, case) == pytest.approx(expected)
-    assert metrics.jaccard_index(similarity[mixed], right[mixed], case[mixed]) == pytest.approx(expected)
-    found = metrics.mean_estimate(torch.tensor(expected, dtype=torch.float64))
+    assert jaccard_index(similarity, right, case) == pytest.approx(expected)
+    assert jaccard_index(similarity[mixed], right[mixed], case[mixed]) == pytest.approx(expected)
+    found = mean_estimate(torch.tensor(expected, dtype=torch.float64))
     assert found.value == pytest.approx(np.mean(expected)) and found.n == len(cases)
     assert 0 <= found.low <= found.value <= found.high <= 1
 
@@ -130,20 +148,20 @@ def test_jaccard_of_what_is_not_a_number_does_not_help() -> None:
         similarity = torch.tensor([0.9, 0.1, 0.2])
         if broken is not None:
             similarity[broken] = torch.nan
-        assert metrics.jaccard_index(similarity, right, case).tolist() == [expected]
+        assert jaccard_index(similarity, right, case).tolist() == [expected]
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
 def test_mcnemar_is_scipys_binomial_test(first: int, second: int) -> None:
     stats = pytest.importorskip("scipy.stats")
     expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
-    assert metrics.mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
+    assert mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
 
 
 def test_mcnemar_of_very_many() -> None:
-    assert metrics.mcnemar(500_000, 500_000) == 1
-    assert metrics.mcnemar(0, 100_000) == 0
-    assert 0.04 < metrics.mcnemar(49_690, 50_310) < 0.06
+    assert mcnemar(500_000, 500_000) == 1
+    assert mcnemar(0, 100_000) == 0
+    assert 0.04 < mcnemar(49_690, 50_310) < 0.06
 
 
 @given(seed=SEEDS, n=st.integers(1, 80))
@@ -151,7 +169,7 @@ def test_mcnemar_of_very_many() -> None:
 def test_comparing_turns_around(seed: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.rand(2, n, generator=generator) < 0.6
-    one, other = metrics.compare_correct(first, second), metrics.compare_correct(second, first)
+    one, other = compare_correct(first, second), compare_correct(second, first)
     assert one.difference == pytest.approx(second.double().mean() - first.double().mean())
     assert one.low <= one.difference <= one.high and 0 < one.p <= 1 and one.n == n
     assert (other.low, other.high) == pytest.approx((-one.high, -one.low))
@@ -167,18 +185,16 @@ def test_differences_beyond_chance_are_told_from_others(monkeypatch: pytest.Monk
     for gain, beyond in ((0.0, False), (0.08, True)):
         first = hard < 0.6
         second = (hard < 0.57 + gain) | (torch.rand(600, generator=generator) < 0.05)
-        found = metrics.compare_correct(first, second), metrics.compare_means(first, second)
+        found = compare_correct(first, second), compare_means(first, second)
         for one in found:
             assert (one.p < 0.05) == beyond == (one.low > 0)
             assert one.low <= one.difference <= one.high
         assert found[1].difference == pytest.approx(found[0].difference)
-        less, more = (
-            metrics.roc_auc_statistic(scores + gain * 20 * i * (labels == 1), labels == 1) for i in (0, 1)
-        )
-        assert (metrics.compare_statistics(less, more, 600).p < 0.05) == beyond
-    same = metrics.compare_correct(first, first)
+        less, more = (roc_auc_statistic(scores + gain * 20 * i * (labels == 1), labels == 1) for i in (0, 1))
+        assert (compare_statistics(less, more, 600).p < 0.05) == beyond
+    same = compare_correct(first, first)
     assert same.p == 1 and same.low < 0 < same.high
-    assert metrics.compare_means(first, first).p == 1
+    assert compare_means(first, first).p == 1
 
 
 def test_a_comparison_is_rarely_beyond_chance_when_nothing_differs() -> None:
@@ -186,7 +202,7 @@ def test_a_comparison_is_rarely_beyond_chance_when_nothing_differs() -> None:
     found = 0
     for _ in range(100):
         first, second = torch.from_numpy(random.random((2, 200)))
-        found += metrics.compare_means(first, second).p < 0.05
+        found += compare_means(first, second).p < 0.05
     assert found <= 12  # 5 expected
 
 
@@ -217,10 +233,10 @@ def test_recall_is_clip_benchmarks(seed: int, captions: list[int]) -> None:
         (texts, images, to_text.flip(1), scores, positive),
         (images, texts, to_text, scores.T, positive.T),
     ):
-        place = metrics.match_ranks(queries, candidates, pairs)
+        place = match_ranks(queries, candidates, pairs)
         for k in (1, 5, 10):
             theirs = theirs_of.batchify(theirs_of.recall_at_k, own, right, 4, "cpu", k=k) > 0
-            assert metrics.recall_at_k(place, k).value == pytest.approx(theirs.double().mean().item())
+            assert recall_at_k(place, k).value == pytest.approx(theirs.double().mean().item())
 
 
 def test_zero_shot_is_clip_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,12 +254,12 @@ def test_zero_shot_is_clip_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     acc1, acc5 = zeroshot_classification.accuracy(logits, target, topk=(1, 5))
     features = torch.nn.functional.normalize(images, dim=1)
-    place = metrics.class_ranks(features, classifier, labels)
-    assert metrics.top_k_accuracy(place, 1).value == pytest.approx(acc1)
-    assert metrics.top_k_accuracy(place, 5).value == pytest.approx(acc5)
-    assert metrics.mean_of_top1_and_top5(place).value == pytest.approx((acc1 + acc5) / 2)
+    place = class_ranks(features, classifier, labels)
+    assert top_k_accuracy(place, 1).value == pytest.approx(acc1)
+    assert top_k_accuracy(place, 5).value == pytest.approx(acc5)
+    assert mean_of_top1_and_top5(place).value == pytest.approx((acc1 + acc5) / 2)
     theirs = balanced_accuracy_score(target, logits.argmax(1))
-    assert metrics.mean_per_class_recall(place < 1, labels) == pytest.approx(theirs)
+    assert mean_per_class_recall(place < 1, labels) == pytest.approx(theirs)
 
 
 def test_captions_are_chosen_as_in_clip_benchmark_but_for_ties() -> None:
@@ -258,19 +274,19 @@ def test_captions_are_chosen_as_in_clip_benchmark_but_for_ties() -> None:
     unit = torch.nn.functional.normalize(torch.randn(2, 50, 2, 8, generator=generator), dim=-1)
     pictures, captions = unit[0], unit[1]
     similarity = pictures @ captions.transpose(1, 2)
-    found, other = metrics.winoground(similarity), theirs(pictures, captions)
+    found, other = winoground(similarity), theirs(pictures, captions)
     assert found.text.value == pytest.approx(other["text_acc"])
     assert found.image.value == pytest.approx(other["image_acc"])
     assert found.group.value == pytest.approx(other["acc"])
     one_picture = theirs(pictures[:, :1], captions)
-    pairs = metrics.pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:])
+    pairs = pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:])
     assert pairs.double().mean().item() == pytest.approx(one_picture["text_acc"])
     assert one_picture["image_acc"] == 1  # one image against itself
 
     captions[:, 1] = captions[:, 0]  # a model that sees no difference
     similarity = pictures @ captions.transpose(1, 2)
     assert theirs(pictures[:, :1], captions)["text_acc"] == 1
-    assert not metrics.pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:]).any()
+    assert not pairwise_correct(similarity[:, 0, 0], similarity[:, 0, 1:]).any()
 
 
 def test_equal_neighbours_are_found_by_their_order_in_clip_benchmark() -> None:
@@ -280,6 +296,6 @@ def test_equal_neighbours_are_found_by_their_order_in_clip_benchmark() -> None:
     found = theirs.recall_at_k(same @ same.T, torch.eye(4, dtype=torch.bool), 1)
     assert found.sum() == 1  # of a model that gives everything the same features
     own = torch.arange(4)
-    place = metrics.match_ranks(same, same, torch.stack([own, own], dim=1))
-    assert metrics.recall_at_k(place, 1).value == 0 and metrics.median_rank(place).value == 4
-    assert math.isclose(metrics.mean_rank(place).value, 4)
+    place = match_ranks(same, same, torch.stack([own, own], dim=1))
+    assert recall_at_k(place, 1).value == 0 and median_rank(place).value == 4
+    assert math.isclose(mean_rank(place).value, 4)

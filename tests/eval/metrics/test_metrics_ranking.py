@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval import metrics
 from eval.metrics import intervals, ranks
+from eval.metrics.ranking import (
+    average_precisions,
+    map_11_point,
+    mean_average_precision,
+    mean_average_precision_statistic,
+    roc_auc,
+    roc_auc_statistic,
+)
+from eval.metrics.ranks import class_scores
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -40,13 +48,13 @@ def test_plain_average_precision_is_scikit_learns(seed: int, n: int, classes: in
     present = labels.any(dim=0)
     if not present.any():
         with pytest.raises(DataError, match="average precision"):
-            metrics.mean_average_precision(scores, labels)
+            mean_average_precision(scores, labels)
         return
-    each = metrics.average_precisions(scores, labels)
+    each = average_precisions(scores, labels)
     assert np.isnan(each[~present.numpy()]).all()
     expected = [average_precision_score(labels[:, c], scores[:, c]) for c in present.nonzero()[:, 0]]
     assert each[present.numpy()] == pytest.approx(expected)
-    found = metrics.mean_average_precision(scores, labels)
+    found = mean_average_precision(scores, labels)
     assert found.value == pytest.approx(np.mean(expected)) and found.n == n
     assert 0 <= found.low <= found.value <= found.high <= 1
 
@@ -70,14 +78,14 @@ def test_eleven_points_are_vocs(seed: int, n: int, classes: int, ties: bool, som
     difficult = some_scores(seed + 1, n, classes, ties=False)[1] if some else None
     kept = torch.ones_like(labels) if difficult is None else ~difficult
     present = (labels & kept).any(dim=0)
-    each = metrics.average_precisions(scores, labels, difficult, interpolated=True)
+    each = average_precisions(scores, labels, difficult, interpolated=True)
     assert np.isnan(each[~present.numpy()]).all()
     for c in present.nonzero()[:, 0].tolist():
         own = kept[:, c]
         expected = eleven_points_by_hand(scores[own, c].tolist(), labels[own, c].tolist())
         assert each[c] == pytest.approx(expected)
     if present.any():
-        found = metrics.map_11_point(scores, labels, difficult)
+        found = map_11_point(scores, labels, difficult)
         assert found.value == pytest.approx(each[present.numpy()].mean())
         assert 0 <= found.low <= found.value <= found.high <= 1
 
@@ -90,17 +98,17 @@ def test_a_drawn_picture_counts_as_often_as_it_was_drawn(seed: int, n: int, inte
     generator = np.random.default_rng(seed)
     drawn = np.bincount(generator.integers(n, size=n), minlength=n)[None]
     copies = torch.from_numpy(np.repeat(np.arange(n), drawn[0]))
-    statistic = metrics.mean_average_precision_statistic(scores, labels, interpolated=interpolated)
+    statistic = mean_average_precision_statistic(scores, labels, interpolated=interpolated)
     own = labels[copies]
     if own.any():
-        each = metrics.average_precisions(scores[copies], own, interpolated=interpolated)
+        each = average_precisions(scores[copies], own, interpolated=interpolated)
         assert statistic(drawn)[0] == pytest.approx(np.nanmean(each))
     else:
         assert math.isnan(statistic(drawn)[0])
-    area = metrics.roc_auc_statistic(scores[:, 0], torch.arange(n) % 2)
+    area = roc_auc_statistic(scores[:, 0], torch.arange(n) % 2)
     odd = copies % 2
     if 0 < odd.sum() < n:
-        assert area(drawn)[0] == pytest.approx(metrics.roc_auc(scores[copies, 0], odd).value)
+        assert area(drawn)[0] == pytest.approx(roc_auc(scores[copies, 0], odd).value)
     else:
         assert math.isnan(area(drawn)[0])
 
@@ -112,7 +120,7 @@ def test_roc_auc_is_scikit_learns(seed: int, n: int, ties: bool) -> None:
 
     scores, labels = some_scores(seed, n, 1, ties=ties)
     labels[:2, 0] = torch.tensor([True, False])
-    found = metrics.roc_auc(scores[:, 0], labels[:, 0])
+    found = roc_auc(scores[:, 0], labels[:, 0])
     assert found.value == pytest.approx(roc_auc_score(labels[:, 0], scores[:, 0]))
     assert 0 <= found.low <= found.value <= found.high <= 1 and found.low < found.high
 
@@ -120,7 +128,7 @@ def test_roc_auc_is_scikit_learns(seed: int, n: int, ties: bool) -> None:
 def test_roc_auc_of_one_class_is_refused() -> None:
     for labels in (torch.zeros(4), torch.ones(4)):
         with pytest.raises(DataError, match="both classes"):
-            metrics.roc_auc(torch.arange(4.0), labels)
+            roc_auc(torch.arange(4.0), labels)
 
 
 def test_interval_of_roc_auc_holds_the_truth_and_has_width_where_all_is_right(
@@ -133,10 +141,10 @@ def test_interval_of_roc_auc_holds_the_truth_and_has_width_where_all_is_right(
     held = 0
     for _ in range(60):
         scores = random.normal(size=120) + labels.numpy()
-        found = metrics.roc_auc(torch.from_numpy(scores), labels)
+        found = roc_auc(torch.from_numpy(scores), labels)
         held += found.low <= truth <= found.high
     assert held >= 52  # 57 expected of 95%
-    perfect = metrics.roc_auc(labels.double(), labels)
+    perfect = roc_auc(labels.double(), labels)
     assert perfect.value == perfect.high == 1 and 0.9 < perfect.low < 0.99
 
 
@@ -145,9 +153,9 @@ def test_scores_that_are_not_numbers_never_help() -> None:
     for broken in range(3):
         scores = torch.tensor([[0.9], [0.1], [0.2]])
         scores[broken] = torch.nan
-        assert metrics.mean_average_precision(scores, labels).value == pytest.approx(0.5 if broken else 1 / 3)
-        assert metrics.map_11_point(scores, labels).value == pytest.approx(0.5 if broken else 1 / 3)
-        assert metrics.roc_auc(scores[:, 0], labels[:, 0]).value == (0.5 if broken else 0)
+        assert mean_average_precision(scores, labels).value == pytest.approx(0.5 if broken else 1 / 3)
+        assert map_11_point(scores, labels).value == pytest.approx(0.5 if broken else 1 / 3)
+        assert roc_auc(scores[:, 0], labels[:, 0]).value == (0.5 if broken else 0)
 
 
 @given(seed=SEEDS, n=st.integers(1, 30), classes=st.integers(1, 12))
@@ -156,9 +164,9 @@ def test_class_scores_order_pictures_as_probabilities_do(seed: int, n: int, clas
     generator = torch.Generator().manual_seed(seed)
     features = torch.nn.functional.normalize(torch.randn(n, 5, generator=generator), dim=1)
     classifier = torch.nn.functional.normalize(torch.randn(5, classes, generator=generator), dim=0)
-    plain = metrics.class_scores(features, classifier)
+    plain = class_scores(features, classifier)
     assert torch.allclose(plain, features @ classifier, atol=1e-6)
-    scores = metrics.class_scores(features, classifier, softmax_scale=20.0)
+    scores = class_scores(features, classifier, softmax_scale=20.0)
     expected = torch.softmax(20 * (features.double() @ classifier.double()), dim=1)
     assert torch.allclose(scores.double().exp(), expected, atol=1e-5)
 
@@ -167,10 +175,10 @@ def test_softmax_before_ranking_gives_another_map() -> None:
     """An image of everything outranks, in every class, one that shows a single thing; but for its softmax."""
     scores = torch.tensor([[0.30, 0.30], [0.28, 0.10]])
     labels = torch.tensor([[False, True], [True, False]])
-    plain = metrics.class_scores(scores, torch.eye(2))
-    softmax = metrics.class_scores(scores, torch.eye(2), softmax_scale=100.0)
-    assert metrics.mean_average_precision(plain, labels).value == 0.75
-    assert metrics.mean_average_precision(softmax, labels).value == 1.0
+    plain = class_scores(scores, torch.eye(2))
+    softmax = class_scores(scores, torch.eye(2), softmax_scale=100.0)
+    assert mean_average_precision(plain, labels).value == 0.75
+    assert mean_average_precision(softmax, labels).value == 1.0
 
 
 def test_hateful_memes_score_is_the_difference_of_logits() -> None:
@@ -179,8 +187,8 @@ def test_hateful_memes_score_is_the_difference_of_logits() -> None:
     generator = torch.Generator().manual_seed(0)
     features, classifier = torch.randn(80, 6, generator=generator), torch.randn(6, 2, generator=generator)
     labels = torch.arange(80) % 2
-    scores = metrics.class_scores(features, classifier)
-    found = metrics.roc_auc(scores[:, 1] - scores[:, 0], labels)
+    scores = class_scores(features, classifier)
+    found = roc_auc(scores[:, 1] - scores[:, 0], labels)
     probability = torch.softmax((features @ classifier).double(), dim=1)[:, 1]
     assert found.value == pytest.approx(roc_auc_score(labels, probability))
 
@@ -195,10 +203,8 @@ def test_plain_map_is_clip_benchmarks_where_every_class_has_a_picture(
     scores, labels = some_scores(seed, n, classes, ties=False)
     labels[0] = True
     theirs = clip_benchmark.average_precision_per_class(scores, labels.long())
-    assert metrics.average_precisions(scores, labels) == pytest.approx(theirs.numpy(), abs=1e-5)
-    assert metrics.mean_average_precision(scores, labels).value == pytest.approx(
-        theirs.mean().item(), abs=1e-5
-    )
+    assert average_precisions(scores, labels) == pytest.approx(theirs.numpy(), abs=1e-5)
+    assert mean_average_precision(scores, labels).value == pytest.approx(theirs.mean().item(), abs=1e-5)
 
 
 def test_clip_benchmark_counts_a_class_without_pictures_and_takes_ties_in_any_order() -> None:
@@ -206,20 +212,20 @@ def test_clip_benchmark_counts_a_class_without_pictures_and_takes_ties_in_any_or
 
     scores, labels = torch.tensor([[0.9, 0.1], [0.1, 0.9]]), torch.tensor([[1, 0], [0, 0]])
     assert clip_benchmark.average_precision_per_class(scores, labels).mean() == 0.5
-    assert metrics.mean_average_precision(scores, labels).value == 1
+    assert mean_average_precision(scores, labels).value == 1
     same, first = torch.zeros(4, 1), torch.tensor([[1], [0], [0], [0]])
     orders = {clip_benchmark.average_precision_per_class(same, first.roll(i, 0)).item() for i in range(4)}
     assert len(orders) > 1  # where in the file the image stands decides
-    assert {metrics.mean_average_precision(same, first.roll(i, 0)).value for i in range(4)} == {0.25}
+    assert {mean_average_precision(same, first.roll(i, 0)).value for i in range(4)} == {0.25}
 
 
 def test_eleven_points_are_not_the_plain_mean() -> None:
     scores = torch.arange(10.0).flip(0)[:, None]
     labels = torch.tensor([1, 0, 1, 0, 0, 1, 0, 0, 0, 1])[:, None]
-    plain, eleven = metrics.mean_average_precision(scores, labels), metrics.map_11_point(scores, labels)
+    plain, eleven = mean_average_precision(scores, labels), map_11_point(scores, labels)
     assert plain.value == pytest.approx((1 + 2 / 3 + 3 / 6 + 4 / 10) / 4)
     assert eleven.value == pytest.approx((3 * 1 + 3 * 2 / 3 + 2 * 1 / 2 + 3 * 4 / 10) / 11)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is divided by nothing
         none_of_one = torch.cat([labels, torch.zeros_like(labels)], dim=1)
-        assert metrics.map_11_point(scores.repeat(1, 2), none_of_one).value == eleven.value
+        assert map_11_point(scores.repeat(1, 2), none_of_one).value == eleven.value

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
-from eval.metrics import class_ranks, expected_calibration_error, top_classes, top_k_accuracy
+from eval.metrics import class_ranks, top_classes
+from eval.metrics.classes import expected_calibration_error, top_k_accuracy
 from eval.results.details import item_details, prediction_details, zero_shot_details
 from eval.results.records import Packed, details_folder, pack, read_details, write_details
 

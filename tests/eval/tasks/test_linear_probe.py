@@ -17,7 +17,7 @@ import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from eval import Encoder, Subject
-from eval.metrics import map_11_point
+from eval.metrics.ranking import map_11_point
 from eval.tasks import Options, logistic
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows
 from eval.tasks.probe import carve, halving_search, linear_probe, linear_probes, penalty_of, sweep
