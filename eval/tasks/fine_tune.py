@@ -205,7 +205,7 @@ def _read(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
             image = dataset.images.read(number)
             decode_image(image)
         except DataError as error:
-            raise DataError(f"{dataset.where(number)}: {error}; mend or remove it") from error
+            raise DataError(f"{dataset.where(number)}: {error}; repair or remove it") from error
         return image, label
 
     with ThreadPoolExecutor(4) as pool:
@@ -256,7 +256,7 @@ def only_one(folder: Path) -> Iterator[None]:
         lock, told = FileLock(folder / ".lock"), False
         while not lock.try_acquire():
             if not told:
-                print(f"another process trains in {folder}: waiting for that", file=sys.stderr, flush=True)
+                print(f"another process trains in {folder}: waiting for it", file=sys.stderr, flush=True)
                 told = True
             time.sleep(_WAIT)
         try:
