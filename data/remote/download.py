@@ -308,6 +308,9 @@ class _Download:
     async def run(self) -> None:
         Image.init()  # not thread-safe
         connections = self._fetch.connections
+        for path in self._out.glob(".*.partial"):  # of a killed process
+            if path.name[1:6].isdecimal() and int(path.name[1:6]) % self._part[1] == self._part[0] - 1:
+                path.unlink(missing_ok=True)
         window = asyncio.Semaphore(
             4 * connections
         )  # rows at the same time, most of them waiting for their host

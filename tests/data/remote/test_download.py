@@ -249,6 +249,8 @@ def test_kills_lose_and_repeat_nothing(server: Server, many: Path, tmp_path: Pat
         "import sys; from pathlib import Path; from tests.data.remote.test_download import *\n"
         "download(Path(sys.argv[1]), Path(sys.argv[2]), SMALL, fetch=QUICK)"
     )
+    out.mkdir()
+    (out / ".00003.tar.0123abcd.partial").write_bytes(b"of an earlier process")
     draw, finished = random.Random(), 0
     while finished < 1:
         process = subprocess.Popen([sys.executable, "-c", program, str(many), str(out)])
