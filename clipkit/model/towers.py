@@ -1,10 +1,9 @@
-"""The transformer that both towers are made of, and the image tower.
+"""The transformer of both towers, the ViT, and the other towers that are built by clipkit.
 
-Letters in shape comments: B batch, L tokens of a row, T tokens of a packed batch, D width, H heads, E width of a
-head, P patches, K of them that are kept, S image side in pixels, p side of a patch, g patches along a side, O
-output dimension.
-
-Parameter names are those of OpenAI's CLIP and of open_clip, so that state dicts load with no renaming.
+Letters in shape comments: B images or texts, L tokens of a row, T tokens of a packed batch, D width, H heads, E
+width of a head, P patches, K of them that are kept, S image side in pixels, p patch side, g patches along a
+side, O output dimension. Parameter names are those of OpenAI's CLIP and of open_clip, so that state dicts load
+without renaming.
 """
 
 import importlib
@@ -22,59 +21,35 @@ from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, signed
 from clipkit.model.resample import fitted_grid
 
 __all__ = [
-    "Attention",
-    "AttentionFunction",
-    "BagOfWordsTower",
-    "ClassTableTower",
-    "Kernel",
-    "Packed",
-    "Padded",
-    "PooledEncoder",
-    "QuickGELU",
-    "ResidualAttentionBlock",
-    "Rows",
-    "Transformer",
-    "VisionTransformer",
-    "attention_by_length",
-    "attention_varlen",
-    "kept_patches",
-    "pack",
-    "varlen_runs",
-]
+    "Attention", "AttentionFunction", "BagOfWordsTower", "ClassTableTower", "Kernel", "Packed", "Padded",
+    "PooledEncoder", "QuickGELU", "ResidualAttentionBlock", "Rows", "Transformer", "VisionTransformer",
+    "attention_by_length", "attention_varlen", "kept_patches", "pack", "varlen_runs",
+]  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------
-# How a batch of tokens lies in memory, and which token sees which: padded rows, or texts packed into one row.
-#
-# Under a causal mask nothing behind end-of-text reaches a text's features, so a packed batch holds each text to
-# its true length and nothing else: every layer but attention works on single tokens and does not see where
-# texts begin. Attention over a packed row is torch's ``varlen_attn`` on CUDA in half precision, and elsewhere
-# plain attention over all texts of one length at a time; both give what the padded tower gives.
-#
-# Letters in shape comments: B texts or pictures, L tokens of a row, T tokens of all texts, D width, H heads,
-# E width of a head.
-
-_HALF = (torch.bfloat16, torch.float16)
-_AMPERE = (8, 0)  # the oldest GPUs that flash attention runs on
+# Layouts of a batch of tokens: padded rows, or texts packed into one row. Under a causal mask nothing after end
+# of text reaches a text's features, so a packed batch contains each text up to there. All layers except
+# attention work on single tokens. Attention over a packed row is torch's ``varlen_attn`` on CUDA in half
+# precision, otherwise plain attention over all texts of one length at a time.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Padded:
-    """Rows of equal length (B, L, …), of which one token each is read in the end.
+    """Rows of equal length (B, L, …); one token of each is read at the end.
 
     Attributes:
-        ends: (B,) int64, the token that is read, in a causal batch; None reads the first one, which sees all.
+        ends: (B,) int64, the token that is read, with causal attention; None reads the first, which attends to all.
     """
 
     ends: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Three of (B, L, H, E) → what each token gathers (B, L, H, E)."""
+        """Attend with all tokens: (B, L, H, E) each → (B, L, H, E)."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L, E)
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.ends is not None).transpose(1, 2)
 
     def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, 1, H, E) of the tokens that are read, and all keys and values → (B, 1, H, E)."""
+        """Attend with the tokens that are read: q (B, 1, H, E), k and v (B, L, H, E) → (B, 1, H, E)."""
         mask = None
         if self.ends is not None:
             visible = torch.arange(k.shape[1], device=k.device) <= self.ends[:, None]  # (B, L)
@@ -83,7 +58,7 @@ class Padded:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
     def read(self, x: Tensor) -> Tensor:
-        """(B, L, D) → (B, 1, D), the tokens that are read."""
+        """Select the tokens that are read: (B, L, D) → (B, 1, D)."""
         if self.ends is None:
             return x[:, :1]
         return x.gather(1, self.ends[:, None, None].expand(-1, 1, x.shape[-1]))
@@ -91,16 +66,16 @@ class Padded:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """Texts one behind the other (T, …), shortest first, each of which is read at its last token.
+    """Concatenated texts (T, …), shortest first, each read at its last token.
 
     Attributes:
-        rows: (T,) int64, the row of the padded batch that each token is from.
-        places: (T,) int64, its place there.
+        rows: (T,) int64, the row of each token in the padded batch.
+        places: (T,) int64, its position in the row.
         starts: (B + 1,) int32, where each text begins, and the end of the last.
-        order: (B,) int64, the row of each text of the packed batch; its inverse puts features back.
+        order: (B,) int64, the row of each text of the packed batch.
         counts: (texts, length) for each length that occurs, ascending.
-        longest: no text is longer.
-        attention: how tokens see each other.
+        longest: upper bound of the lengths.
+        attention: the attention function.
     """
 
     rows: Tensor
@@ -112,19 +87,19 @@ class Packed:
     attention: "AttentionFunction"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Three of (T, H, E) → what each token gathers from those of its text up to itself (T, H, E)."""
+        """Attend causally within each text: (T, H, E) each → (T, H, E)."""
         return self.attention(q, k, v, self, ends_only=False)
 
     def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, H, E) of the last tokens, and all keys and values (T, H, E) → (B, H, E)."""
+        """Attend with the last tokens: q (B, H, E), k and v (T, H, E) → (B, H, E)."""
         return self.attention(q, k, v, self, ends_only=True)
 
     def read(self, x: Tensor) -> Tensor:
-        """(T, D) → (B, D), the last token of each text."""
+        """Select the last token of each text: (T, D) → (B, D)."""
         return x[self.starts[1:].long() - 1]
 
     def in_order(self, features: Tensor) -> Tensor:
-        """(B, O) of the packed batch → (B, O) in the order of the padded one."""
+        """Sort features (B, O) of the packed batch into the order of the padded one."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(len(self.order), device=self.order.device)
         return features[inverse]
@@ -136,13 +111,13 @@ AttentionFunction: TypeAlias = Callable[..., Tensor]  # (q, k, v, packed, *, end
 def pack(
     lengths: Sequence[int], *, longest: int, attention: AttentionFunction, device: torch.device
 ) -> Packed:
-    """The layout of texts of the given lengths.
+    """Pack texts of the given lengths.
 
     Args:
-        lengths: of each row, from 1, end of text included; known here, so that the device is not waited for.
-        longest: a bound of them. The same number for each batch spares a compiled kernel for each of its own.
+        lengths: number of tokens of each row including end of text; on the host, to avoid a synchronization.
+        longest: upper bound of the lengths; constant, so that compiled kernels are reused between batches.
         attention: see ``Packed``.
-        device: of the tensors.
+        device: device of the tensors.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ascending = [lengths[row] for row in order]
@@ -154,9 +129,7 @@ def pack(
     total = sum(ascending)
     starts = F.pad(sizes.cumsum(0), (1, 0))  # (B + 1,)
     texts = torch.arange(len(order), device=device)
-    text = texts.repeat_interleave(
-        sizes, output_size=total
-    )  # (T,); the size given spares a wait for the device
+    text = texts.repeat_interleave(sizes, output_size=total)  # (T,); the size avoids a synchronization
     return Packed(
         rows=rows_of[text],
         places=torch.arange(total, device=device) - starts[text],
@@ -169,22 +142,23 @@ def pack(
 
 
 def varlen_runs(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
-    """Whether ``attention_varlen`` has a kernel there, for weights of the given type."""
-    if device.type != "cuda" or head_width % 8 or torch.cuda.get_device_capability(device) < _AMPERE:
+    """Return whether ``attention_varlen`` supports a device, for weights of the given dtype."""
+    if device.type != "cuda" or head_width % 8 or torch.cuda.get_device_capability(device) < (8, 0):
+        return False  # flash attention needs Ampere
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype
+    if dtype not in (torch.bfloat16, torch.float16):
         return False
-    if (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype) not in _HALF:
-        return False
-    # it registers operators, which should not happen first while a block is compiled
+    # registers operators, which must not happen for the first time while a block is compiled
     importlib.import_module("torch.nn.attention.varlen")
     return True
 
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
-    """By ``torch.nn.attention.varlen``: CUDA, float16 or bfloat16."""
+    """Attend by ``torch.nn.attention.varlen``, on CUDA in float16 or bfloat16."""
     from torch.nn.attention.varlen import varlen_attn
 
     starts, longest = packed.starts, packed.longest
-    if ends_only:  # one query a text, which sees it all
+    if ends_only:  # one query per text, which attends to all of it
         each = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
         out = varlen_attn(q, k, v, each, starts, 1, longest)
     else:
@@ -194,9 +168,9 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
 
 
 def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
-    """By plain attention over all texts of one length at a time: any device and type.
+    """Attend by plain attention over all texts of one length at a time, on any device.
 
-    Texts of one length lie together, so each of these is a view of the packed row and nothing is padded.
+    Texts of one length are contiguous, so each group is a view of the packed row without padding.
     """
     if not packed.counts:
         return q
@@ -210,14 +184,12 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
     return torch.cat(parts)
 
 
-# --------------------------------------------------------------------------------------------------------------
-
 Rows: TypeAlias = Padded | Packed
 Kernel: TypeAlias = Callable[["ResidualAttentionBlock", Tensor, Rows], Tensor]
 
 
 class QuickGELU(nn.Module):
-    """x · sigmoid(1.702 x), the approximation of GELU that OpenAI's weights were trained with."""
+    """x · sigmoid(1.702 x), the approximation of GELU in OpenAI's models."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
@@ -241,7 +213,7 @@ class Attention(nn.Module):
         return out
 
     def read(self, x: Tensor, query: Tensor, rows: Rows) -> Tensor:
-        """What the tokens ``query``, one of each row of ``x``, gather: the shape of ``query``."""
+        """Compute the output of the tokens ``query``, one of each row of ``x``."""
         width = x.shape[-1]
         q_weight, kv_weight = self.in_proj_weight.split((width, 2 * width))
         q_bias, kv_bias = self.in_proj_bias.split((width, 2 * width))
@@ -252,7 +224,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The two linear layers of a block, ``ratio`` times as wide inside."""
+    """Two linear layers, ``ratio`` times as wide inside."""
 
     def __init__(self, width: int, *, ratio: float, quick_gelu: bool) -> None:
         super().__init__()
@@ -269,10 +241,9 @@ class ResidualAttentionBlock(nn.Module):
     """A pre-norm transformer block.
 
     Attributes:
-        kernels: how it is computed while it trains, for all tokens and for those that are read, if not plainly;
-            see clipkit/training/parallel.py.
-        recompute: whether its inner values are computed again in the backward pass instead of kept; see
+        kernels: compiled functions for training, for all tokens and for those that are read, or None; see
             clipkit/training/parallel.py.
+        recompute: whether activations are recomputed in the backward pass instead of kept.
     """
 
     def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
@@ -285,36 +256,36 @@ class ResidualAttentionBlock(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, rows: Rows, *, read: bool = False) -> Tensor:
-        """All tokens, (B, L, D) → (B, L, D); with ``read`` one of each row, (B, L, D) → (B, D).
+        """Compute all tokens, (B, L, D) → (B, L, D), or with ``read`` one of each row, (B, L, D) → (B, D).
 
-        Packed rows are (T, D). What is read equals those tokens of the whole, without the work for the others.
+        Packed rows are (T, D).
         """
-        # functions that take the block, not methods bound to it: a copy of the block must compute with itself
+        # functions, not bound methods: a copy of the block must not compute with the original
         plain = (ResidualAttentionBlock.whole, ResidualAttentionBlock.read)
         kernel = (self.kernels if self.kernels is not None and self.training else plain)[read]
         if self.recompute and torch.is_grad_enabled():
-            # nothing in a block is drawn at random
+            # a block is deterministic
             out: Tensor = checkpoint(kernel, self, x, rows, use_reentrant=False, preserve_rng_state=False)
             return out
         return kernel(self, x, rows)
 
     def whole(self, x: Tensor, rows: Rows) -> Tensor:
-        """All tokens, computed plainly."""
+        """Compute all tokens."""
         x = x + self.attn(self.ln_1(x), rows)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
     def read(self, x: Tensor, rows: Rows) -> Tensor:
-        """One token of each row, computed plainly."""
+        """Compute one token of each row."""
         normed = self.ln_1(x)
         out = rows.read(x) + self.attn.read(normed, rows.read(normed), rows)  # (B, 1, D), or packed (B, D)
-        out = out.flatten(0, -2)  # before the sum: FSDP wants no view for an output
+        out = out.flatten(0, -2)  # before the sum, because the output must not be a view for FSDP
         read: Tensor = out + self.mlp(self.ln_2(out))
         return read
 
 
 class Transformer(nn.Module):
-    """A stack of blocks of which one token of each row is read at the end."""
+    """A stack of blocks; one token of each row is read at the end."""
 
     def __init__(
         self, width: int, layers: int, heads: int, *, mlp_ratio: float = 4.0, quick_gelu: bool
@@ -327,13 +298,13 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[ResidualAttentionBlock]:
-        """The blocks, from the input on."""
+        """The blocks in order."""
         return [block for block in self.resblocks if isinstance(block, ResidualAttentionBlock)]
 
     def forward(self, x: Tensor, at: Tensor | None = None, *, packed: Packed | None = None) -> Tensor:
-        """(B, L, D) → (B, D): causal and read at ``at`` (B,), or bidirectional and read at the first token.
+        """Compute (B, L, D) → (B, D): causal, read at ``at`` (B,), or bidirectional, read at the first token.
 
-        With ``packed``, (T, D) → (B, D): causal within each text, and read at its last token.
+        With ``packed``, (T, D) → (B, D): causal within each text, read at its last token.
         """
         rows = Padded(ends=at) if packed is None else packed
         *body, last = self.resblocks
@@ -344,7 +315,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Draw weights by width; those that add to the residual stream are smaller the deeper the stack is."""
+        """Draw weights by width; those that add to the residual stream are scaled by depth too."""
         for block in self.blocks:
             width = block.attn.out_proj.in_features
             out_std = width**-0.5 * (2 * len(self.blocks)) ** -0.5
@@ -374,7 +345,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.image_size, self.patch_size = image_size, patch_size
         patches = (image_size // patch_size) ** 2
-        # kept as a convolution for its parameter's name and shape; applied as one matrix product
+        # a convolution for the parameter's name and shape; applied as a matrix product
         self.conv1 = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size, bias=False)
         self.class_embedding = nn.Parameter(torch.empty(width))
         self.positional_embedding = nn.Parameter(torch.empty(patches + 1, width))
@@ -386,26 +357,34 @@ class VisionTransformer(nn.Module):
     def forward(
         self, images: Tensor, patches: Tensor | None = None, *, colours: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """(B, 3, S, S) → features (B, O), not normalized.
+        """Compute features (B, O), not normalized.
 
         Args:
-            images: normalized float; or uint8, with ``colours``. Of another side than the tower's, which must be a
-                multiple of the patch size, position embeddings are resized to theirs.
-            patches: (B, K) int64, ascending, the patches of each image that count, of P counted along rows; the
-                others cost nothing. None for all. See clipkit/model/towers.py.
-            colours: mean and standard deviation, (3, 1, 1) each, by which images / 255 are normalized.
+            images: (B, 3, S, S), normalized float, or uint8 with ``colours``. S must be a multiple of the patch
+                size; position embeddings are resized to it.
+            patches: (B, K) int64, ascending, the patches of each image to compute, numbered along rows; None
+                for all.
+            colours: mean and standard deviation, (3, 1, 1) each, with which images / 255 are normalized.
         """
         side = images.shape[-1]
         assert images.shape[1:] == (3, side, side) and side % self.patch_size == 0, tuple(images.shape)
-        cut = self._cut(images, patches)  # (B, K, 3, p, p)
-        if colours is not None:  # after the cut, where there may be fewer pixels, and in place: no copies
+        grid = side // self.patch_size
+        # (B, 3, g, p, g, p) → (B, g, g, 3, p, p)
+        cut = images.unflatten(3, (grid, -1)).unflatten(2, (grid, -1)).permute(0, 2, 4, 1, 3, 5)
+        if patches is None:
+            cut = cut.flatten(1, 2)
+        else:
+            cut = cut[
+                torch.arange(len(images), device=images.device)[:, None], patches // grid, patches % grid
+            ]
+        if colours is not None:  # cut is (B, K, 3, p, p) here, with fewer pixels than the images
             mean, std = colours
             cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
         weight = self.conv1.weight.flatten(1)  # (D, 3pp)
         x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)
         places: Tensor = self.positional_embedding
         if side != self.image_size:
-            places = fitted_grid(places, side // self.patch_size)
+            places = fitted_grid(places, grid)
         places = places.to(x.dtype)  # (P + 1, D)
         first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
         x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
@@ -428,22 +407,9 @@ class VisionTransformer(nn.Module):
             nn.init.zeros_(block.attn.in_proj_bias)
             nn.init.zeros_(block.attn.out_proj.bias)
 
-    def _cut(self, images: Tensor, patches: Tensor | None) -> Tensor:
-        """(B, 3, S, S) → its patches (B, K, 3, p, p)."""
-        side = self.patch_size
-        grid = images.shape[-1] // side
-        # (B, 3, g, p, g, p) → (B, g, g, 3, p, p)
-        tiles = images.unflatten(3, (grid, side)).unflatten(2, (grid, side)).permute(0, 2, 4, 1, 3, 5)
-        if patches is None:
-            whole: Tensor = tiles.flatten(1, 2)
-            return whole
-        rows = torch.arange(len(images), device=images.device)[:, None]
-        kept: Tensor = tiles[rows, patches // grid, patches % grid]
-        return kept
-
 
 class BagOfWordsTower(nn.Module):
-    """The mean of a text's token embeddings, projected; start, end and padding do not count."""
+    """Projected mean of a text's token embeddings without start, end and padding."""
 
     def __init__(self, *, vocab_size: int, width: int, output_dim: int) -> None:
         super().__init__()
@@ -451,10 +417,10 @@ class BagOfWordsTower(nn.Module):
         self.text_projection = nn.Parameter(torch.empty(width, output_dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, L) int64, each row start of text, words, end of text (its largest id), padding → (B, O)."""
+        """Encode (B, L) int64, rows of start of text, words, end of text (the largest id), padding → (B, O)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         words = (places > 0) & (places < tokens.argmax(dim=-1, keepdim=True))  # (B, L)
-        words[:, 0] |= ~words.any(dim=-1)  # a text without words is its start alone
+        words[:, 0] |= ~words.any(dim=-1)  # an empty text counts as its start
         weights = words.to(self.token_embedding.weight.dtype)
         mean = torch.einsum("bl,bld->bd", weights, self.token_embedding(tokens))
         out: Tensor = (mean / weights.sum(dim=-1, keepdim=True)) @ self.text_projection
@@ -462,30 +428,30 @@ class BagOfWordsTower(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Embeddings normal with std 0.02, as the transformer's; the projection normal with std width^-½."""
+        """Draw embeddings with std 0.02 as in the transformer, and the projection with std width^-½."""
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
 
 
 class ClassTableTower(nn.Module):
-    """A learned row for each class, which stands where others encode a text."""
+    """A learned row per class, in place of an encoded text."""
 
     def __init__(self, *, classes: int, output_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(classes, output_dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, 1) int64 numbers of classes → (B, O)."""
+        """Look up class numbers (B, 1) int64 → (B, O)."""
         return F.embedding(tokens[:, 0], self.weight)
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Normal with std output_dim^-½."""
+        """Draw rows with std output_dim^-½."""
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
 
 class PooledEncoder(nn.Module):
-    """An encoder of transformers, pooled and projected. Positions that hold the padding token are masked."""
+    """An encoder of transformers with pooling and projection; padding tokens are masked."""
 
     def __init__(
         self,
@@ -523,46 +489,38 @@ class PooledEncoder(nn.Module):
         return features
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Which patches of an image are kept in training: patch dropout, of FLIP (Li et al. 2022, arXiv 2212.00794).
+# Patch dropout of FLIP (Li et al. 2022, arXiv 2212.00794): a ViT trained on half of the patches costs about
+# half. With few patches it costs accuracy: of the quickstart's 16 patches, a quarter dropped gives 75.4% on
+# unseen fonts, half 20.1%, none 84.5% (bench/options.py, one seed).
 #
-# A vision transformer that sees half of the patches costs about half, and FLIP reaches the accuracy of all
-# patches in less time, best with a short end of the training on whole images. It changes what is learned: an
-# option. Where there are few patches it costs much: on the quickstart's 16 patches a picture, unseen fonts
-# 75.4% with a quarter left out and 20.1% with half, where all give 84.5% (bench/options.py, one seed).
-#
-# What is kept is a function of a seed and an image's place in the global batch, computed in whole numbers: the
-# same on every device, for any number of ranks and any accumulation, and again in a second pass over the same
-# images. Letters: B images, P patches, K of them that are kept.
+# The patches are a function of a seed and an image's position in the global batch, in integer arithmetic: equal
+# on all devices, for any number of ranks and accumulation, and in a second pass over the same images.
 
 
 def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
-    """Draw ``keep`` of ``patches`` patches for each image, every choice as likely as any other.
+    """Draw ``keep`` of ``patches`` patches for each image uniformly.
 
     Args:
-        seed: any whole number; another one for each step.
-        rows: (B,) int64, the images' places in the global batch, on any device.
+        seed: any integer, different in each step.
+        rows: (B,) int64, positions of the images in the global batch, on any device.
         patches: P.
         keep: K, from 1 to P.
 
     Returns:
-        (B, K) int64, ascending along K, each from 0 to P - 1, on the device of ``rows``, which is not waited for.
+        (B, K) int64, ascending along K, from 0 to P - 1, on the device of ``rows``, without synchronization.
     """
     assert rows.dtype == torch.int64 and rows.ndim == 1, (rows.dtype, rows.shape)
     assert 1 <= keep <= patches, (keep, patches)
-    key = mix_tensor(rows + _mixed_number(seed))  # (B,)
+    # mix a seed of any size to an int64, so that seeds and rows with the same sum give different keys
+    value, rest = 0, seed
+    while True:
+        value = mix((value + rest + STEP) & MASK)
+        rest >>= 64
+        if rest in (0, -1):
+            break
+    key = mix_tensor(rows + signed(value))  # (B,)
     numbers = torch.arange(1, patches + 1, device=rows.device) * signed(STEP)  # (P,), as SplitMix64 counts
     draws = mix_tensor(key[:, None] + numbers)  # (B, P), a random number for each patch
-    # stable: should two be equal, all devices decide alike
+    # stable, so that all devices break ties alike
     smallest = draws.argsort(dim=1, stable=True)[:, :keep]
     return smallest.sort(dim=1).values
-
-
-def _mixed_number(seed: int) -> int:
-    """A seed of any size as a well spread int64, so that seeds and rows that sum to the same do not meet."""
-    value = 0
-    while True:
-        value = mix((value + seed + STEP) & MASK)
-        seed >>= 64
-        if seed in (0, -1):
-            return signed(value)

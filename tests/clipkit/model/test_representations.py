@@ -56,7 +56,7 @@ def test_layers_end_in_what_is_projected() -> None:
         handle.remove()
     torch.testing.assert_close(out.layers[1], seen[0][:, 0])
     assert {tuple(values.shape) for values in out.layers.values()} == {(3, out.before_projection.shape[1])}
-    with pytest.raises(ConfigError, match=f"no layer {count + 1} to look behind: 1 to {count}"):
+    with pytest.raises(ConfigError, match=f"no layer {count + 1}: expected 1 to {count}"):
         image_representations(model, images, layers=[count + 1])
 
 
