@@ -45,30 +45,11 @@ from clipkit.model.resample import fit_positions
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
 
 __all__ = [
-    "COMPLETE",
-    "FORMAT",
-    "LATEST",
-    "SAVED",
-    "STEP_FOLDER",
-    "TRAINED",
-    "check_free",
-    "check_weights",
-    "checksum",
-    "is_complete",
-    "is_intact",
-    "latest_checkpoint",
-    "listing",
-    "load_model",
-    "model_card",
-    "model_hash",
-    "passed_over",
-    "read_json",
-    "resolve_checkpoint",
-    "save_model",
-    "step_folders",
-    "step_of",
+    "COMPLETE", "FORMAT", "LATEST", "SAVED", "STEP_FOLDER", "TRAINED", "check_free", "check_weights",
+    "checksum", "is_complete", "is_intact", "latest_checkpoint", "listing", "load_model", "model_card",
+    "model_hash", "passed_over", "read_json", "resolve_checkpoint", "save_model", "step_folders", "step_of",
     "weights_of",
-]
+]  # fmt: skip
 
 
 _CHUNK = 16 << 20  # bytes; part of the definition of the checksum

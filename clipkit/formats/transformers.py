@@ -80,6 +80,10 @@ def from_transformers(
         raise CheckpointError("config.json requires custom code (auto_map), which clipkit does not run")
     try:
         vision, text = _tower(config, "vision", _VISION), _tower(config, "text", _TEXT)
+        if (activation := vision["hidden_act"]) != text["hidden_act"] or activation not in _ACTIVATIONS:
+            raise ConfigError(
+                f"activations {activation!r} and {text['hidden_act']!r} must be equal, and quick_gelu or gelu"
+            )
         shape = Architecture(
             embed_dim=config.get("projection_dim", 512),
             vision=VisionTower(
@@ -98,11 +102,25 @@ def from_transformers(
                 vocab_size=text["vocab_size"],
                 mlp_ratio=mlp_ratio(text["intermediate_size"], text["hidden_size"]),
             ),
-            quick_gelu=_quick_gelu(vision, text),
+            quick_gelu=_ACTIVATIONS[activation],
         )
     except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"config.json is invalid: {error}") from error
-    return shape, _own_names(tensors)
+    own: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for theirs, value in tensors.items():
+        if theirs.endswith(".position_ids"):  # written by old versions of transformers
+            continue
+        name = _renamed(theirs, [(b, a) for a, b in _NAMES], [(b, a) for a, b in reversed(_BLOCK)])
+        split = re.fullmatch(r"(.*\.attn\.in_proj_)(q_proj|k_proj|v_proj)\.(weight|bias)", name)
+        if split:
+            parts.setdefault(split[1] + split[3], {})[split[2]] = value
+        else:
+            own[name] = value.T if name in _TRANSPOSED and value.ndim == 2 else value
+    for name, three in parts.items():
+        if set(three) == set(_QKV) and len({part.shape for part in three.values()}) == 1:
+            own[name] = torch.cat([three[part] for part in _QKV])
+    return shape, own
 
 
 def end_of_text(config: Mapping[str, Any]) -> int:
@@ -126,31 +144,6 @@ def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> di
         if tower.get(name, needed) != needed:
             raise ConfigError(f"{kind}: {name} = {tower[name]!r} is not supported, only {needed}")
     return tower
-
-
-def _quick_gelu(vision: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    one, other = vision["hidden_act"], text["hidden_act"]
-    if one != other or one not in _ACTIVATIONS:
-        raise ConfigError(f"activations {one!r} and {other!r} must be equal, and quick_gelu or gelu")
-    return _ACTIVATIONS[one]
-
-
-def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    own: dict[str, Tensor] = {}
-    parts: dict[str, dict[str, Tensor]] = {}
-    for theirs, value in tensors.items():
-        if theirs.endswith(".position_ids"):  # written by old versions of transformers
-            continue
-        name = _renamed(theirs, [(b, a) for a, b in _NAMES], [(b, a) for a, b in reversed(_BLOCK)])
-        split = re.fullmatch(r"(.*\.attn\.in_proj_)(q_proj|k_proj|v_proj)\.(weight|bias)", name)
-        if split:
-            parts.setdefault(split[1] + split[3], {})[split[2]] = value
-        else:
-            own[name] = value.T if name in _TRANSPOSED and value.ndim == 2 else value
-    for name, three in parts.items():
-        if set(three) == set(_QKV) and len({part.shape for part in three.values()}) == 1:
-            own[name] = torch.cat([three[part] for part in _QKV])
-    return own
 
 
 def to_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -252,7 +245,24 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
     resample = 3 if config.get("resample") is None else config["resample"]
     if not isinstance(resample, int) or resample not in _RESAMPLE:
         raise CheckpointError(f"{where}: resample = {resample!r} is neither bilinear nor bicubic")
-    values: dict[str, Any] = {"interpolation": _RESAMPLE[resample], "resize_mode": _resize_mode(config)}
+    sizes = []
+    for name, default in _SIZES.items():
+        edges = config.get(name) or default  # old files have just a number
+        sizes.append(dict(edges) if isinstance(edges, Mapping) else {"shortest_edge": edges})
+    size, crop = sizes
+    cropped = config.get("do_center_crop") in (None, True)
+    sides = [*size.values(), *(crop.values() if cropped else ())]
+    shortest = size.keys() == {"shortest_edge"} and cropped
+    squash = size.keys() == {"height", "width"}
+    if not (shortest or squash) or any(side != sides[0] for side in sides):
+        raise CheckpointError(
+            f"{where}: size {size} and crop_size {crop if cropped else None} do not describe one square: expected "
+            "the shortest edge and a crop of it, or height and width"
+        )
+    values: dict[str, Any] = {
+        "interpolation": _RESAMPLE[resample],
+        "resize_mode": "squash" if squash else "shortest",
+    }
     for theirs, ours in (("image_mean", "mean"), ("image_std", "std")):
         if config.get(theirs) is not None:
             values[ours] = config[theirs]
@@ -261,24 +271,3 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int) -> 
         raise CheckpointError(f"{where}: {_OWN} = {own!r} has keys other than background and upright")
     values.update(own)
     return Preprocess.from_dict({**Preprocess(image_size=image_size).to_dict(), **values})
-
-
-def _resize_mode(config: Mapping[str, Any]) -> str:
-    """Return clipkit's resize mode for ``size`` and ``crop_size``."""
-    size, crop = (_edges(config.get(name) or default) for name, default in _SIZES.items())
-    cropped = config.get("do_center_crop") in (None, True)
-    sides = [*size.values(), *(crop.values() if cropped else ())]
-    if all(side == sides[0] for side in sides):
-        if size.keys() == {"height", "width"}:
-            return "squash"
-        if size.keys() == {"shortest_edge"} and cropped:
-            return "shortest"
-    raise CheckpointError(
-        f"preprocessor_config.json: size {size} and crop_size {crop if cropped else None} do not describe one "
-        "square: expected the shortest edge and a crop of it, or height and width"
-    )
-
-
-def _edges(size: Any) -> dict[str, Any]:
-    """Convert a size to a dict; old files have just a number."""
-    return dict(size) if isinstance(size, Mapping) else {"shortest_edge": size}

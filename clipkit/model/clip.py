@@ -1,8 +1,8 @@
-"""CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020): an image and a text encoder for one space.
+"""CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020): image and text encoders with a shared space.
 
 Letters in shape comments: B batch, L tokens of a row, T tokens of a packed batch, K patches, D text width, O
-embedding dimension, S image side in pixels.
-The text transformer's parameters are at the top of the module, as in OpenAI's and open_clip's state dicts.
+embedding dimension, S image side in pixels. The text transformer's parameters are at the top level of the
+module, as in OpenAI's and open_clip's state dicts.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, TextTower
+from clipkit.model.architectures import Architecture
 from clipkit.model.names import architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, tokenizer_of
@@ -29,22 +29,22 @@ from clipkit.model.towers import (
 
 __all__ = ["CLIP", "MAX_LOGIT_SCALE", "build", "create"]
 
-MAX_LOGIT_SCALE = 100.0  # the published cap of exp(t)
+MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
 
 
 class CLIP(nn.Module):
     """An image encoder and a text encoder with learned projections and temperature.
 
     Attributes:
-        architecture: its towers and their sizes.
+        architecture: the architecture.
         name: name of the architecture, or "".
-        preprocess: how images are preprocessed.
-        tokenizer: how texts are tokenized.
+        preprocess: preprocessing of images.
+        tokenizer: the tokenizer.
         visual: the image tower, normalized float images (B, 3, S, S) → (B, O).
         text: the text tower, tokens (B, L) → (B, O); None for the plain transformer, see above.
         origin: description of the source it was loaded from; "" for fresh weights.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
-        logit_bias: SigLIP's bias, which is added to them, or None. Requires a gradient only when trained with it.
+        logit_bias: SigLIP's bias, added to the scaled similarities, or None. Requires a gradient only if trained.
     """
 
     def __init__(
@@ -61,8 +61,16 @@ class CLIP(nn.Module):
         self.tokenizer = tokenizer or tokenizer_of(shape)
         self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text: nn.Module | None = None
-        if shape.text.plain is not None:
-            self._own_text_tower(shape.text.plain)
+        if (text := shape.text.plain) is not None:
+            self.transformer = Transformer(
+                text.width, text.layers, text.heads, mlp_ratio=text.mlp_ratio, quick_gelu=shape.quick_gelu
+            )
+            # with values, because nn.Embedding would initialize its own, which imports a compiler
+            values = torch.empty(text.vocab_size, text.width)
+            self.token_embedding = nn.Embedding(text.vocab_size, text.width, _weight=values)
+            self.positional_embedding = nn.Parameter(torch.empty(text.context_length, text.width))
+            self.ln_final = nn.LayerNorm(text.width)
+            self.text_projection = nn.Parameter(torch.empty(text.width, shape.embed_dim))
         else:
             self.text = shape.text.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.logit_scale = nn.Parameter(torch.empty(()))
@@ -71,26 +79,14 @@ class CLIP(nn.Module):
         self.register_buffer("_std", torch.empty(3, 1, 1), persistent=False)
         self.reset_constants()
 
-    def _own_text_tower(self, text: TextTower) -> None:
-        quick_gelu = self.architecture.quick_gelu
-        self.transformer = Transformer(
-            text.width, text.layers, text.heads, mlp_ratio=text.mlp_ratio, quick_gelu=quick_gelu
-        )
-        # with values given, as nn.Embedding would initialize its own, which imports a compiler
-        values = torch.empty(text.vocab_size, text.width)
-        self.token_embedding = nn.Embedding(text.vocab_size, text.width, _weight=values)
-        self.positional_embedding = nn.Parameter(torch.empty(text.context_length, text.width))
-        self.ln_final = nn.LayerNorm(text.width)
-        self.text_projection = nn.Parameter(torch.empty(text.width, self.architecture.embed_dim))
-
     def reset_constants(self) -> None:
-        """Set the buffers that are not stored with the weights: mean and standard deviation of images."""
+        """Set the buffers that are not stored: mean and standard deviation of images."""
         for name, values in (("_mean", self.preprocess.mean), ("_std", self.preprocess.std)):
             self.get_buffer(name).copy_(torch.tensor(values, device="cpu").view(3, 1, 1))
 
     @property
     def transformers(self) -> dict[str, Transformer]:
-        """Clipkit's transformers in the towers "image" and "text"."""
+        """Transformers of clipkit in the towers "image" and "text"."""
         own: dict[str, Transformer] = {}
         if isinstance(transformer := getattr(self.visual, "transformer", None), Transformer):
             own["image"] = transformer
@@ -108,44 +104,37 @@ class CLIP(nn.Module):
         """Encode pairs.
 
         Args:
-            images: (B, 3, S, S), uint8 in 0–255, or float and already normalized.
+            images: (B, 3, S, S), uint8, or normalized float.
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
 
         Returns:
-            image features (B, O) and text features (B, O), unit norm, and the scalar exp(t); of a model that has
-            one, SigLIP's bias too.
+            image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
         """
         image = self.encode_image(images, patches=patches)
         text = self.encode_text(tokens, lengths=lengths)
-        numbers = (
-            (self.logit_scale.exp(),)
-            if self.logit_bias is None
-            else (self.logit_scale.exp(), self.logit_bias)
-        )
-        return image, text, *numbers
+        bias = () if self.logit_bias is None else (self.logit_bias,)
+        return image, text, self.logit_scale.exp(), *bias
 
     def encode_image(
         self, images: Tensor, *, normalize: bool = True, patches: Tensor | None = None
     ) -> Tensor:
-        """(B, 3, S, S) uint8, or normalized float → (B, O), unit norm by default.
-
-        Features are float32 whatever dtype the tower uses (float64 for a float64 model).
+        """Encode images to (B, O), in float32 for all dtypes of the tower (float64 for a float64 model).
 
         Args:
-            images: see above.
-            normalize: whether features have unit norm.
+            images: (B, 3, S, S) uint8, or normalized float.
+            normalize: whether to normalize features to unit norm.
             patches: (B, K) int64, the patches of each image to compute, see ``kept_patches``; None for all.
 
         Raises:
-            ConfigError: ``patches`` with an image tower that cannot compute some patches only.
+            ConfigError: ``patches`` with an image tower that cannot skip patches.
         """
         colours = (self.get_buffer("_mean"), self.get_buffer("_std")) if images.dtype == torch.uint8 else None
         if self.architecture.vision.patches is not None:
             features = self.visual(images, patches, colours=colours)
         elif patches is not None:
-            raise ConfigError("patch dropout needs an image tower of clipkit's own: a plain ViT")
+            raise ConfigError("patch dropout needs clipkit's ViT as the image tower")
         else:
             if colours is not None:
                 images = images.to(colours[0].dtype).div_(255).sub_(colours[0]).div_(colours[1])
@@ -156,17 +145,17 @@ class CLIP(nn.Module):
     def encode_text(
         self, tokens: Tensor, *, normalize: bool = True, lengths: Sequence[int] | None = None
     ) -> Tensor:
-        """(B, L) int64 → (B, O), unit norm by default; float32 or float64 as for images.
+        """Encode texts to (B, O), in float32 or float64 as for images.
 
-        Under a causal mask nothing after end-of-text reaches the features, so texts are computed to their true
-        length where it is known: if ``lengths`` is given, or on a CPU. Reading it from another device would
-        synchronize, so there texts are computed to the width given (the tokenizer trims). Other towers compute what
-        the tokenizer gives.
+        With causal attention nothing after end of text reaches the features, so texts are computed to their
+        true length
+        if it is known: if ``lengths`` is given, or on a CPU. Reading it from another device would synchronize,
+        so there texts are computed to the given width (the tokenizer trims). Other towers compute all tokens.
 
         Args:
             tokens: see ``forward``.
-            normalize: whether features have unit norm.
-            lengths: of each text, including its end of text (its largest token).
+            normalize: whether to normalize features to unit norm.
+            lengths: number of tokens of each text including end of text (its largest token).
         """
         if self.text is not None:
             features = self.text(tokens)
@@ -182,7 +171,7 @@ class CLIP(nn.Module):
         return F.normalize(features, dim=-1) if normalize else features
 
     def _packing(self, tokens: Tensor, lengths: Sequence[int] | None) -> Packed | None:
-        """Choose how the plain text transformer computes a batch: packed, or None for padded."""
+        """Pack a batch for the plain text transformer; None for a padded batch."""
         on_cpu = tokens.device.type == "cpu"
         if lengths is None:
             if not on_cpu:
@@ -194,7 +183,7 @@ class CLIP(nn.Module):
         if varlen_runs(tokens.device, self.text_projection.dtype, head_width=width // heads):
             attention = attention_varlen
         elif first.kernels is not None and first.training:
-            return None  # by length, each batch would be compiled for its own lengths
+            return None  # by length, each batch would compile its own lengths
         else:
             attention = attention_by_length
         longest = self.architecture.text.context_length
@@ -202,9 +191,9 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> "CLIP":
-        """Draw fresh weights, as OpenAI's implementation does (D is a tower's width, N its layers).
+        """Draw fresh weights as OpenAI's implementation (D is a tower's width, N its number of layers).
 
-        Towers of other libraries keep the weights drawn by these libraries.
+        Towers of other libraries keep the weights drawn by those libraries.
 
         ============================================  =========================================
         class and image position embeddings, proj     normal, std D^-½
@@ -221,14 +210,14 @@ class CLIP(nn.Module):
         text MLP biases                               uniform ± fan_in^-½
         norms                                         weight 1, bias 0
         rows of classes                               normal, std O^-½
-        t                                             ln(1 / 0.07); ln 10 where there is a bias
-        the bias of SigLIP                            -10 (Zhai et al. 2023)
+        t                                             ln(1 / 0.07); ln 10 with a bias
+        bias of SigLIP                                -10 (Zhai et al. 2023)
         ============================================  =========================================
 
-        Architectures for small data (``Architecture.small_data``) differ in the image tower: its blocks are
-        drawn as the text tower's, and position embeddings with std 0.8, as large as what a patch contributes.
-        With the published ones, a tenth of that, a short training sees a bag of patches: on 41,000 glyphs
-        a 4-layer tower trained with labels reached 11% on held-out fonts instead of 27%.
+        Architectures for small data (``Architecture.small_data``) draw the blocks of the image tower as those
+        of the text tower, and position embeddings with std 0.8, as large as the contribution of a patch. With
+        the published ones, a tenth of that, a short training sees a bag of patches: on 41,000 glyphs a 4-layer
+        tower trained with labels reached 11% on held-out fonts instead of 27%.
         """
         vision, text = self.architecture.vision, self.architecture.text
         own_text = [self.transformer, self.ln_final] if self.text is None else [self.text]
@@ -252,7 +241,7 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def reset_bias(self) -> None:
-        """Set temperature and bias to the initial values for the sigmoid loss, adding a bias if there is none."""
+        """Set temperature and bias to the initial values of the sigmoid loss, adding a bias if there is none."""
         if self.logit_bias is None:
             self.logit_bias = nn.Parameter(torch.empty_like(self.logit_scale), requires_grad=False)
             self.architecture = replace(self.architecture, logit_bias=True)
@@ -268,13 +257,13 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
     """Create a model with random weights.
 
     Args:
-        shape: a name, such as "ViT-B-32" (a key of ``clipkit.model.architectures.ARCHITECTURES``) or
-            "open_clip:RN50"; or an architecture, see ``clipkit.architecture``.
+        shape: a name, such as "ViT-B-32" (a key of ``clipkit.model.ARCHITECTURES``) or "open_clip:RN50"; or an
+            architecture, see ``clipkit.architecture``.
         name: name of an architecture given as an object.
-        seed: of the weights; None uses torch's global generator.
+        seed: seed of the weights; None uses torch's global generator.
 
     Raises:
-        ConfigError: the name is unknown, or a library that it needs is missing.
+        ConfigError: the name is unknown, or a required library is missing.
     """
     if isinstance(shape, str):
         name, shape = shape, architecture(shape)
@@ -292,7 +281,7 @@ def build(
     preprocess: Preprocess | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> CLIP:
-    """Build a model on the CPU; own towers hold no values until ``initialize`` or loading a checkpoint."""
+    """Build a model on the CPU; clipkit's towers have no values until ``initialize`` or ``load_state_dict``."""
     if not shape.is_own:
         return CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     with torch.device("meta"):  # skips the initialization of layers

@@ -29,27 +29,11 @@ if TYPE_CHECKING:
     from tokenizers.models import BPE
 
 __all__ = [
-    "ANY_END",
-    "CONTEXT_LENGTH",
-    "END_OF_TEXT",
-    "MAX_CHARACTERS",
-    "START_OF_TEXT",
-    "VOCABULARY",
-    "ClassTokenizer",
-    "ClipTokenizer",
-    "LibraryTokenizer",
-    "Tokenizer",
-    "TransformersTokenizer",
-    "byte_symbols",
-    "end_of_texts",
-    "folder_tokenizer",
-    "has_tokenizer",
-    "list_of_strings",
-    "pair_merges",
-    "tokenize",
-    "tokenizer_of",
-    "tokens_in_order",
-]
+    "ANY_END", "CONTEXT_LENGTH", "END_OF_TEXT", "MAX_CHARACTERS", "START_OF_TEXT", "VOCABULARY",
+    "ClassTokenizer", "ClipTokenizer", "LibraryTokenizer", "Tokenizer", "TransformersTokenizer",
+    "byte_symbols", "end_of_texts", "folder_tokenizer", "has_tokenizer", "list_of_strings", "pair_merges",
+    "tokenize", "tokenizer_of", "tokens_in_order",
+]  # fmt: skip
 
 
 # CLIP's byte-pair encoding: the Rust library ``tokenizers`` with a cache of parts of texts.

@@ -40,7 +40,7 @@ def test_an_encoder_without_a_network(
         with pytest.raises(ConfigError, match="'somebody/something' is not a usable folder, and ") as caught:
             attempt()
         assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 10  # of which most goes into loading libraries
+    assert time.monotonic() - began < 60  # libraries take up to 20 s to load on a busy machine, retries 90 s
     assert constants.HF_HUB_OFFLINE is False
     assert capfd.readouterr().err == "" and not caplog.records
 

@@ -239,7 +239,7 @@ def test_positions_of_any_size(old: int, new: int, prefixes: int, width: int, te
 def test_positions_of_no_use_are_left_for_the_check_of_shapes(stored: Tensor) -> None:
     for name in ("positional_embedding", "visual.positional_embedding"):
         if stored.shape == (1, 4) and name.startswith("visual"):
-            with pytest.raises(CheckpointError, match="no class token and a square grid"):
+            with pytest.raises(CheckpointError, match="not a class token and a square grid"):
                 fit_positions({name: stored}, {name: torch.Size((7, 4))})
         elif stored.shape != (1, 4):
             assert fit_positions({name: stored}, {name: torch.Size((10, 4))})[name] is stored
@@ -249,5 +249,5 @@ def test_a_grid_that_is_not_square_is_refused(tmp_path: Path) -> None:
     tensors = their_model("ViT").state_dict()
     tensors["visual.positional_embedding"] = tensors["visual.positional_embedding"][:13]
     torch.save(tensors, tmp_path / "weights.pt")
-    with pytest.raises(CheckpointError, match="13 image positions are no class token and a square grid"):
+    with pytest.raises(CheckpointError, match="13 image positions are not a class token and a square grid"):
         clipkit.load(tmp_path / "weights.pt", name="open_clip:ViT-tiny", image_size=64)
