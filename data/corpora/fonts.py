@@ -21,20 +21,9 @@ if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
 
 __all__ = [
-    "BASELINE",
-    "CANVAS",
-    "EM",
-    "FACES",
-    "HELD_OUT",
-    "LICENSES",
-    "PRUNED",
-    "Face",
-    "Glyph",
-    "glyphs_of",
-    "outline_field",
-    "rasterize",
-    "skeleton_fields",
-]
+    "BASELINE", "CANVAS", "EM", "FACES", "HELD_OUT", "LICENSES", "PRUNED", "Face", "Glyph", "glyphs_of",
+    "outline_field", "rasterize", "skeleton_fields",
+]  # fmt: skip
 
 EM = 48  # pixels of the em square
 CANVAS = 72  # pixels per side

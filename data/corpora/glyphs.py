@@ -33,14 +33,8 @@ from data.corpora.fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, glyphs_
 from data.shards.writer import DatasetWriter, Record
 
 __all__ = [
-    "CLASS_CHARACTERS",
-    "CLASS_NAMES",
-    "REVISION",
-    "TEMPLATES",
-    "character_name",
-    "make",
-    "write_caption",
-]
+    "CLASS_CHARACTERS", "CLASS_NAMES", "REVISION", "TEMPLATES", "character_name", "make", "write_caption",
+]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------

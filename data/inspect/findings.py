@@ -10,28 +10,10 @@ from typing import Any
 from clipkit.files.traits import Decoding
 
 __all__ = [
-    "BadCause",
-    "Broken",
-    "Captions",
-    "Duplicates",
-    "Field",
-    "Fields",
-    "Filtered",
-    "Findings",
-    "HeldOut",
-    "Histogram",
-    "Images",
-    "Names",
-    "Place",
-    "Sampled",
-    "ShardsFound",
-    "SheetEntry",
-    "Speed",
-    "Stated",
-    "Thumbnail",
-    "WithTrait",
-    "wilson",
-]
+    "BadCause", "Broken", "Captions", "Duplicates", "Field", "Fields", "Filtered", "Findings", "HeldOut",
+    "Histogram", "Images", "Names", "Place", "Sampled", "ShardsFound", "SheetEntry", "Speed", "Stated",
+    "Thumbnail", "WithTrait", "wilson",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

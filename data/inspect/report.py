@@ -6,7 +6,6 @@ Unprintable characters of the data are escaped.
 import base64
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +28,7 @@ class Row(NamedTuple):
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """A titled part of the report."""
 
     name: str
@@ -103,24 +101,15 @@ def headline(found: Findings) -> str:
 
 def parts(found: Findings) -> list[Part]:
     """Return all parts in order."""
+    captions, images = found.captions, found.pictures
     return [
-        Part(name="shards", title="Shards", rows=list(_shards(found))),
-        Part(name="samples", title="Samples and their files", rows=list(_names(found.names))),
-        Part(name="fields", title="Fields of the json", rows=list(_fields(found))),
-        Part(name="bad", title="Bad samples", rows=list(_bad(found))),
-        Part(
-            name="captions",
-            title="Captions",
-            rows=list(_captions(found)),
-            charts=(found.captions.tokens,),
-        ),
-        Part(
-            name="images",
-            title="Images",
-            rows=list(_images(found)),
-            charts=(found.pictures.width, found.pictures.height),
-        ),
-        Part(name="speed", title="Speed", rows=list(_speed(found))),
+        Part("shards", "Shards", list(_shards(found))),
+        Part("samples", "Samples and their files", list(_names(found.names))),
+        Part("fields", "Fields of the json", list(_fields(found))),
+        Part("bad", "Bad samples", list(_bad(found))),
+        Part("captions", "Captions", list(_captions(found)), (captions.tokens,)),
+        Part("images", "Images", list(_images(found)), (images.width, images.height)),
+        Part("speed", "Speed", list(_speed(found))),
     ]
 
 

@@ -52,18 +52,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
-    "ImageInfo",
-    "Sample",
-    "SampleChecker",
-    "group_equal",
-    "group_similar",
-    "read_sample",
-    "sheet_entry",
-    "similarity_code",
-    "summarize_images",
-    "thumbnail",
-    "token_counts",
-]
+    "ImageInfo", "Sample", "SampleChecker", "group_equal", "group_similar", "read_sample", "sheet_entry",
+    "similarity_code", "summarize_images", "thumbnail", "token_counts",
+]  # fmt: skip
 
 _EMPTY_CAPTION = "empty caption"
 _SEED = 0

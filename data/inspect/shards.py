@@ -46,16 +46,9 @@ if TYPE_CHECKING:
     from data.remote.cache import ShardCache
 
 __all__ = [
-    "FIRST_PLACES",
-    "OpenBeginning",
-    "Progress",
-    "SampleRef",
-    "ShardScan",
-    "ShardSurvey",
-    "key_pattern",
-    "list_extensions",
-    "missing_numbers",
-]
+    "FIRST_PLACES", "OpenBeginning", "Progress", "SampleRef", "ShardScan", "ShardSurvey", "key_pattern",
+    "list_extensions", "missing_numbers",
+]  # fmt: skip
 
 FIRST_PLACES = 3  # examples of a finding
 _BEGINNING = 8 << 20  # bytes read of a remote shard without an index
