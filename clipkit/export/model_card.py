@@ -4,9 +4,12 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from clipkit import __version__
 from clipkit.export import EXPORTS
@@ -19,18 +22,18 @@ from clipkit.model.tokenizer import ClipTokenizer
 __all__ = ["KnownScore", "Source", "by_caller", "model_card", "source_of"]
 
 
-_CHECKPOINT = "clipkit checkpoint "  # how the origin of such a model begins
-# of a path in quotes; not of an address such as s3://bucket/name, but of file:///home/name
+_CHECKPOINT = "clipkit checkpoint "  # start of the origin of such a model
+# the folders of a path in quotes, also in file:///home/name, but not those of a URL such as s3://bucket/name
 _FOLDERS = re.compile(r"""(?:file://|(?<![\w/.…:])~\w*|(?<![\w/.…])(?=/))/(?=[\w.])(?:[^/"'\n]+/)*""")
 _LARGEST = 64 * 2**20  # bytes of a results file or a configuration
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownScore:
-    """One score of the exported weights; ``low`` and ``high`` are the ends of the 95% interval.
+    """One score of the exported weights, with its 95% interval from ``low`` to ``high``.
 
-    Values are 0–1, those of metrics called ``…_rank`` count from 1. ``chance`` is what guessing scores, where
-    that is known; ``setting`` tells apart the scores of one task, such as "k=20".
+    Values are 0–1; those of metrics called ``…_rank`` count from 1. ``chance`` is the score of guessing, if known;
+    ``setting`` distinguishes scores of one task, such as "k=20".
     """
 
     dataset: str
@@ -46,12 +49,12 @@ class KnownScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is known of where weights come from.
+    """The training that weights come from.
 
     Attributes:
-        run: the name of the clipkit run, or "".
+        run: name of the clipkit run, or "".
         step: its step, or None.
-        scores: of that step.
+        scores: scores at that step.
         config: the run's configuration in TOML, or "".
     """
 
@@ -62,7 +65,7 @@ class Source:
 
 
 def source_of(model: CLIP) -> Source:
-    """What lies beside the checkpoint that a model was loaded from; for any other model, nothing."""
+    """Read the files next to the checkpoint that a model was loaded from; other models have none."""
     if not model.origin.startswith(_CHECKPOINT):
         return Source()
     folder = Path(model.origin.removeprefix(_CHECKPOINT)).resolve()
@@ -75,27 +78,16 @@ def source_of(model: CLIP) -> Source:
         tomllib.loads(config)
     except tomllib.TOMLDecodeError:
         config = ""
-    scores = _scores(_text(run / "results.jsonl"), step) if step is not None else ()
-    return Source(run=run.name, step=step, scores=scores, config=config.strip())
-
-
-def _scores(results: str, step: int) -> tuple[KnownScore, ...]:
-    """The last line of each dataset, task, setting and metric at one step; unfinished lines are skipped."""
-    latest: dict[tuple[str, str, str, str], KnownScore] = {}
-    for text in results.splitlines():
-        line = _object(text)
-        wanted = {one.name: line.get(one.name) for one in fields(KnownScore)}
-        wanted["setting"] = line.get("setting", "")
-        kinds = {"dataset": str, "task": str, "setting": str, "metric": str, "n": int}
-        right = all(
-            (isinstance(value, kinds.get(name, int | float)) and not isinstance(value, bool))
-            or (name == "chance" and value is None)
-            for name, value in wanted.items()
-        )
-        if line.get("step") == step and right:
-            score = KnownScore(**wanted)  # type: ignore[arg-type]
-            latest[score.dataset, score.task, score.setting, score.metric] = score
-    return tuple(latest.values())
+    scores: dict[
+        tuple[str, str, str, str], KnownScore
+    ] = {}  # the last of each dataset, task, setting and metric
+    for line in _text(run / "results.jsonl").splitlines():
+        record = _object(line)
+        if step is not None and record.get("step") == step:
+            with suppress(msgspec.ValidationError):
+                score = msgspec.convert(record, KnownScore)
+                scores[score.dataset, score.task, score.setting, score.metric] = score
+    return Source(run=run.name, step=step, scores=tuple(scores.values()), config=config.strip())
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -119,10 +111,10 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
     """Write the README.md of an export.
 
     Args:
-        model: what was exported.
-        targets: the libraries it is exported for, with the record of each (see ``clipkit.export``).
-        source: what is known about its training.
-        name: the folder it is exported to, used in the examples.
+        model: the exported model.
+        targets: its libraries, with the record of each (see ``clipkit.export.write``).
+        source: its training.
+        name: the folder it is exported to, for the examples.
     """
     environment = templates(Path(__file__).with_name("templates"), html=False)
     environment.filters |= {"g": "{:g}".format, "cell": lambda text: re.sub(r"[|\s\\`<>]+", " ", text)}
@@ -153,6 +145,6 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
 
 
 def by_caller(model: CLIP) -> str:
-    """What other libraries' preprocessing cannot do of the model's own, and its callers must do; "" for nothing."""
+    """Describe preprocessing that the caller must do, as other libraries do not; "" for none."""
     done = str(model.preprocess.decoding)
     return f"Before this, {done}: other libraries do not do so, and the caller must." if done else ""

@@ -1,3 +1,3 @@
-"""Reading files: tars, tables, images, the Hugging Face hub, and what of a URL may be shown."""
+"""Files: tars, tables, images, patterns, atomic writes and locks, pages, text for terminals, downloads."""
 
 __all__: list[str] = []

@@ -20,6 +20,7 @@ import io
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,12 +108,10 @@ def labels_of(given: str) -> list[str]:
     labels = [label for label in found if label]
     if len(labels) < 2:
         raise DataError(f"{given!r} has {counted(len(labels), 'label')}: classification needs at least two")
-    seen: set[str] = set()
-    for label in labels:
-        if label in seen:
-            raise DataError(f"label {label!r} occurs twice")
+    for label, count in Counter(labels).items():
+        if count > 1:
+            raise DataError(f"label {label!r} occurs {'twice' if count == 2 else f'{count} times'}")
         _check_text(label, "label")
-        seen.add(label)
     return labels
 
 
