@@ -196,6 +196,6 @@ def test_where_the_newest_checkpoint_is_damaged_an_older_one_is_taken_and_named(
         file.write(b"??")
     said = train(out)
     assert f"resuming {out} at step 20" in said
-    assert f"note: step_{STEPS:08d} is damaged or missing; step_00000020 was taken instead" in said
+    assert f"note: step_{STEPS:08d} is damaged or missing; using step_00000020 instead" in said
     assert _weights(out) == _weights(uninterrupted)
     assert _losses(out) == _losses(uninterrupted)

@@ -219,7 +219,7 @@ def test_a_few_bad_samples_are_replaced_counted_and_listed(
     share = 100 * len(listed) / (8 + len(listed))
     assert training.stderr.splitlines()[-2] == (
         f"{share:.3g}% of the {8 + len(listed)} samples drawn were bad "
-        "(limit: data.max_bad = 5%, taken of at least 1,000)"
+        "(limit: data.max_bad = 5% of at least 1,000 samples)"
     )
     assert "\n8 samples; " in training.stderr
 
