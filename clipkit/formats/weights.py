@@ -592,6 +592,11 @@ def _read_legacy(path: Path) -> StoredWeights:
     return _of_torch_save(found, mapped, places, path)
 
 
+_DAMAGED_ZIP = (
+    EOFError, NotImplementedError, OverflowError, ValueError, struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
 def _read_zip(path: Path) -> StoredWeights:
     """Read the zip archive of ``torch.save`` or ``torch.jit.save``: ``ROOT/data.pkl``, ``ROOT/data/0``, …"""
     mapped = _mapped(path)
@@ -638,15 +643,7 @@ def _read_zip(path: Path) -> StoredWeights:
                 kind="torchscript",
                 notes=_notes({name: value for name, value in attributes.items() if not name.startswith("_")}),
             )
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        struct.error,
-        ValueError,
-        OverflowError,
-        EOFError,
-        NotImplementedError,
-    ) as error:
+    except _DAMAGED_ZIP as error:
         raise CheckpointError(_damaged(path)) from error
 
 
