@@ -1,6 +1,6 @@
-"""Small real datasets and models to evaluate."""
+"""Small datasets and models to evaluate."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from PIL import Image
 from clipkit import CLIP
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from data.shards.writer import DatasetWriter, Record
+from eval import Encoder, EvalDataset, Subject, open_dataset
 from eval.tasks import subject
 
 WriteDataset = Callable[..., Path]
@@ -74,3 +75,23 @@ def model() -> CLIP:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return CLIP(shape).initialize()
+
+
+def subject_of(
+    model: CLIP, write: WriteDataset, splits: Mapping[str, Sequence[int]], *, metrics: tuple[str, ...] = ()
+) -> Subject:
+    """Return a model on splits of random images with these labels; the i-th image is the same in all splits."""
+    folders = {
+        split: write(f"set-{split}-{len(labels)}", labels=labels, split=split)
+        for split, labels in splits.items()
+    }
+
+    def open_split(split: str) -> EvalDataset:
+        return open_dataset(folders.get(split) or next(iter(folders.values())), split=split)
+
+    return Subject(
+        Encoder(model),
+        open_split("test" if "test" in splits else "train"),
+        metrics=metrics,
+        open_split=open_split,
+    )

@@ -1,4 +1,4 @@
-"""The commands as a user runs them, each in its own process."""
+"""The commands in processes of their own."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def run(model: CLIP, tmp_path: Path) -> Path:
 
 
 class Command:
-    """``python -m eval`` in a folder, as a process of its own."""
+    """Run ``python -m eval`` in a folder."""
 
     def __init__(self, forked: Forked) -> None:
         self.forked = forked
@@ -97,7 +97,7 @@ def test_retrieval_of_one_checkpoint_goes_where_it_is_told(
 
 
 def test_a_training_folder_of_open_clip(model: CLIP, write_dataset: WriteDataset, tmp_path: Path) -> None:
-    """With and without its record of the architecture; given as a whole, and as its checkpoints."""
+    """With and without its record of the architecture; as a run and as its checkpoints."""
     theirs, data = create("ViT-S-32", seed=0), write_dataset()
     run = tmp_path / "logs" / "run"
     (run / "checkpoints").mkdir(parents=True)

@@ -134,7 +134,7 @@ def test_retrieval_of_plain_pairs_has_the_usual_chance(model: CLIP, write_datase
 
 
 class Meeting:
-    """Two threads as two ranks: ``gather`` gives both the sum, and fails if one never comes."""
+    """Two threads as two ranks: ``gather`` returns the sum to both, and fails if one does not call it."""
 
     def __init__(self) -> None:
         self.values: list[Tensor | None] = [None, None]
@@ -220,7 +220,7 @@ def test_a_batch_larger_than_any_number_is_the_whole_dataset(
 
 
 def break_picture(folder: Path, key: str) -> None:
-    """Replace an image in a shard by bytes that are no image."""
+    """Replace an image in a shard by other bytes."""
     for shard in (folder / "test").glob("*.tar"):
         with tarfile.open(shard) as tar:
             members = [(m, tar.extractfile(m).read()) for m in tar.getmembers()]  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The commands report and compare: what they write where, what they say, and how they end."""
+"""The commands report and compare: files, messages and exit status."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
 def test_a_checkpoint_that_is_named_is_the_one_that_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not another step of its run, and without a word on those: of the run itself the last is told."""
+    """A checkpoint is compared alone, without a note; for a run, a note names the last step."""
     run = tmp_path / "a"
     run.mkdir()
     results = run / "results.jsonl"

@@ -1,4 +1,4 @@
-"""Many datasets and tasks in one call: what is encoded, written, left alone, and said of what cannot be scored."""
+"""Many datasets and tasks in one call: what is encoded, written, skipped, and reported as not scored."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def probed(write_dataset: WriteDataset) -> Path:
 
 
 def values(path: Path) -> dict[tuple[str, ...], float]:
-    """Of a results file every score by what it is of; each must stand there once."""
+    """Map the identity of every score in a results file to its value; none may occur twice."""
     lines = read_results(path)
     found = {
         tuple(line[key] for key in ("dataset", "task", "setting", "metric")): line["value"] for line in lines
@@ -125,7 +125,7 @@ def test_two_processes_at_once(
     ranks: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one cache, each on its own; and as two ranks that share the work."""
+    """Independent processes with one cache, and two ranks that share the work."""
     alone = [
         "run",
         "--model",
@@ -248,7 +248,7 @@ def test_pages_and_tables(
 
 
 def test_classes_in_groups(run: Path, probed: Path, tmp_path: Path) -> None:
-    """A mistake within a group is none of the groups; the page shows what groups are taken for."""
+    """Confusing classes of one group is not a mistake of groups; the page shows the confusion of groups."""
     main(["new", "Things in colours", "--data", str(probed)])
     card = probed / "card.toml"
     grouped = (
@@ -266,7 +266,7 @@ def test_classes_in_groups(run: Path, probed: Path, tmp_path: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[str, bytes], bytes]) -> None:
-    """Change members of a split's tars, which keep their sizes."""
+    """Change members of a split's tars without changing their sizes."""
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
             members = [(one, tar.extractfile(one).read()) for one in tar.getmembers()]  # type: ignore[union-attr]

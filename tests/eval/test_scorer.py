@@ -1,4 +1,4 @@
-"""A model is scored at a step once, whatever the results hold already, and the scores are told."""
+"""A model is scored once per step, and the scores are reported."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from eval.run import Scorer
 def scorer_of(
     model: CLIP, run: Path, *datasets: EvalDataset
 ) -> tuple[Scorer, list[str], dict[int, list[str]]]:
-    """A scorer, the lines that it says, and the names of scores that it records by step."""
+    """Return a scorer, the lines that it prints, and the names of the scores that it records by step."""
     said: list[str] = []
     recorded: dict[int, list[str]] = {}
 

@@ -1,4 +1,4 @@
-"""Every measure against scikit-learn, SciPy or a plain loop."""
+"""Metrics against scikit-learn, SciPy or a plain loop."""
 
 import math
 import warnings
@@ -73,7 +73,7 @@ def test_among_equal_classes_the_first_comes_first_as_in_argmax(seed: int) -> No
 def recalls_by_loop(
     scores: np.ndarray[tuple[int, int], np.dtype[np.float64]], right: list[set[int]], k: int
 ) -> list[bool]:
-    """Whether a right candidate is among the first k, wrong ones first among equals."""
+    """Return whether a right candidate is among the first k; ties put wrong ones first."""
     found = []
     for row, own in zip(scores, right, strict=True):
         order = sorted(range(len(row)), key=lambda candidate: (-row[candidate], candidate in own))

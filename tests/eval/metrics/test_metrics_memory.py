@@ -1,4 +1,4 @@
-"""No metric holds more similarities at a time than a block, and memory-mapped half precision features do."""
+"""Metrics hold one block of similarities at a time, and accept memory-mapped half-precision features."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from eval.metrics.ranks import class_ranks, class_scores, match_ranks, top_class
 
 
 class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an operation gives."""
+    """Records the number of elements of the largest result of an operation."""
 
     elements = 0
 

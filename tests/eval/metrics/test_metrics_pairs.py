@@ -207,7 +207,7 @@ def test_a_comparison_is_rarely_beyond_chance_when_nothing_differs() -> None:
 
 
 class Identity:
-    """Stands for a model in CLIP_benchmark's functions: its images and captions are the features themselves."""
+    """A model for CLIP_benchmark's functions that returns its inputs as features."""
 
     def encode_image(self, images: Tensor) -> Tensor:
         return images.flatten(1)

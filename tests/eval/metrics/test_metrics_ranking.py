@@ -60,7 +60,7 @@ def test_plain_average_precision_is_scikit_learns(seed: int, n: int, classes: in
 
 
 def eleven_points_by_hand(scores: list[float], labels: list[bool]) -> float:
-    """The best precision at each recall among all thresholds, with fractions of whole numbers."""
+    """Compute the best precision at each recall over all thresholds, with exact fractions."""
     best = [0.0] * 11
     total = sum(labels)
     for threshold in set(scores):
@@ -172,7 +172,7 @@ def test_class_scores_order_pictures_as_probabilities_do(seed: int, n: int, clas
 
 
 def test_softmax_before_ranking_gives_another_map() -> None:
-    """An image of everything outranks, in every class, one that shows a single thing; but for its softmax."""
+    """An image similar to all classes outranks one that is similar to a single class, except after the softmax."""
     scores = torch.tensor([[0.30, 0.30], [0.28, 0.10]])
     labels = torch.tensor([[False, True], [True, False]])
     plain = class_scores(scores, torch.eye(2))

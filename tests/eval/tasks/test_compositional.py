@@ -27,7 +27,7 @@ from tests.eval.conftest import png
 
 
 class Given:
-    """A subject whose features are given: of each image, and of each text by its first characters' number."""
+    """A subject with given features of each image, and of each text by the number at its start."""
 
     def __init__(self, dataset: EvalDataset, images: Tensor, texts: Tensor) -> None:
         self.dataset, self._images, self._texts = dataset, images, texts
@@ -44,7 +44,7 @@ class Given:
 
 
 class Pictures:
-    """So many images, which nobody reads."""
+    """``count`` images that are never read."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -86,7 +86,7 @@ def unit(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("pictures", [1, 2])
 @pytest.mark.filterwarnings("ignore")  # of the other code
 def test_as_clip_benchmark_scores_it(pictures: int) -> None:
-    """Without ties; with one image an item its ``text_acc`` is the accuracy of SugarCrepe."""
+    """Without ties; with one image per item its ``text_acc`` is the accuracy of SugarCrepe."""
     theirs = pytest.importorskip("clip_benchmark.metrics.image_caption_selection")
     items = 40
     images, texts = unit(items * pictures, 4, seed=0), unit(items * 2, 4, seed=1)
@@ -207,7 +207,7 @@ def test_the_cases_that_datacomp_counts() -> None:
 
 @given(st.lists(st.integers(0, 1), min_size=2, max_size=6).filter(any))
 def test_random_features_are_at_chance_of_associations(right: list[int]) -> None:
-    """Over all orders of the candidates, the mean of the index is the chance that is told."""
+    """The mean of the index over all orders of the candidates is the reported chance."""
     import itertools
 
     from eval.metrics import jaccard_index

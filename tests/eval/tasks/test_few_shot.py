@@ -1,7 +1,7 @@
-"""Draws, least squares against scikit-learn's, Student's interval, and the task on real small datasets."""
+"""Draws, ridge regression against scikit-learn's, Student's interval, and the task on small datasets."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,28 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import DataError
-from eval import Encoder, Subject
 from eval.results.scores import Score
 from eval.tasks import Options
 from eval.tasks.probe import draw_shots, few_shot, interval_over_seeds, ridge_classifier, shuffled_classes
+from tests.eval.conftest import subject_of
 
 WriteDataset = Callable[..., Path]
-
-
-def subject_of(model: CLIP, write: WriteDataset, splits: Mapping[str, Sequence[int]]) -> Subject:
-    """A model on splits of random images with these labels; the same place holds the same image in all."""
-    folders = {
-        split: write(f"set-{split}-{len(labels)}", labels=labels, split=split)
-        for split, labels in splits.items()
-    }
-
-    def open_split(split: str) -> evaluation.EvalDataset:
-        return evaluation.open_dataset(folders.get(split, folders["test"]), split=split)
-
-    return Subject(Encoder(model), open_split("test"), open_split=open_split)
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
@@ -60,7 +46,7 @@ def test_draws_differ_by_seed_and_revision() -> None:
 
 @given(n=st.integers(2, 40), width=st.integers(1, 30), penalty=st.floats(1e-2, 1e4), seed=st.integers(0, 999))
 def test_least_squares_are_scikit_learns(n: int, width: int, penalty: float, seed: int) -> None:
-    """From the smaller system, whichever it is."""
+    """Both with fewer and with more rows than features."""
     from sklearn.linear_model import Ridge
 
     g = torch.Generator().manual_seed(seed)

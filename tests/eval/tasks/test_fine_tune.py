@@ -1,4 +1,4 @@
-"""Fine-tuning by real trainings: what it reaches, what it keeps, how it goes on, and what it refuses."""
+"""Fine-tuning with real trainings: scores, what is kept, how it resumes, and what it refuses."""
 
 import json
 import os
@@ -39,7 +39,7 @@ COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures by class, 24 of each to learn from and 10 to be tested on."""
+    """Three classes of images, 24 training and 10 test images of each."""
     out, random = tmp_path_factory.mktemp("colours") / "colours", np.random.default_rng(0)
     for split, count in (("train", 24), ("test", 10)):
         for name, colour in COLOURS.items():

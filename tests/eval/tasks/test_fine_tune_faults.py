@@ -1,4 +1,4 @@
-"""Fine-tuning where something goes wrong: what is told, what is kept, and that no number is of half a training."""
+"""Errors of fine-tuning: messages, what is kept, and that no score is of an incomplete training."""
 
 import json
 import os
@@ -34,7 +34,7 @@ SECONDS = 300  # after which something hangs
 
 @pytest.fixture(scope="module")
 def shades(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of grey images, 12 of each to learn from and 4 to be tested on."""
+    """Two classes of grey images, 12 training and 4 test images of each."""
     out, random = tmp_path_factory.mktemp("shades") / "shades", np.random.default_rng(0)
     for split, count in (("train", 12), ("test", 4)):
         for name, level in (("dark", 60), ("light", 190)):
@@ -98,7 +98,7 @@ def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: 
 
 
 class Tried(ClassTraining):
-    """A training whose outcomes are given."""
+    """A training with given outcomes."""
 
     outcomes: Mapping[float, Mapping[str, float] | None]
     trained: list[float]
@@ -183,7 +183,7 @@ def test_a_head_of_few_classes_on_another_librarys_tower_is_loaded(tmp_path: Pat
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Trainings below a folder that run."""
+    """Return the running trainings below a folder."""
     found = []
     for one in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -217,7 +217,7 @@ def test_a_training_that_is_stopped_gives_no_number_and_goes_on(
         )
 
     def training(name: str, *, beyond: int = 0) -> int:
-        """The process that trains, once its figures have grown."""
+        """Wait until the metrics have grown, and return the training process."""
         until = time.monotonic() + SECONDS
         while not (figures(name) > beyond and processes_of(tmp_path / name)):
             assert time.monotonic() < until

@@ -1,4 +1,4 @@
-"""Texts with the same tokens are reported in one line, and scores stay as they are."""
+"""Texts with the same tokens are reported in one line and do not change scores."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +26,7 @@ LONG = "word " * 100
 
 
 def reported(model: CLIP, dataset: EvalDataset, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Messages of scoring a dataset by its own tasks, other than those of opening it."""
+    """Return the warnings of scoring a dataset on its own tasks."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "eval"):
         evaluation.evaluate(model, dataset)

@@ -1,4 +1,4 @@
-"""Neighbours and their votes against scikit-learn's, ties, blocks, and the task on a real small dataset."""
+"""Neighbours and votes against scikit-learn's, ties, blocks, and the task on a small dataset."""
 
 import importlib
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_votes_are_scikit_learns(n: int, k: int, temperature: float | None, seed
 
 @given(n=st.integers(3, 40), k=st.integers(1, 3), seed=st.integers(0, 999))
 def test_equal_similarities_go_by_place_in_any_blocks(n: int, k: int, seed: int) -> None:
-    """Of features from three values nearly all similarities are equal to others."""
+    """With features of three values nearly all similarities are tied."""
     g = torch.Generator().manual_seed(seed)
     training, queries = (torch.randint(-1, 2, (m, 3), generator=g).float() for m in (n, 7))
     expected = (queries @ training.T).sort(dim=1, descending=True, stable=True)

@@ -1,8 +1,8 @@
-"""Logistic regression against scikit-learn's, the search for its strength, and the task on real small datasets."""
+"""Logistic regression against scikit-learn's, the search for C, and the task on small datasets."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +16,18 @@ from torch import Tensor
 import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
-from eval import Encoder, Subject
+from eval import Subject
 from eval.metrics.ranking import map_11_point
 from eval.tasks import Options, logistic
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows
 from eval.tasks.probe import carve, halving_search, linear_probe, linear_probes, penalty_of, sweep
+from tests.eval.conftest import subject_of
 
 WriteDataset = Callable[..., Path]
 
 
 def made_up(n: int, width: int, classes: int, *, apart: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Features around a centre a class, of unlike variances and of a mean that is not 0; every class occurs."""
+    """Make features around one center per class, with unequal variances and a nonzero mean."""
     g = torch.Generator().manual_seed(seed)
     labels = torch.cat([torch.arange(classes), torch.randint(classes, (n - classes,), generator=g)])
     scale = torch.logspace(0, -1, width)
@@ -35,7 +36,7 @@ def made_up(n: int, width: int, classes: int, *, apart: float, seed: int = 0) ->
 
 
 def theirs(features: Tensor, labels: Tensor, C: float) -> tuple[Tensor, Tensor]:
-    """scikit-learn's weights and biases by Newton's method, which leaves nothing to a tolerance."""
+    """Return scikit-learn's weights and biases by Newton's method, which converges to machine precision."""
     from sklearn.linear_model import LogisticRegression
 
     # it steps in the format of the features, and its biases are those of centred ones to fewer digits
@@ -92,7 +93,7 @@ def test_predictions_are_scikit_learns_from_any_start(C: float) -> None:
 
 
 def test_the_minimum_of_classes_that_are_told_apart_without_an_error() -> None:
-    """With next to no penalty the probabilities' errors are far below what float32 can hold beside 1."""
+    """With a weak penalty the errors of the probabilities are below float32's resolution at 1."""
     features, labels = made_up(60, 30, 3, apart=3)
     C = 1e5
     fit = LogisticProblem(Rows(features), labels, 3).fit(C, tolerance=1e-6)
@@ -106,7 +107,7 @@ def test_the_minimum_of_classes_that_are_told_apart_without_an_error() -> None:
 
 
 def test_fewer_rows_than_their_width_from_a_fit_of_others() -> None:
-    """In a direction in which the rows do not vary no weight is left."""
+    """Weights vanish in directions in which the rows do not vary."""
     features, labels = made_up(60, 30, 3, apart=1)
     few = LogisticProblem(Rows(features[:12]), labels[:12], 3)
     expected = few.fit(1.0, tolerance=1e-8)
@@ -140,7 +141,7 @@ def test_classes_that_do_not_occur_and_several_labels() -> None:
 
 
 def test_rows_in_blocks_from_several_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Memory-mapped features in parts, chosen rows among them, in blocks of 16: the answer of one table."""
+    """Blocks of memory-mapped and selected rows give the same fit as one table."""
     features, labels = made_up(150, 5, 4, apart=0.5)
     expected = LogisticProblem(Rows(features), labels, 4).fit(3.0, tolerance=1e-8)
     file = np.memmap(tmp_path / "features", np.float32, "w+", shape=(200, 5))
@@ -221,23 +222,6 @@ def test_a_fifth_of_each_class_is_carved_off(sizes: list[int], seed: int) -> Non
     assert torch.equal(again[0], learn) and torch.equal(again[1], tune)
 
 
-def subject_of(
-    model: CLIP, write: WriteDataset, splits: Mapping[str, list[int]], *, metrics: tuple[str, ...] = ()
-) -> Subject:
-    """A model on splits of random images with these labels; the same place holds the same image in all."""
-    folders = {split: write(f"set-{split}", labels=labels, split=split) for split, labels in splits.items()}
-
-    def open_split(split: str) -> evaluation.EvalDataset:
-        return evaluation.open_dataset(folders.get(split) or next(iter(folders.values())), split=split)
-
-    return Subject(
-        Encoder(model),
-        open_split("test" if "test" in splits else "train"),
-        metrics=metrics,
-        open_split=open_split,
-    )
-
-
 LABELS = [i % 4 for i in range(32)]
 
 
@@ -283,7 +267,7 @@ def test_a_dataset_without_a_split_to_tune_on(
 
 
 def test_pictures_with_several_labels(model: CLIP, write_dataset: WriteDataset) -> None:
-    """Tuned by 11-point mAP; a split that is scored is not tuned on."""
+    """C is chosen by 11-point mAP, and not on the split that is scored."""
     plain = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS, "val": LABELS})
 
     def open_split(split: str) -> evaluation.EvalDataset:

@@ -1,4 +1,4 @@
-"""Examples of retrieval: which images stand with which captions, by a plain sort, and what a page tells."""
+"""Examples of retrieval: images and captions against a plain sort, and what a page shows."""
 
 import json
 import tracemalloc
@@ -33,7 +33,7 @@ def dataset(captions: int) -> EvalDataset:
 
 
 def made(seed: int, *, ties: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of images and captions, and which belong together: one to three an image, some to several."""
+    """Return features and pairs of images and captions: one to three per image, some of several images."""
     generator = torch.Generator().manual_seed(seed)
     pictures, texts = torch.randn(N, D, generator=generator), torch.randn(T, D, generator=generator)
     own = [torch.randperm(T, generator=generator)[: 1 + i % 3].sort().values for i in range(N)]
