@@ -204,13 +204,14 @@ class Trouble:
 
     def lines(self) -> list[DataError]:
         """Return the errors in the order in which they were added."""
-        if (error := self._errors.get("")) is not None:
-            why = str(error).partition(": ")[2] or str(error)  # without the address of the first dataset
-            names = list(self._unreached)
-            self._errors[""] = Unreachable(
+        errors = dict(self._errors)
+        if "" in errors:
+            said, names = str(errors[""]), list(self._unreached)
+            why = said.partition(": ")[2] or said  # without the address of the first dataset
+            errors[""] = Unreachable(
                 f"{shown(str(self._root))}: {why}; it costs {counted(len(names), 'dataset')}: {some(names)}"
             )
-        return list(self._errors.values())
+        return list(errors.values())
 
 
 def _check_root(root: Root) -> None:

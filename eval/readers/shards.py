@@ -123,7 +123,13 @@ def open_published(
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
 
-    shards = _open_shards(_shards_of_split(name, place, split), cache_gb)
+    files = _shards_of_split(name, place, split)
+    cache = shard_cache([file.url for file in files], cache_gb)
+    if cache is not None:
+        cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
+    selection = Selection(need=("image",), captions=CaptionRule())
+    # counted again, since statistics beside the shards may be those of other shards
+    shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
     samples = card.get("samples")
     stated = samples.get(own_split) if isinstance(samples, dict) else None
     if shards.skipped or stated not in (None, len(shards)):
@@ -137,8 +143,8 @@ def open_published(
     if multilabel and metadata_names:
         raise DataError(f"dataset {name} is multilabel, so its npy is the label and has no metadata")
     numbers, all_captions, arrays = _annotations(name, shards, arrays=multilabel or bool(metadata_names))
-    if shards.cache is not None:
-        shards.cache.close()  # everything is fetched; otherwise a suite would keep every dataset's threads
+    if cache is not None:
+        cache.close()  # everything is fetched; otherwise a suite would keep every dataset's threads
 
     images, labels, captions = ShardImages(shards), None, None
     if multilabel:
@@ -210,15 +216,6 @@ def open_published(
             metadata=_columns(name, arrays, shards, metadata_names) if metadata_names else {},
         )
     )
-
-
-def _open_shards(files: Sequence[ShardFile], cache_gb: float) -> Shards:
-    cache = shard_cache([file.url for file in files], cache_gb)
-    if cache is not None:
-        cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
-    selection = Selection(need=("image",), captions=CaptionRule())
-    # counted again, since statistics beside the shards may be those of other shards
-    return Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
 
 
 class ShardImages:
