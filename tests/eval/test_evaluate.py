@@ -334,5 +334,5 @@ def test_a_head_of_classes_reads_names_and_not_prompts(model: CLIP, write_datase
     guessed = (images @ torch.as_tensor(clipkit.encode_text(["red", "blue", "green"], head)).T).argmax(1)
     assert scores["acc1"].value == (guessed == torch.tensor([0, 1, 2])).double().mean().item()
     evaluation.check_tasks(dataset, classes=names)
-    with pytest.raises(DataError, match="cannot be scored by zero-shot: 'red' is none of the"):
+    with pytest.raises(DataError, match="cannot be scored by zero-shot: 'red' is not one of the"):
         evaluation.check_tasks(dataset, classes=["blue", "green"])
