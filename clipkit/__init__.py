@@ -9,50 +9,38 @@ probabilities = clipkit.classify("cat.jpg", ["cat", "dog"], model)  # (1, 2) flo
 Names that need torch are imported at first use, so that the command line responds to --help and Ctrl-C at once.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError
+import lazy_loader
 
 if TYPE_CHECKING:
-    from clipkit.api import classify, encode_image, encode_text, load
-    from clipkit.model.clip import CLIP, create
-    from clipkit.model.tokenizer import tokenize
-    from clipkit.model.zero_shot import zero_shot_classifier
-    from clipkit.objectives.clip import clip_loss
+    from clipkit.api import (
+        classify as classify,
+        encode_image as encode_image,
+        encode_text as encode_text,
+        load as load,
+    )
+    from clipkit.errors import (
+        CheckpointError as CheckpointError,
+        ClipkitError as ClipkitError,
+        ConfigError as ConfigError,
+        DataError as DataError,
+    )
+    from clipkit.model.clip import CLIP as CLIP, create as create
+    from clipkit.model.tokenizer import tokenize as tokenize
+    from clipkit.model.zero_shot import zero_shot_classifier as zero_shot_classifier
+    from clipkit.objectives.clip import clip_loss as clip_loss
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CLIP",
-    "CheckpointError",
-    "ClipkitError",
-    "ConfigError",
-    "DataError",
-    "classify",
-    "clip_loss",
-    "create",
-    "encode_image",
-    "encode_text",
-    "load",
-    "tokenize",
-    "zero_shot_classifier",
-]
-
-_HOMES = {
-    "CLIP": "model.clip", "classify": "api", "clip_loss": "objectives.clip", "create": "model.clip",
-    "encode_image": "api", "encode_text": "api", "load": "api", "tokenize": "model.tokenizer",
-    "zero_shot_classifier": "model.zero_shot",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'clipkit' has no attribute {name!r}")
-    found: object = getattr(import_module(f"clipkit.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "api": ["classify", "encode_image", "encode_text", "load"],
+        "errors": ["CheckpointError", "ClipkitError", "ConfigError", "DataError"],
+        "model.clip": ["CLIP", "create"],
+        "model.tokenizer": ["tokenize"],
+        "model.zero_shot": ["zero_shot_classifier"],
+        "objectives.clip": ["clip_loss"],
+    },
+)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from clipkit.errors import ConfigError, nearest
-from clipkit.files.terminal import shown as shown_url
-from clipkit.files.terminal import without_secrets
+from clipkit.files.terminal import shown as shown_url, without_secrets
 from clipkit.files.traits import color_of
 from clipkit.model import TEXT_TOWERS
 from clipkit.model.architectures import TextArchitecture, selected

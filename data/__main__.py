@@ -25,9 +25,7 @@ from clipkit.cli import (
 )
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError, nearest, run_command
-from clipkit.files.atomic import write_atomic
-from clipkit.files.terminal import counted, printable, size_of
-from clipkit.files.traits import color_of
+from clipkit.files import color_of, counted, printable, size_of, write_atomic
 from data.remote.cache import cache_folder, shard_cache
 
 if TYPE_CHECKING:
@@ -340,8 +338,7 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(parsed: argparse.Namespace) -> int:
-    from clipkit.files.tar import TruncatedError
-    from clipkit.files.terminal import CountProgress
+    from clipkit.files import CountProgress, TruncatedError
     from data.captions import Selection
     from data.shards.manifest import make_manifest
     from data.shards.sources import find_shards
@@ -381,7 +378,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
     for out in (parsed.html, parsed.json):
         if out is not None and (not out.parent.is_dir() or out.is_dir()):
             raise DataError(f"cannot write {out}: name a file in an existing folder")
-    from clipkit.files.terminal import CountProgress
+    from clipkit.files import CountProgress
     from data.augment import image_settings
     from data.inspect import inspect
     from data.inspect.report import page_of, print_table

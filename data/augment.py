@@ -14,8 +14,7 @@ from torch import Tensor
 
 from clipkit.config import DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.decode import decode_file, jpeg_orientation, jpeg_size
-from clipkit.files.traits import Decoding, Traits, color_of
+from clipkit.files import Decoding, Traits, color_of, decode_file, jpeg_orientation, jpeg_size
 
 __all__ = [
     "Augmentation",

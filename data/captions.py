@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files.terminal import printable
+from clipkit.files import printable
 from data.shards.index import CAPTION, IMAGE, LABEL, META, ShardIndex
 
 __all__ = [

@@ -29,12 +29,18 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from clipkit.config import DataConfig, DistillConfig, SmallConfig
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files.decode import jpeg_orientation, plain_jpeg_size
-from clipkit.files.tar import TruncatedError
-from clipkit.files.terminal import CountProgress
-from clipkit.files.traits import Color, Decoding, TraitCounts, Traits, color_of
-from clipkit.model.preprocess import Preprocess
-from clipkit.model.tokenizer import MAX_CHARACTERS
+from clipkit.files import (
+    Color,
+    CountProgress,
+    Decoding,
+    TraitCounts,
+    Traits,
+    TruncatedError,
+    color_of,
+    jpeg_orientation,
+    plain_jpeg_size,
+)
+from clipkit.model import MAX_CHARACTERS, Preprocess
 from data.augment import (
     Augmentation,
     JpegOfRow,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError
-from clipkit.files.splitmix import MASK, STEP, mix, mix_array
+from clipkit.files import MASK, STEP, mix, mix_array
 
 __all__ = ["Draw", "Order", "hashed", "key", "permuted"]
 

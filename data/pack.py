@@ -32,8 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.table import Row, Table
-from clipkit.files.traits import color_of
+from clipkit.files import Row, Table, color_of
 from data.captions import field_name, json_value
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record

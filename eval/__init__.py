@@ -7,58 +7,42 @@ scores = eval.evaluate(model, "digits", out=Path("results.jsonl"))  # and lines 
 Names that need torch are imported at first use, so that the command line responds to --help and Ctrl-C at once.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+import lazy_loader
+
 if TYPE_CHECKING:
-    from eval.datasets.dataset import EvalDataset
-    from eval.features.encoder import Encoder, Ranks
-    from eval.readers import open_dataset, open_datasets
+    from eval.datasets.dataset import EvalDataset as EvalDataset
+    from eval.features.encoder import Encoder as Encoder, Ranks as Ranks
+    from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
     from eval.results.scores import (
-        Score,
-        append_results,
-        latest_results,
-        provenance,
-        read_results,
-        weights_id,
+        Score as Score,
+        append_results as append_results,
+        latest_results as latest_results,
+        provenance as provenance,
+        read_results as read_results,
+        weights_id as weights_id,
     )
-    from eval.run import check_tasks, evaluate
-    from eval.tasks import TASKS
-    from eval.tasks.subject import Subject
+    from eval.run import check_tasks as check_tasks, evaluate as evaluate
+    from eval.tasks import TASKS as TASKS
+    from eval.tasks.subject import Subject as Subject
 
-__all__ = [
-    "TASKS",
-    "Encoder",
-    "EvalDataset",
-    "Ranks",
-    "Score",
-    "Subject",
-    "append_results",
-    "check_tasks",
-    "evaluate",
-    "latest_results",
-    "open_dataset",
-    "open_datasets",
-    "provenance",
-    "read_results",
-    "weights_id",
-]
-
-_HOMES = {
-    "TASKS": "tasks", "Encoder": "features.encoder", "EvalDataset": "datasets.dataset", "Ranks": "features.encoder",
-    "Score": "results.scores", "Subject": "tasks.subject", "append_results": "results.scores", "check_tasks": "run",
-    "evaluate": "run", "latest_results": "results.scores", "open_dataset": "readers", "open_datasets": "readers",
-    "provenance": "results.scores", "read_results": "results.scores", "weights_id": "results.scores",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'eval' has no attribute {name!r}")
-    found: object = getattr(import_module(f"eval.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "datasets.dataset": ["EvalDataset"],
+        "features.encoder": ["Encoder", "Ranks"],
+        "readers": ["open_dataset", "open_datasets"],
+        "results.scores": [
+            "Score",
+            "append_results",
+            "latest_results",
+            "provenance",
+            "read_results",
+            "weights_id",
+        ],
+        "run": ["check_tasks", "evaluate"],
+        "tasks": ["TASKS"],
+        "tasks.subject": ["Subject"],
+    },
+)

@@ -17,9 +17,8 @@ from rich.table import Table
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, nearest
-from clipkit.files.terminal import counted, printable
-from clipkit.formats.checkpoint import resolve_checkpoint
-from clipkit.formats.open_clip import newest_epoch
+from clipkit.files import counted, printable
+from clipkit.formats import newest_epoch, resolve_checkpoint
 from data.remote.cache import cache_folder
 from eval.compare import (
     Check,
@@ -75,7 +74,7 @@ def report(options: argparse.Namespace) -> int:
         deque(json_lines(options.source[0] / "results.jsonl", unread, ""), maxlen=0)
         _print_notes(unread)
         return 0
-    from clipkit.files.pages import write_page
+    from clipkit.files import write_page
     from eval.report.comparison_page import build_comparison
     from eval.report.result_set import read_result_set
     from eval.report.tables import as_csv, as_latex, as_markdown

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files.terminal import counted
+from clipkit.files import counted
 from eval.datasets import Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import TEST, some
 from eval.datasets.targets import OWN_CARD, Target, Trouble, find_targets

@@ -14,10 +14,9 @@ import torch
 
 from clipkit import CLIP
 from clipkit.errors import ClipkitError, ConfigError, DataError
-from clipkit.files.traits import TraitCounts
-from clipkit.formats.checkpoint import is_complete, model_hash
-from clipkit.model.flops import counted_flops, image_flops
-from clipkit.model.tokenizer import ClassTokenizer
+from clipkit.files import TraitCounts
+from clipkit.formats import is_complete, model_hash
+from clipkit.model import ClassTokenizer, counted_flops, image_flops
 from eval.datasets.dataset import EvalDataset, Lacks, NoSplit, by_class_names
 from eval.datasets.targets import Target
 from eval.features.encoder import ONE_RANK, Encoder, Ranks

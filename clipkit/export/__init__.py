@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lazy_loader
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -107,12 +109,6 @@ EXPORTS: dict[str, ExportTarget] = {
     "onnx": _target("onnx", "onnxruntime", package="onnxruntime", needs=("onnx", "onnxscript")),
 }
 
-_HOMES = {"export": "write", "interpolate": "interpolation"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'clipkit.export' has no attribute {name!r}")
-    found: object = getattr(import_module(f"clipkit.export.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
+__getattr__, _, _ = lazy_loader.attach(
+    __name__, submod_attrs={"write": ["export"], "interpolation": ["interpolate"]}
+)

@@ -5,9 +5,9 @@ is the class of the tower's architecture, which provides all that other code nee
 ``TextArchitecture``). Importing this package does not import torch.
 """
 
+import lazy_loader
+
 from clipkit.model.architectures import (
-    ARCHITECTURES,
-    Architecture,
     BagOfWords,
     ClassTable,
     ImageArchitecture,
@@ -17,11 +17,8 @@ from clipkit.model.architectures import (
 )
 from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
 
-__all__ = [
-    "ARCHITECTURES", "IMAGE_TOWERS", "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable",
-    "ImageArchitecture", "OpenClipText", "OpenClipVision", "TextArchitecture", "TextTower", "TimmVision",
-    "TransformersText", "VisionTower",
-]  # fmt: skip
+__getattr__, __dir__, _NAMES = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [*_NAMES, "IMAGE_TOWERS", "TEXT_TOWERS"]
 
 IMAGE_TOWERS: dict[str, type[ImageArchitecture]] = {
     "vit": VisionTower,

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 from clipkit.errors import DataError, nearest
-from clipkit.files.atomic import FileLock
+from clipkit.files import FileLock
 from data.remote.cache import cache_folder
 
 __all__ = ["BUILTIN", "BuiltIn", "built_in", "end_with_parent", "make_digits"]

@@ -13,9 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clipkit.files.pages import templates
-from clipkit.files.terminal import counted, printable, size_of
-from clipkit.files.traits import TraitCounts, hex_of
+from clipkit.files import TraitCounts, counted, hex_of, printable, size_of, templates
 from data.inspect.findings import Duplicates, Findings, Histogram, Names, Place, WithTrait
 
 __all__ = ["Note", "Part", "Row", "headline", "notes", "page_of", "parts", "print_table"]

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.decode import decode_image, jpeg_size, open_image, pillow_errors
-from clipkit.files.traits import Decoding, Traits
-from clipkit.model.tokenizer import CONTEXT_LENGTH, END_OF_TEXT, MAX_CHARACTERS, tokenize
+from clipkit.files import Decoding, Traits, decode_image, jpeg_size, open_image, pillow_errors
+from clipkit.model import CONTEXT_LENGTH, END_OF_TEXT, MAX_CHARACTERS, tokenize
 from data.augment import Augmentation, empty_batch, preload, random_of, training_pixels
 from data.captions import TEXT, CaptionRule
 from data.inspect.findings import (

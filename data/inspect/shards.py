@@ -21,8 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import IMAGE_EXTENSIONS, expand_braces, path_order
-from clipkit.files.tar import Content, TruncatedError, sample_name, tar_files, tar_files_of
+from clipkit.files import (
+    IMAGE_EXTENSIONS,
+    Content,
+    TruncatedError,
+    expand_braces,
+    path_order,
+    sample_name,
+    tar_files,
+    tar_files_of,
+)
 from data.augment import random_of
 from data.captions import CaptionRule, Selection
 from data.inspect.findings import Broken, Names, Place, ShardsFound, Stated

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from clipkit.cli import MOST_WORKERS
 from clipkit.errors import ConfigError
-from clipkit.files.terminal import CountProgress, shown
-from clipkit.model.tokenizer import ClipTokenizer
+from clipkit.files import CountProgress, shown
+from clipkit.model import ClipTokenizer
 from data.augment import image_settings
 from data.captions import Selection
 from data.loader import Loader

@@ -13,9 +13,8 @@ import numpy as np
 
 from clipkit.config import Config, DataConfig
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.terminal import shown
-from clipkit.files.traits import Decoding
-from clipkit.model.tokenizer import CONTEXT_LENGTH
+from clipkit.files import Decoding, shown
+from clipkit.model import CONTEXT_LENGTH
 from data.augment import Augmentation
 from data.captions import NOT_UTF8, TEXT, Filter, Selection, field_hint, leaf_fields
 from data.inspect.findings import Captions, Field, Fields, Filtered, Findings, HeldOut, Histogram, Place

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import FileLock, sync, write_atomic
+from clipkit.files import FileLock, sync, write_atomic
 from data.remote.store import ShardFile, download, is_remote, shown
 from data.remote.transfer import answered
 

@@ -34,9 +34,18 @@ import webdataset
 from PIL import ExifTags, Image
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import FileLock, replacing, write_atomic
-from clipkit.files.table import SUFFIXES, Row, Table
-from clipkit.files.terminal import CountProgress, counted, printable, size_of
+from clipkit.files import (
+    SUFFIXES,
+    CountProgress,
+    FileLock,
+    Row,
+    Table,
+    counted,
+    printable,
+    replacing,
+    size_of,
+    write_atomic,
+)
 from data.captions import json_value
 from data.pack import BadRow, FieldNames, captions_of
 from data.remote.web import Fetcher, FetchError, FetchOptions

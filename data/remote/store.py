@@ -14,8 +14,7 @@ from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import name_order
-from clipkit.files.terminal import shown
+from clipkit.files import name_order, shown
 from data.remote.transfer import (
     HUB_FORM,
     STREAMS,

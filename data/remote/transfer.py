@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from clipkit.errors import DataError
-from clipkit.files.terminal import shown
+from clipkit.files import shown
 
 __all__ = [
     "HUB_FORM",

@@ -15,13 +15,16 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.decode import decode_jpeg, jpeg_orientation, jpeg_size, upright_array
-from clipkit.files.traits import (
+from clipkit.files import (
     ORIENTATION_TAG,
     Color,
+    decode_jpeg,
     flattened,
     is_transparent,
+    jpeg_orientation,
+    jpeg_size,
     orientation_of,
+    upright_array,
     upright_image,
 )
 

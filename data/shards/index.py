@@ -25,10 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files.atomic import write_atomic
-from clipkit.files.patterns import IMAGE_EXTENSIONS
-from clipkit.files.tar import TruncatedError, sample_name, tar_files
-from clipkit.files.terminal import printable
+from clipkit.files import IMAGE_EXTENSIONS, TruncatedError, printable, sample_name, tar_files, write_atomic
 from data.remote.cache import cache_folder
 from data.remote.store import ShardFile
 

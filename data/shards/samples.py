@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from clipkit.errors import DataError
-from clipkit.files.tar import tar_files, tar_files_of
+from clipkit.files import tar_files, tar_files_of
 from data.captions import CaptionRule, Chosen, Selection
 from data.remote.cache import ShardCache
 from data.remote.store import RangedBytes, ShardFile, read_range

@@ -15,8 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import IMAGE_SUFFIXES, expand_braces, match_wildcards, path_order
-from clipkit.files.terminal import counted
+from clipkit.files import IMAGE_SUFFIXES, counted, expand_braces, match_wildcards, path_order
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote import store
 from data.remote.store import HUB_FORM, ShardFile, Unreachable, is_remote, shown

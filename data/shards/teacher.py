@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.inference.inputs import readable
+from clipkit.inference import readable
 from data.captions import TEXT
 from data.order import hashed
 from data.remote.store import ShardFile

@@ -23,8 +23,7 @@ from typing import Any
 import webdataset
 
 from clipkit.errors import DataError
-from clipkit.files.atomic import sync
-from clipkit.files.patterns import IMAGE_EXTENSIONS
+from clipkit.files import IMAGE_EXTENSIONS, sync
 
 __all__ = ["DatasetWriter", "Record"]
 

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Never
 import msgspec
 
 from clipkit.errors import DataError, nearest
-from clipkit.files.open_clip import prompt_list
-from clipkit.files.terminal import counted
+from clipkit.files import counted, prompt_list
 from eval.datasets.dataset import SPLITS
 from eval.metrics import METRICS, metric_of
 from eval.tasks import TASKS

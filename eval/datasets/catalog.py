@@ -7,7 +7,7 @@ from functools import cache
 import msgspec
 
 from clipkit.errors import DataError, nearest
-from clipkit.files.terminal import counted
+from clipkit.files import counted
 from eval.datasets.card import DATASETS, Card, Published, read_card
 from eval.datasets.dataset import TEST, some
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.model.zero_shot import fill_template
+from clipkit.model import fill_template
 
 __all__ = [
     "DEFAULT_TEMPLATES",

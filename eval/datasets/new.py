@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.terminal import printable
+from clipkit.files import printable
 from eval.datasets.card import Card, MetricKind, Prompts
 from eval.datasets.dataset import SPLITS, TEST, EvalDataset, NoSplit, some
 from eval.datasets.targets import OWN_CARD

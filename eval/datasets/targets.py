@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files.patterns import user_path
-from clipkit.files.terminal import counted
+from clipkit.files import counted, user_path
 from data.corpora.builtin import BUILTIN
 from data.remote.store import Unreachable, is_remote, shown
 from eval.datasets.card import Card, MetricKind, read_card

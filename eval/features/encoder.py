@@ -25,12 +25,16 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.files.atomic import FileLock
-from clipkit.files.traits import NO_TRAITS, TraitCounts, Traits
-from clipkit.formats.checkpoint import model_hash
-from clipkit.model.preprocess import eval_pixels, pixels_and_traits
-from clipkit.model.probes import image_representations, layer_count
-from clipkit.model.zero_shot import encode_prompts, evaluating
+from clipkit.files import NO_TRAITS, FileLock, TraitCounts, Traits
+from clipkit.formats import model_hash
+from clipkit.model import (
+    encode_prompts,
+    eval_pixels,
+    evaluating,
+    image_representations,
+    layer_count,
+    pixels_and_traits,
+)
 from eval.datasets.dataset import EvalDataset
 from eval.features.image_models import ImageModel, no_text_tower
 from eval.features.store import DIGEST_BYTES, FeatureTable, digest_of

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError, nearest
-from clipkit.files.hub import from_hub
-from clipkit.model import Architecture, BagOfWords, TimmVision
-from clipkit.model.preprocess import Preprocess
-from clipkit.model.tokenizer import tokenizer_of
+from clipkit.files import from_hub
+from clipkit.model import Architecture, BagOfWords, Preprocess, TimmVision, tokenizer_of
 
 __all__ = ["TIMM", "CroppedPreprocess", "ImageModel", "load_image_model", "no_text_tower"]
 

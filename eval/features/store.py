@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.atomic import FileLock, replacing, write_atomic
+from clipkit.files import FileLock, replacing, write_atomic
 
 __all__ = ["DIGEST_BYTES", "PIECE", "FeatureTable", "chosen_rows", "digest_of", "map_rows", "release"]
 

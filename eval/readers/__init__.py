@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError, nearest
-from clipkit.files.patterns import user_path
+from clipkit.files import user_path
 from data.corpora.builtin import BUILTIN, built_in
 from data.remote.store import is_remote, shown
 from eval.datasets.dataset import TEST, EvalDataset

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files.terminal import counted
+from clipkit.files import counted
 from data.remote.store import is_remote
 from eval.datasets.dataset import TEST, EvalDataset, some
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import IMAGE_EXTENSIONS
+from clipkit.files import IMAGE_EXTENSIONS
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, NoSplit, some
 from eval.readers.files import (
     ACCEPTED,

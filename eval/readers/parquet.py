@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import IMAGE_EXTENSIONS, name_order
-from clipkit.files.terminal import shown
+from clipkit.files import IMAGE_EXTENSIONS, name_order, shown
 from data.remote.cache import shard_cache
 from data.remote.store import ShardFile, Unreachable
 from eval.datasets.dataset import TEST, EvalDataset, Images, NoSplit, some

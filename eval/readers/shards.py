@@ -37,9 +37,15 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.patterns import IMAGE_EXTENSIONS, name_order
-from clipkit.files.tar import Content, FileContent, sample_name, tar_files_of
-from clipkit.files.terminal import counted
+from clipkit.files import (
+    IMAGE_EXTENSIONS,
+    Content,
+    FileContent,
+    counted,
+    name_order,
+    sample_name,
+    tar_files_of,
+)
 from data.captions import CaptionRule, Selection, is_utf8
 from data.remote.cache import shard_cache
 from data.remote.store import ShardFile, Unreachable, is_remote

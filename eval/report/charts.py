@@ -16,7 +16,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from clipkit.files.pages import templates
+from clipkit.files import templates
 from eval.results.records import Thumbnail
 
 __all__ = [

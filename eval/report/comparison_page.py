@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from markupsafe import Markup
 
 from clipkit.errors import DataError
-from clipkit.files.pages import write_page
+from clipkit.files import write_page
 from eval.datasets.dataset import TEST, some
 from eval.features.image_models import TIMM
 from eval.report.charts import (

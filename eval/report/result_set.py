@@ -13,9 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from clipkit.errors import DataError
-from clipkit.files.terminal import counted
-from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
-from clipkit.model.flops import image_flops
+from clipkit.files import counted
+from clipkit.model import ARCHITECTURES, QUICKGELU, image_flops
 from eval.datasets.dataset import some
 from eval.results.records import finite, whole
 from eval.results.scores import Record, read_records, text_of

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError
-from clipkit.files.pages import write_page
-from clipkit.files.terminal import without_secrets
+from clipkit.files import without_secrets, write_page
 from eval.datasets.dataset import TEST
 from eval.report.charts import (
     TEMPLATES,

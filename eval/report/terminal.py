@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from clipkit.files.terminal import printable
+from clipkit.files import printable
 from eval.compare import LEVEL, Difference, ModelComparison
 from eval.report.tables import (
     PLAIN,

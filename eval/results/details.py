@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.model.zero_shot import fill_template
+from clipkit.model import fill_template
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import (
     calibration_bins,
@@ -428,7 +428,7 @@ def _thumbnail(dataset: EvalDataset, number: int, alt: str) -> Thumbnail:
     """Shrink an image; without content if it can no longer be read or does not decode."""
     from PIL import Image
 
-    from clipkit.files.decode import decode_image
+    from clipkit.files import decode_image
 
     try:
         image = Image.fromarray(decode_image(dataset.images.read(number)))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.atomic import write_atomic
+from clipkit.files import write_atomic
 from eval.datasets.dataset import TEST
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.files.terminal import counted
+from clipkit.files import counted
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.features.encoder import dtype_name
 from eval.results.records import finite, json_lines, whole

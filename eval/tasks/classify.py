@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files.terminal import counted
-from clipkit.model.zero_shot import indistinguishable_classes, token_numbers
+from clipkit.files import counted
+from clipkit.model import indistinguishable_classes, token_numbers
 from eval.datasets.dataset import EvalDataset, labels_of, some
 from eval.metrics import METRICS, Answers, metric_of
 from eval.results.details import zero_shot_details

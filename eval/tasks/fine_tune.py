@@ -31,13 +31,9 @@ from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.files.atomic import FileLock, write_atomic
-from clipkit.files.decode import decode_image
-from clipkit.formats.checkpoint import latest_checkpoint, model_hash, save_model, step_of
-from clipkit.model.architectures import ARCHITECTURES, QUICKGELU
-from clipkit.model.clip import CLIP
-from clipkit.model.names import architecture
-from clipkit.model.zero_shot import with_class_head
+from clipkit.files import FileLock, decode_image, write_atomic
+from clipkit.formats import latest_checkpoint, model_hash, save_model, step_of
+from clipkit.model import ARCHITECTURES, CLIP, QUICKGELU, architecture, with_class_head
 from data.remote.cache import cache_folder
 from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.terminal import counted
-from clipkit.model.probes import layer_count
+from clipkit.files import counted
+from clipkit.model import layer_count
 from eval.datasets.dataset import EvalDataset, NoSplit, labels_of, some
 from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
 from eval.results.details import prediction_details

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, functional
 
@@ -17,8 +16,7 @@ from clipkit.errors import DataError
 from clipkit.files.decode import Decoded, decode_file, decode_image
 from clipkit.files.traits import Decoding, Traits
 from data.augment import Augmentation, _crop, empty_batch, random_of, training_pixels
-from tests.clipkit.made_pictures import PICTURES, encoded, scene
-from tests.clipkit.made_pictures import picture as picture_file
+from tests.clipkit.made_pictures import PICTURES, encoded, picture as picture_file, scene
 
 sides = st.integers(1, 3000)
 scales = st.floats(0.01, 1.0)

@@ -6,8 +6,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from data.order import hashed, key, permuted
 

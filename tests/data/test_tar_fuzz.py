@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import webdataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import clipkit.files.tar
 from clipkit.errors import DataError

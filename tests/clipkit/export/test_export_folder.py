@@ -15,8 +15,7 @@ import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.export import EXPORTS, export
-from clipkit.export import write as exporting
+from clipkit.export import EXPORTS, export, write as exporting
 from clipkit.export.model_card import KnownScore, Source, source_of
 from clipkit.export.write import run
 from clipkit.formats.checkpoint import model_hash, save_model

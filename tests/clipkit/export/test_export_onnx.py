@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 import clipkit
-from clipkit.export import export
-from clipkit.export import onnx as export_onnx
+from clipkit.export import export, onnx as export_onnx
 from clipkit.export.checks import normalized
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import batch_of

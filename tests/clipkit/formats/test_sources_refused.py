@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import clipkit
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from clipkit.errors import ConfigError

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from clipkit.model.clip import CLIP
 from clipkit.model.resample import fit_positions, fitted_grid, smooth_grid

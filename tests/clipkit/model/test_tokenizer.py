@@ -12,8 +12,7 @@ from typing import Any
 import ftfy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.model import tokenizer

@@ -4,15 +4,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import clipkit.objectives.tiles
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.distill import distillation_loss
-from tests.clipkit.plain_losses import compare, error, gradients, ours, plain
-from tests.clipkit.plain_losses import given as given_batch
+from tests.clipkit.plain_losses import compare, error, given as given_batch, gradients, ours, plain
 
 
 @settings(deadline=None, max_examples=60)

@@ -5,8 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import clipkit.objectives.tiles
 from clipkit.objectives.clip import in_batch_recall

@@ -8,14 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import clipkit.objectives.tiles
 from clipkit.objectives.clip import clip_loss
-from tests.clipkit.plain_losses import LOSSES, compare, ours, plain
-from tests.clipkit.plain_losses import given as given_batch
+from tests.clipkit.plain_losses import LOSSES, compare, given as given_batch, ours, plain
 
 
 def features(

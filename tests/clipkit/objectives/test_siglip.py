@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from clipkit.objectives.siglip import siglip_loss
-from tests.clipkit.plain_losses import error, gradients
-from tests.clipkit.plain_losses import given as given_batch
+from tests.clipkit.plain_losses import error, given as given_batch, gradients
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])

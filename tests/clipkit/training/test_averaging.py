@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import CheckpointError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower

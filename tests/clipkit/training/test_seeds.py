@@ -2,8 +2,7 @@
 
 from itertools import pairwise, product
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from clipkit.training.step import seed_of, seeds_of
 

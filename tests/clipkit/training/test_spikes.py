@@ -1,7 +1,6 @@
 """Which gradients are far above the usual, and what is usual."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from clipkit.training.guards import is_spike, next_usual
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from clipkit.training.metrics import PHASES, Stopwatch
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import DataError
@@ -24,8 +23,7 @@ from clipkit.files.patterns import IMAGE_EXTENSIONS
 from data.remote.cache import cache_folder
 from data.remote.store import ShardFile
 from data.shards import index
-from data.shards.index import CAPTION, IMAGE, LABEL, META, ShardIndex
-from data.shards.index import index_shard as index_file
+from data.shards.index import CAPTION, IMAGE, LABEL, META, ShardIndex, index_shard as index_file
 
 FORMATS = {"gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT, "ustar": tarfile.USTAR_FORMAT}
 COLUMNS = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}

@@ -12,8 +12,7 @@ import pytest
 
 from clipkit.errors import DataError
 from data.remote.store import ShardFile
-from data.shards.index import ShardIndex
-from data.shards.index import index_shard as index_file
+from data.shards.index import ShardIndex, index_shard as index_file
 
 MANY = [
     (f"{number}.{kind}", random.Random(number).randbytes(1500))

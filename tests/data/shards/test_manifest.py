@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import DataError
 from data.captions import CaptionRule, Filter, Selection

@@ -14,8 +14,7 @@ import webdataset
 
 from clipkit.errors import DataError
 from data.remote.store import ShardFile
-from data.shards import samples as open_shard
-from data.shards import samples as shards_module
+from data.shards import samples as open_shard, samples as shards_module
 from data.shards.samples import Sample, Shards
 from data.shards.sources import find_shards
 from data.shards.writer import DatasetWriter, Record

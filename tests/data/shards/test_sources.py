@@ -7,8 +7,7 @@ from pathlib import Path
 import braceexpand
 import pytest
 import webdataset
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from clipkit.errors import DataError
 from clipkit.files import patterns

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn

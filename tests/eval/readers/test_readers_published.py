@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 
 from clipkit.errors import DataError
@@ -24,8 +23,7 @@ from data.remote import transfer
 from data.remote.transfer import Patience, Unreachable
 from eval.datasets.dataset import EvalDataset, NoSplit
 from eval.datasets.targets import find_suites
-from eval.readers import find_published, open_dataset
-from eval.readers import shards as places
+from eval.readers import find_published, open_dataset, shards as places
 from eval.readers.files import read_text_file
 from eval.readers.shards import address_of, array_of
 from tests.data.remote import servers

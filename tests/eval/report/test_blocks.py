@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from eval.datasets.dataset import EvalDataset
 from eval.report.charts import Thumbnails

@@ -3,8 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from eval.report.charts import Bar, Dot, difference_bars, downsample, figure, number, scatter, signed, smooth
 

@@ -4,8 +4,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pyarrow import parquet as pq
 from torch import Tensor
 

@@ -1,0 +1,78 @@
+from .atomic import (
+    FileLock as FileLock,
+    replacing as replacing,
+    sync as sync,
+    write_atomic as write_atomic,
+)
+from .decode import (
+    decode_file as decode_file,
+    decode_image as decode_image,
+    decode_jpeg as decode_jpeg,
+    jpeg_orientation as jpeg_orientation,
+    jpeg_size as jpeg_size,
+    open_image as open_image,
+    pillow_errors as pillow_errors,
+    plain_jpeg_size as plain_jpeg_size,
+    upright_array as upright_array,
+)
+from .hub import (
+    from_hub as from_hub,
+)
+from .open_clip import (
+    prompt_list as prompt_list,
+)
+from .pages import (
+    templates as templates,
+    write_page as write_page,
+)
+from .patterns import (
+    IMAGE_EXTENSIONS as IMAGE_EXTENSIONS,
+    IMAGE_SUFFIXES as IMAGE_SUFFIXES,
+    expand_braces as expand_braces,
+    match_wildcards as match_wildcards,
+    name_order as name_order,
+    path_order as path_order,
+    user_path as user_path,
+)
+from .splitmix import (
+    MASK as MASK,
+    STEP as STEP,
+    mix as mix,
+    mix_array as mix_array,
+)
+from .table import (
+    SUFFIXES as SUFFIXES,
+    Row as Row,
+    Table as Table,
+    safe_cell as safe_cell,
+)
+from .tar import (
+    Content as Content,
+    FileContent as FileContent,
+    TruncatedError as TruncatedError,
+    sample_name as sample_name,
+    tar_files as tar_files,
+    tar_files_of as tar_files_of,
+)
+from .terminal import (
+    CountProgress as CountProgress,
+    counted as counted,
+    printable as printable,
+    shown as shown,
+    size_of as size_of,
+    without_secrets as without_secrets,
+)
+from .traits import (
+    NO_TRAITS as NO_TRAITS,
+    ORIENTATION_TAG as ORIENTATION_TAG,
+    Color as Color,
+    Decoding as Decoding,
+    TraitCounts as TraitCounts,
+    Traits as Traits,
+    color_of as color_of,
+    flattened as flattened,
+    hex_of as hex_of,
+    is_transparent as is_transparent,
+    orientation_of as orientation_of,
+    upright_image as upright_image,
+)

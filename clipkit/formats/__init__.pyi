@@ -1,0 +1,11 @@
+from .checkpoint import (
+    is_complete as is_complete,
+    latest_checkpoint as latest_checkpoint,
+    model_hash as model_hash,
+    resolve_checkpoint as resolve_checkpoint,
+    save_model as save_model,
+    step_of as step_of,
+)
+from .open_clip import (
+    newest_epoch as newest_epoch,
+)

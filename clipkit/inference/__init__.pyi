@@ -1,0 +1,3 @@
+from .inputs import (
+    readable as readable,
+)

@@ -1,0 +1,56 @@
+from .architectures import (
+    ARCHITECTURES as ARCHITECTURES,
+    QUICKGELU as QUICKGELU,
+    Architecture as Architecture,
+    BagOfWords as BagOfWords,
+    ClassTable as ClassTable,
+    ImageArchitecture as ImageArchitecture,
+    TextArchitecture as TextArchitecture,
+    TextTower as TextTower,
+    VisionTower as VisionTower,
+)
+from .clip import (
+    CLIP as CLIP,
+)
+from .flops import (
+    counted_flops as counted_flops,
+    image_flops as image_flops,
+)
+from .library_towers import (
+    OpenClipText as OpenClipText,
+    OpenClipVision as OpenClipVision,
+    TimmVision as TimmVision,
+    TransformersText as TransformersText,
+)
+from .names import (
+    architecture as architecture,
+)
+from .preprocess import (
+    Preprocess as Preprocess,
+    eval_pixels as eval_pixels,
+    pixels_and_traits as pixels_and_traits,
+)
+from .probes import (
+    image_representations as image_representations,
+    layer_count as layer_count,
+)
+from .tokenizer import (
+    CONTEXT_LENGTH as CONTEXT_LENGTH,
+    END_OF_TEXT as END_OF_TEXT,
+    MAX_CHARACTERS as MAX_CHARACTERS,
+    ClassTokenizer as ClassTokenizer,
+    ClipTokenizer as ClipTokenizer,
+    tokenize as tokenize,
+    tokenizer_of as tokenizer_of,
+)
+from .zero_shot import (
+    encode_prompts as encode_prompts,
+    evaluating as evaluating,
+    fill_template as fill_template,
+    indistinguishable_classes as indistinguishable_classes,
+    token_numbers as token_numbers,
+    with_class_head as with_class_head,
+)
+
+IMAGE_TOWERS: dict[str, type[ImageArchitecture]]
+TEXT_TOWERS: dict[str, type[TextArchitecture]]
