@@ -12,8 +12,8 @@ mate-backgrounds). Each round measures, in alternating order and in CPU seconds 
     clipkit     ``data.loader.Loader`` without workers, the same kind of crop; uint8 batches
     scaled      the same with ``scaled_decode``
 
-Neither side tokenizes. Ratios are medians over rounds. Bounds: clipkit cannot be faster than libjpeg-turbo
-decodes, so the CPU time of decoding alone is also measured, and that of resizing alone (torch).
+Neither side tokenizes. Ratios are medians over rounds. Bounds: clipkit cannot be faster than libjpeg-turbo, so the
+CPU time of decoding alone is also measured, and that of resizing alone (torch).
 
 The effect of scaled decoding on pixels is measured on square photographs, resized to 1024 and 2048 pixels if
 they are large enough (otherwise four are tiled): the mean absolute difference of levels in 0-255 and the PSNR
@@ -120,7 +120,7 @@ def write_shards(folder: Path, photos: Sequence[Image.Image], size: int) -> tupl
 
 
 @cache
-def open_clips_data() -> Any:
+def open_clip_data() -> Any:
     """Import open_clip's training data module."""
     if find_spec("pandas") is None:  # imported by open_clip, but only used for tables
         sys.modules["pandas"] = ModuleType("pandas")
@@ -133,7 +133,7 @@ def open_clips_data() -> Any:
     return data
 
 
-def open_clips(folder: Path, count: int, image_size: int) -> Iterator[Tensor]:
+def open_clip_batches(folder: Path, count: int, image_size: int) -> Iterator[Tensor]:
     options = Namespace(
         train_data=str(folder / f"{{00000..{SHARDS - 1:05d}}}.tar"),
         train_num_samples=count,
@@ -147,14 +147,14 @@ def open_clips(folder: Path, count: int, image_size: int) -> Iterator[Tensor]:
     zeros = torch.zeros(1, TOKENS, dtype=torch.long)
     transform = open_clip.image_transform(image_size, is_train=True)
     loader = (
-        open_clips_data()
+        open_clip_data()
         .get_wds_dataset(options, transform, is_train=True, tokenizer=lambda _: zeros)
         .dataloader
     )
     return (images for images, _ in loader)
 
 
-def clipkits(folder: Path, count: int, image_size: int, *, scaled: bool) -> Iterator[Tensor]:
+def clipkit_batches(folder: Path, count: int, image_size: int, *, scaled: bool) -> Iterator[Tensor]:
     shards = Shards.of([ShardFile.at(path) for path in sorted(folder.glob("*.tar"))])
     loader = Loader(
         shards=shards,
@@ -210,8 +210,8 @@ def measure(folder: Path, photos: Sequence[Image.Image], size: int, options: Nam
 
     def batches(name: str) -> Iterator[Tensor]:
         if name == "open_clip":
-            return open_clips(folder, count, side)
-        return clipkits(folder, count, side, scaled=name == "scaled")
+            return open_clip_batches(folder, count, side)
+        return clipkit_batches(folder, count, side, scaled=name == "scaled")
 
     for name in NAMES:
         next(batches(name))  # one-time initialization
@@ -245,7 +245,7 @@ def measure(folder: Path, photos: Sequence[Image.Image], size: int, options: Nam
 
 
 def whole_squares(photos: dict[str, Image.Image], size: int) -> dict[str, Image.Image]:
-    """Center squares of photographs that are large enough; otherwise mosaics of four of half the size."""
+    """Return center squares of photographs that are large enough; otherwise mosaics of four at half the size."""
     whole = {}
     for name, photo in photos.items():
         side = min(photo.size)

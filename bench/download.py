@@ -4,12 +4,12 @@
 
 img2dataset needs an environment of its own (``VENV/bin/pip install img2dataset 'setuptools<81'``). Images are crops
 of scikit-learn's two photographs with sides of 200 to 1,000 pixels. About a tenth of the URLs fail: 404, 503, 429
-with Retry-After above a rate, truncated, slow, too large, not an image, and redirect loops. Both programs
+with Retry-After above a rate, truncated, slow, too large or non-image responses, and redirect loops. Both programs
 use 64 connections, a timeout of 10 s, two retries, a shorter side of 256 pixels and JPEG quality 95.
 
-Reports images per second of each, which URLs only one of them kept, and for clipkit also: whether shards are
-identical after ``--kills`` times ``kill -9``, whether an image is lost or stored twice, and the bound, the rate of
-decoding, resizing and encoding alone with two threads.
+Reports images per second of each, and the URLs that only one of them stored. For clipkit, also reports whether
+shards are identical after ``kill -9`` is sent ``--kills`` times, whether an image is lost or stored twice, and a
+bound: the rate of decoding, resizing and encoding alone with two threads.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def make_images(folder: Path, count: int) -> None:
 
 
 def write_table(path: Path, count: int) -> None:
-    """Write URLs and captions; every fault has its number of rows per 20,000, in random order."""
+    """Write URLs and captions in random order; ``FAULTS`` has the number of rows of each fault per 20,000."""
     kinds = [kind for kind, number in FAULTS.items() for _ in range(max(1, number * count // 20_000))]
     kinds += ["img"] * (count - len(kinds))
     random.Random(1).shuffle(kinds)
@@ -101,7 +101,7 @@ def write_table(path: Path, count: int) -> None:
 
 
 class Cut(socketserver.StreamRequestHandler):
-    """Answer with half of the body that was promised."""
+    """Send only half of the announced body."""
 
     def handle(self) -> None:
         while self.rfile.readline().strip():
@@ -128,7 +128,7 @@ def theirs(program: str, table: Path, out: Path, shard: int) -> list[str]:
 
 
 def timed(command: list[str]) -> float:
-    """Run a command; return seconds."""
+    """Run a command and return its duration in seconds."""
     began = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.monotonic() - began
@@ -162,7 +162,7 @@ def bound(folder: Path) -> float:
 
 
 def killed(command: list[str], kills: int, seconds: float) -> int:
-    """Run a command until it ends, after killing it at random moments; return how often it was killed."""
+    """Kill a command at random moments, then run it to completion; return how often it was killed."""
     draw = random.Random(2)
     for number in range(kills):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

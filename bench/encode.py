@@ -7,8 +7,8 @@ affect all of them:
 
     forward    the forward passes alone, on batches in memory, one after the other on all cores
     one_core   the same, but one batch per core, as ``clipkit encode`` computes them
-    encode     everything: lists the folder, reads, decodes and preprocesses JPEG files, computes the same batches,
-               writes and syncs embeddings and metadata
+    encode     the complete command: lists the folder, reads, decodes and preprocesses JPEG files, computes the same
+               batches, writes and syncs embeddings and metadata
 
 The model is loaded in advance. Ratios are medians over rounds of the time of encode relative to each of the
 others.
@@ -82,7 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     model = clipkit.create(options.model, seed=0).eval()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "pictures"
+        folder = Path(scratch) / "images"
         folder.mkdir()
         paths = make_images(folder, options.pictures, options.size)
         measure(options, model, paths, Path(scratch))

@@ -1,4 +1,4 @@
-"""Compare the cost of evaluation with CLIP_benchmark on the same machine, and count what is encoded twice.
+"""Compare the cost of evaluation with CLIP_benchmark on the same machine, and count repeated encoding.
 
     python -m bench.evaluation [--only classifier three_tasks counted memory] [--pictures 600] [--rounds 1]
 
@@ -7,7 +7,7 @@
                  tower's block for the same number of tokens
     three_tasks  zero-shot, linear probe and retrieval on one dataset, as complete commands: one of clipkit,
                  three of CLIP_benchmark, each with and without the time of its imports
-    counted      images and prompts that are encoded for five datasets which share classes or images
+    counted      images and prompts encoded for five datasets that share classes or images
     memory       the metrics of 1,000,000 images in 1,000 classes, and retrieval among 100,000 pairs, computed
                  by the tasks on synthetic features that are memory-mapped from disk
 
@@ -72,19 +72,19 @@ def alternating(rounds: int, sides: dict[str, Callable[[int], object]]) -> Row:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its finished child processes."""
+    """Return the CPU seconds of this process and of its finished child processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def ratios(own: Sequence[float], reference: Sequence[float]) -> Row:
-    """Median, lowest and highest ratio of the reference's time to clipkit's."""
+    """Return median, lowest and highest ratio of the reference's time to clipkit's."""
     each = [b / a for a, b in zip(own, reference, strict=True)]
     return {"ratio": statistics.median(each), "least": min(each), "greatest": max(each)}
 
 
 def clip_benchmark() -> Any:
-    """CLIP_benchmark's command-line module, patched for NumPy 2.4 and to run its linear probe on a CPU."""
+    """Return CLIP_benchmark's command-line module, patched for NumPy 2.4 and to run its linear probe on a CPU."""
     from clip_benchmark import cli  # type: ignore[import-untyped]
 
     class Cuda(str):
@@ -151,7 +151,7 @@ def classifier(options: argparse.Namespace) -> Row:
 
 
 def bound(model: clipkit.CLIP, prompts: list[str], seconds: float) -> Row:
-    """Fraction of our time in matrix products, and in tokenizing prompts that were not seen before."""
+    """Return the fractions of clipkit's time in matrix products and in tokenizing unseen prompts."""
     shape = model.architecture
     _, text = shape.own_towers()
     began = time.perf_counter()
@@ -256,7 +256,7 @@ def three_tasks(options: argparse.Namespace) -> Row:
 
 
 def one_side(side: str, arguments: list[str]) -> None:
-    """Run one command; the last printed line is its duration in seconds without imports."""
+    """Run one command; the last line printed is its duration in seconds without imports."""
     if side == "clipkit":
         from eval.__main__ import main
 
@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="rounds of three_tasks; classifier runs two more"
+        "--rounds", type=int, default=1, help="rounds of three_tasks; classifier runs two additional ones"
     )
     parser.add_argument("--classes", type=int, default=8, help="classes per round of classifier")
     parser.add_argument(

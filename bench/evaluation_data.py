@@ -32,12 +32,12 @@ FAMILY = {
 
 
 def templates(count: int) -> list[str]:
-    """The first ``count`` of OpenAI's templates for ImageNet."""
+    """Return the first ``count`` of OpenAI's templates for ImageNet."""
     return [template("{c}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES[:count]]
 
 
 def photo(number: int, label: int, side: int | None = None) -> bytes:
-    """A JPEG with sides of 256 to 500 pixels: a crop of a photograph, tinted with the color of its class."""
+    """Return a JPEG with sides of 256 to 500 pixels: a crop of a photograph, tinted with the color of its class."""
     from sklearn.datasets import load_sample_images
 
     draw = np.random.default_rng(number)
@@ -56,7 +56,7 @@ def photo(number: int, label: int, side: int | None = None) -> bytes:
 
 
 def sentence(draw: random.Random) -> str:
-    """8 to 13 words, about the length of human captions of photographs."""
+    """Return 8 to 13 words, about the length of human captions of photographs."""
     return " ".join(draw.choices(WORDS, k=draw.randint(8, 13)))
 
 
@@ -105,7 +105,7 @@ def publish_family(place: Path) -> dict[str, int]:
 
 
 def tiny_twins() -> tuple[CLIP, Any, Any, Any]:
-    """A clipkit model, open_clip's model with the same weights, and open_clip's transform and tokenizer."""
+    """Return a clipkit model, open_clip's model with the same weights, and open_clip's transform and tokenizer."""
     shape = Architecture(
         embed_dim=16,
         vision=VisionTower(image_size=32, patch_size=16, width=32, layers=1, heads=2),

@@ -28,10 +28,10 @@ from eval.features.encoder import ImageFeatures
 from eval.features.store import FeatureTable, digest_of
 from eval.tasks import TASKS, Options
 
-__all__ = ["MadeUp", "peak_of"]
+__all__ = ["SyntheticSubject", "peak_of"]
 
 
-class Pictures:
+class RepeatedImage:
     """``count`` samples, all with the same small image."""
 
     def __init__(self, count: int) -> None:
@@ -55,8 +55,8 @@ class Pictures:
         return self.fingerprint()
 
 
-class MadeUp:
-    """A model and a dataset as tasks use them, with synthetic features in the store.
+class SyntheticSubject:
+    """A model and a dataset for a task, with synthetic features in the store.
 
     Args:
         place: folder for the store.
@@ -72,7 +72,7 @@ class MadeUp:
         self._columns = F.normalize(torch.randn(columns, dim, generator=generator), dim=1)  # (C, D)
         labels = torch.arange(rows) % columns
         table = FeatureTable(place, {"projected": dim})
-        for start in range(0, rows, 16_384):  # features of a model that is sometimes right
+        for start in range(0, rows, 16_384):  # features of a model that is correct for some images
             block = labels[start : start + 16_384]
             noise = torch.randn(len(block), dim, generator=generator)
             digests = [digest_of(b"%d" % number) for number in range(start, start + len(block))]
@@ -87,7 +87,7 @@ class MadeUp:
             name="made up",
             class_names=tuple(f"class {i}" for i in range(columns)) if classes else (),
             templates=DEFAULT_TEMPLATES,
-            images=Pictures(rows),
+            images=RepeatedImage(rows),
             labels=labels if classes else None,
             captions=None if classes else tuple((f"caption {i}",) for i in range(rows)),
             revision="",
@@ -115,7 +115,7 @@ def peak_of(task: str, rows: int, columns: int, dim: int) -> dict[str, Any]:
             peak[0] = max(peak[0], int(own.split()[1]) << 10)
 
     with tempfile.TemporaryDirectory(prefix="clipkit-bench-") as scratch:
-        subject: Any = MadeUp(Path(scratch), task, rows, columns, dim)
+        subject: Any = SyntheticSubject(Path(scratch), task, rows, columns, dim)
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         began = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Compare fine-tuning options: the quickstart's model on 1,000 digits, and how much it forgets of fonts.
+"""Compare fine-tuning options: the quickstart's model on 1,000 digits, and its loss of accuracy on fonts.
 
     python -m bench.finetuning [OPTION …] [--model runs/quickstart]
 
-Train ``configs/finetune.toml`` with its defaults and once with each option on the first 1,000 built-in
-digits, and evaluate zero-shot on the other 797 and on the unseen fonts that the model knew. One seed. Only
+Trains ``configs/finetune.toml`` with its defaults and once with each option on the first 1,000 built-in digits, and
+evaluates zero-shot on the other 797 and on the fonts that the quickstart is evaluated on. One seed. Only
 scores are recorded, no times.
 """
 

@@ -3,21 +3,20 @@
     python -m bench.gpu [--models ViT-B-32 ViT-L-14 ViT-B-16] [--parts right copies loss training]
                         [--minutes 8] [--out bench/results/gpu.json]
 
-Requires torch, torchvision, timm and this repository. It stays within ``--minutes``, except for a compilation
-in progress: each part has a fraction of the time, and results are written after each part. Steps run in one
+Requires torch, torchvision, timm and this repository. The run takes at most ``--minutes``, plus a compilation in
+progress: each part gets a fraction of the time, and results are written after each part. Steps run in one
 process on random images and captions of 16 tokens on average that are already on the GPU, and include the
 optimizer. Copies to the GPU are measured separately.
 
 * clipkit: bf16 autocast, compiled blocks, packed text, uint8 images normalized on the GPU, tiled float32
-  loss, fused AdamW; at the batch size beyond which doubling gains less than 2% or does not fit.
+  loss, fused AdamW; at the largest batch size that fits and is at least 2% faster than half of it.
 * plain: open_clip's formulation in bench/plain_clip.py: 77 padded tokens, an additive mask, separate products
   for queries, keys and values, float images, all tokens of the last block, two blocks of logits in bf16,
   torch's default AdamW; eager and compiled as a whole. At the same batch size, halved until it fits.
 * open_clip itself, if installed, unchanged.
 
-Rounds alternate, so that changes in GPU speed affect all. MFU counts the FLOPs of the mathematics
-(clipkit/model/flops.py), the same for all, relative to the measured rate of a matrix product and to the data
-sheet.
+Rounds alternate, so that changes in GPU speed affect all. MFU counts the FLOPs of the model without padding
+(clipkit/model/flops.py), the same for all, relative to the measured rate of a matrix product and to the data sheet.
 """
 
 import argparse
@@ -83,7 +82,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def seconds(self, work: Callable[[], object], times: int = 1) -> float:
-        """Seconds per call, from an idle device to an idle device."""
+        """Return the seconds per call, with synchronization before and after."""
         self.wait()
         began = time.perf_counter()
         for _ in range(times):
@@ -92,7 +91,7 @@ class Bench:
         return (time.perf_counter() - began) / times
 
     def most_memory(self, work: Callable[[], object]) -> int:
-        """Peak of additionally allocated bytes; 0 if the device does not report it."""
+        """Return the peak of additionally allocated bytes; 0 if the device does not report it."""
         if self.device.type != "cuda":
             work()
             return 0
@@ -104,7 +103,7 @@ class Bench:
 
 
 def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: int, ends: float) -> int:
-    """Find the batch size beyond which doubling gains nothing or does not fit, within the time limit."""
+    """Find the largest batch size that fits and is faster than half of it."""
     best, rate, rows, times = first, 0.0, first, 1 if bench.small else 3
     while bench.left() > ends:
         if (seconds := tried(bench, one, shape, rows, times)) is None:
@@ -118,7 +117,7 @@ def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: 
 
 
 def tried(bench: Bench, one: Contestant, shape: Architecture, rows: int, times: int = 1) -> float | None:
-    """Seconds of a step; None if out of memory."""
+    """Return the seconds per step; None if out of memory."""
     seconds, batch = None, None
     try:
         batch = make_batch(shape, rows, bench.device)
@@ -133,7 +132,7 @@ def tried(bench: Bench, one: Contestant, shape: Architecture, rows: int, times: 
 
 
 def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
-    """Measure one model: clipkit and the others in turns, for some seconds."""
+    """Measure one model: clipkit and the others in turns, for ``seconds``."""
     shape, ends = ARCHITECTURES[name], bench.left() - seconds
     backend = "eager" if bench.small else "inductor"  # inductor compiles too slowly for tests
     model = create(ARCHITECTURES[name], name=name, seed=0).to(bench.device).train()
@@ -169,7 +168,7 @@ def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
 def rounds(
     bench: Bench, contestants: list[Contestant], rows: dict[str, int], shape: Architecture, ends: float
 ) -> dict[str, Any]:
-    """Run steps in turns until the time is over, and summarize them."""
+    """Run steps in turns until the time limit, and summarize them."""
     made = {size: make_batch(shape, size, bench.device) for size in set(rows.values())}
     steps = {one.name: partial(one.step, made[rows[one.name]]) for one in contestants}
     memory, seconds = {}, {one.name: list[float]() for one in contestants}
@@ -212,7 +211,7 @@ def rates(bench: Bench, shape: Architecture, batch: Batch, seconds: float) -> di
 
 
 def copies(bench: Bench, rows: int) -> dict[str, float]:
-    """Seconds to copy a batch to the device: pinned uint8, and float32 from a loader without pinning."""
+    """Measure seconds to copy a batch to the device: pinned uint8, and float32 from a loader without pinning."""
     images = torch.randint(0, 256, (rows, 3, 224, 224), dtype=torch.uint8)
     floats = images.float()
     if bench.device.type == "cuda":
@@ -247,7 +246,7 @@ def both_passes(loss: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
 
 
 def expected(table: Sequence[dict[str, Any]], name: str, rows: int) -> float:
-    """Expected seconds: proportional to the square of the rows, from the last measurement."""
+    """Return the expected seconds: proportional to the square of the rows, from the last measurement."""
     timed = [one for one in table if isinstance(one.get(name), dict)]
     return timed[-1][name]["seconds"] * (rows / timed[-1]["rows"]) ** 2 if timed else 0.0
 

@@ -1,4 +1,4 @@
-"""Check the results of a device: each check is a difference from a reference and a limit.
+"""Check the results of a device: each check compares a difference from a reference with a limit.
 
 The reference is float64, the CPU, or a plain implementation of the same computation.
 """
@@ -147,7 +147,7 @@ def _largest(own: list[Any], reference: list[Any]) -> float:
 
 
 def _nvjpeg(device: torch.device) -> float | None:
-    """Mean difference of the decoders on a smooth image; None without nvJPEG."""
+    """Return the mean difference of the decoders on a smooth image; None without nvJPEG."""
     if device.type != "cuda":
         return None
     from torchvision.io import decode_jpeg, encode_jpeg

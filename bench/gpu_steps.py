@@ -63,7 +63,7 @@ class Contestant:
     optimizer: torch.optim.Optimizer
 
     def held(self) -> int:
-        """Bytes of the weights and the optimizer state."""
+        """Return the bytes of the weights and the optimizer state."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         tensors = (*self.model.parameters(), *self.model.buffers(), *states)
         return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
@@ -85,7 +85,7 @@ def clipkit_steps(model: CLIP) -> Contestant:
 
 
 def other_steps(name: str, model: nn.Module, run: Callable[..., Any]) -> Contestant:
-    """A plain step; ``run`` is the model or its compiled version."""
+    """Return a plain step; ``run`` is the model or its compiled version."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.lr)
 
     def step(batch: Batch) -> Tensor:
@@ -100,7 +100,7 @@ def other_steps(name: str, model: nn.Module, run: Callable[..., Any]) -> Contest
 
 
 def open_clip_steps(shape: Architecture, model: CLIP, device: torch.device) -> Contestant:
-    """A step of open_clip's model with the same weights."""
+    """Return a step of open_clip's model with the same weights."""
     import open_clip
 
     vision, text = shape.own_towers()
@@ -121,5 +121,5 @@ def open_clip_steps(shape: Architecture, model: CLIP, device: torch.device) -> C
 
 
 def _autocast(device: torch.device) -> torch.autocast:
-    """Autocast to bfloat16 on a GPU; most CPUs are slow in it."""
+    """Autocast to bfloat16 on a GPU; it is slow on most CPUs."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

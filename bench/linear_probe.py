@@ -35,12 +35,12 @@ RESULTS = Path(__file__).parent / "results"
 Split = tuple[Tensor, Tensor]
 
 
-def made_up(rows: int, width: int, classes: int, seed: int) -> tuple[Split, Split, Split]:
+def synthetic(rows: int, width: int, classes: int, seed: int) -> tuple[Split, Split, Split]:
     """Make training, validation (a fifth as many) and test rows with labels; every class occurs."""
     g = torch.Generator().manual_seed(seed)
     deviation = 1.0 / torch.arange(1, width + 1)
     deviation /= deviation.square().mean().sqrt()
-    turned = torch.linalg.qr(torch.randn(width, width, generator=g)).Q
+    rotation = torch.linalg.qr(torch.randn(width, width, generator=g)).Q
     mean = torch.randn(width, generator=g) * 0.3
     mean[:2] = 9.0
     centers = 0.5 * torch.randn(classes, width, generator=g)
@@ -48,13 +48,13 @@ def made_up(rows: int, width: int, classes: int, seed: int) -> tuple[Split, Spli
     def some(n: int) -> Split:
         labels = torch.cat([torch.arange(classes), torch.randint(classes, (n - classes,), generator=g)])
         features = (centers[labels] + torch.randn(n, width, generator=g)) * deviation
-        return features @ turned + mean, labels
+        return features @ rotation + mean, labels
 
     return some(rows), some(max(classes, rows // 5)), some(rows)
 
 
 def own(train: Split, val: Split, classes: int) -> tuple[float, Tensor, Tensor, float]:
-    """Run our sweep; return seconds, weights, biases, and C."""
+    """Run clipkit's sweep; return seconds, weights, biases, and C."""
     began = time.perf_counter()
     fit = sweep(Rows(train[0]), train[1], Rows(val[0]), val[1], classes).fit
     return time.perf_counter() - began, fit.weight, fit.bias, fit.C
@@ -84,7 +84,7 @@ def reference(train: Split, val: Split, options: dict[str, float]) -> tuple[floa
 
 
 def objective(weight: Tensor, bias: Tensor, split: Split, C: float) -> float:
-    """The objective that both minimize, in float64."""
+    """Return the objective that both minimize, in float64."""
     features, labels = split[0].double(), split[1]
     loss = torch.nn.functional.cross_entropy(features @ weight.T + bias, labels)
     return float(loss + weight.square().sum() / (2 * C * len(labels)))
@@ -120,8 +120,8 @@ def compare(train: Split, val: Split, test: Split, classes: int, *, exact: bool,
     return row
 
 
-def what_bounds_it(train: Split, classes: int) -> dict[str, float]:
-    """Seconds per evaluation, and of its two matrix products alone (the best of five)."""
+def measure_bounds(train: Split, classes: int) -> dict[str, float]:
+    """Measure the seconds per evaluation, and of its two matrix products alone (the best of five)."""
     problem = LogisticProblem(Rows(train[0]), train[1], classes)
     began = time.perf_counter()
     fit = problem.fit(1.0)
@@ -150,12 +150,12 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="also run scikit-learn with tol=1e-8")
     parser.add_argument("--out", type=Path, default=RESULTS / "linear_probe.json", help="output file")
     options = parser.parse_args()
-    train, val, test = made_up(options.rows, options.width, options.classes, options.seed)
+    train, val, test = synthetic(options.rows, options.width, options.classes, options.seed)
     rounds = []
     for turn in range(options.rounds):
         rounds.append(compare(train, val, test, options.classes, exact=options.exact, turn=turn))
         print(json.dumps(rounds[-1], indent=2), flush=True)
-    bounds = what_bounds_it(train, options.classes)
+    bounds = measure_bounds(train, options.classes)
     ratio = statistics.median(row["scikit-learn"]["our share of its time"] for row in rounds)
     print(f"\nthe sweep takes {ratio:.2f} of scikit-learn's time")
     print(", ".join(f"{name}: {value:.3g}" for name, value in bounds.items()))

@@ -4,7 +4,7 @@
 
 Each measurement is one forward and backward pass in a separate process on the same cores: float32 features
 with unit norm, one process, no accumulation. Memory is the peak resident size minus the resident size before
-the pass, so it includes the gradients of the features, which both compute.
+the pass, so it includes the gradients of the features.
 
 open_clip's ClipLoss computes both halves of the logits and stores them: six products of N × N × O. clipkit
 computes one half, and again in the backward pass: four products. SigLipLoss needs three, as does clipkit's,
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
-ON_PAPER = (65_536, 131_072, 262_144, 524_288, 1_048_576)
+EXTRAPOLATED_ROWS = (65_536, 131_072, 262_144, 524_288, 1_048_576)
 LOSSES = ("clip", "siglip")
 SIDES = ("clipkit", "open_clip")
 Row = dict[str, float]
@@ -102,7 +102,7 @@ def compare(name: str, rows: int, dim: int, rounds: int) -> Row:
     return row
 
 
-def carried_on(table: list[Row], dim: int) -> list[Row]:
+def extrapolate(table: list[Row], dim: int) -> list[Row]:
     """Extrapolate the measured slopes to more rows.
 
     Memory requires two measured sizes with more rows than a tile, time one.
@@ -129,18 +129,18 @@ def carried_on(table: list[Row], dim: int) -> list[Row]:
             "clipkit bytes": sum(slope * part for slope, part in zip(slopes, parts(rows), strict=True)),
             "open_clip bytes": last["open_clip bytes"] * (rows / last["rows"]) ** 2,
         }
-        for rows in ON_PAPER
+        for rows in EXTRAPOLATED_ROWS
     ]
 
 
-def show(name: str, table: list[Row], paper: list[Row]) -> None:
+def show(name: str, table: list[Row], further: list[Row]) -> None:
     """Print the table in Markdown."""
     print(f"\n{name}\n\n| rows | seconds | relative to open_clip | MiB | open_clip MiB | |")
     print("| ---: | ---: | ---: | ---: | ---: | --- |")
     for row in table:
         ratio = f"{row['time ratio']:.2f} ({row['least']:.2f} to {row['greatest']:.2f})"
         print(f"| {row['rows']:,} | {row['clipkit seconds']:.3g} | {ratio} | {_memory(row)} | measured |")
-    for row in paper:
+    for row in further:
         print(f"| {row['rows']:,} | {row['clipkit seconds']:,.0f} | – | {_memory(row)} | extrapolated |")
 
 
@@ -163,9 +163,9 @@ def main() -> None:
     losses = {}
     for name in options.loss:
         table = [compare(name, rows, options.dim, options.rounds) for rows in sorted(options.rows)]
-        paper = carried_on(table, options.dim)
-        show(name, table, paper)
-        losses[name] = {"measured": table, "extrapolated": paper}
+        further = extrapolate(table, options.dim)
+        show(name, table, further)
+        losses[name] = {"measured": table, "extrapolated": further}
     about = {"machine": platform.machine(), "threads": torch.get_num_threads(), "dim": options.dim}
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps({**about, "rounds": options.rounds, **losses}, indent=2) + "\n")

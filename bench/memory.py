@@ -2,7 +2,7 @@
 
     python -m bench.memory [--samples 3000] [--epochs 20] [--workers 2] [--image-size 64]
 
-Small JPEGs with captions and json in a few shards are read like in ``train.py``: one iteration over all
+Small JPEGs with captions and json in a few shards are read as in ``train.py``: one iteration over all
 batches of all epochs. After each epoch the proportional set size (shared pages are divided among the
 processes that share them) of this process and of each loader process is read from ``/proc``. Mapped files are
 excluded, because torch's libraries are shared with other programs on the machine. A line is fitted by least
@@ -39,7 +39,7 @@ from data.shards.sources import find_shards
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 50
-SETTLED = 3  # first epoch of the fit; before, caches and pools fill up
+SETTLED = 3  # first epoch of the fit; caches and pools fill up before
 VARIANTS = {
     "captions from files": Selection(),
     "captions from json, filtered": Selection(
@@ -75,7 +75,7 @@ def write_shards(folder: Path, samples: int, shards: int) -> None:
 
 
 def proportional(process: int) -> float:
-    """Proportional set size of a process in MiB, without mapped files."""
+    """Return the proportional set size of a process in MiB, without mapped files."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) / 1024
 

@@ -2,10 +2,9 @@
 
     python -m bench.options [OPTION …] [--out FOLDER]
 
-Train ``configs/quickstart.toml`` with its defaults and once with each option, one after the other, and read
-the scores of the last step. Interrupted runs resume. Scores are of one seed; they vary between seeds by 2
-points on handwriting and 5 on fonts (bench/README.md), so only larger differences are effects. Seconds depend
-on other load on the machine.
+Trains ``configs/quickstart.toml`` with its defaults and once with each option, and reads the scores of the last
+step. Interrupted runs resume. Scores are of one seed; they vary between seeds by 2 points on handwriting and 5 on
+fonts (bench/README.md), so only larger differences are effects. Seconds depend on other load on the machine.
 """
 
 import argparse

@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def resident() -> int:
-    """Private memory of this process in bytes."""
+    """Return the private memory of this process in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Private_Dirty:"):
             return int(line.split()[1]) * 1024
@@ -40,7 +40,7 @@ def resident() -> int:
 
 
 def one_manifest(shards: int, samples: int) -> Manifest:
-    """Manifest of nonexistent shards with about ``samples`` samples each."""
+    """Return a manifest of nonexistent shards with about ``samples`` samples each."""
     counts = np.random.default_rng(0).integers(samples - samples // 20, samples + samples // 20 + 1, shards)
     counts[-1] += shards * samples - counts.sum()  # so that the total is exact
     return Manifest(

@@ -24,7 +24,7 @@ from clipkit.model.names import from_open_clip, open_clip_config
 
 RESULTS = Path(__file__).with_name("results") / "parity_open_clip.json"
 # plain ViTs, ResNets, ConvNeXt, other backbones of timm, CoCa, EVA, SigLIP 1 and 2, MobileCLIP 1 and 2, CLIPA,
-# ViTamin, PE: those that open_clip can build without network access
+# ViTamin, PE: all that open_clip can build without network access
 FAMILIES = (
     "ViT-B-32", "ViT-B-16", "ViT-B-32-quickgelu", "ViT-L-14", "ViT-L-14-336", "ViT-B-16-plus-240", "ViT-M-16-alt",
     "ViT-S-32", "RN50", "RN50-quickgelu", "RN101", "RN50x4", "RN50x16", "convnext_tiny", "convnext_base_w",
@@ -94,7 +94,7 @@ def build_reference(config: Mapping[str, Any], *, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(**values).eval()
-        # layer scales start so small that towers would have no effect
+        # the initial layer scales are so small that towers would have almost no effect
         for parameter in model.parameters():
             if parameter.ndim == 1 and parameter.numel() > 1:
                 torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.1)

@@ -101,7 +101,7 @@ class PlainVision(nn.Module):
 
 
 class PlainCLIP(nn.Module):
-    """CLIP in open_clip's formulation; parameter names equal clipkit's, so that both load the same weights."""
+    """CLIP in open_clip's formulation; parameters are named as in clipkit, so that both load the same weights."""
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()

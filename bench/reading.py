@@ -1,6 +1,6 @@
 """Compare random access to a plain tar with streaming it.
 
-    python bench/reading.py [--samples 10000] [--bytes 20000] [--rounds 5]
+    python -m bench.reading [--samples 10000] [--bytes 20000] [--rounds 5]
 
 A shard like img2dataset's (jpg, txt and json) is in the page cache: one from webdataset's writer, with PAX
 headers, and one without them. Each round measures in turn, in samples per second of CPU time on one core:
@@ -55,7 +55,7 @@ def write_shard(path: Path, samples: int, size: int, *, pax: bool) -> None:
 
 
 def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
-    """The measured functions; each returns the number of samples it saw."""
+    """Return the measured functions; each returns the number of samples it processed."""
     shards = Shards.of([ShardFile.at(path)])
     order = list(range(samples))
     random.Random(1).shuffle(order)
@@ -87,7 +87,7 @@ def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
 
 
 def measure(path: Path, samples: int, rounds: int) -> dict[str, list[float]]:
-    """Samples per second of each function, by round."""
+    """Measure samples per second of each function, by round."""
     rates: dict[str, list[float]] = {}
     measured = times(path, samples)
     for turn in range(rounds + 1):
@@ -101,7 +101,7 @@ def measure(path: Path, samples: int, rounds: int) -> dict[str, list[float]]:
 
 
 def ratios(rates: dict[str, list[float]], own: str, reference: str) -> dict[str, float]:
-    """Median, lowest and highest ratio over rounds."""
+    """Return median, lowest and highest ratio over rounds."""
     each = [a / b for a, b in zip(rates[own], rates[reference], strict=True)]
     return {"median": statistics.median(each), "least": min(each), "greatest": max(each)}
 

@@ -1,9 +1,9 @@
-"""Compare the speed of a training step with open_clip's, with the same mathematics.
+"""Compare the speed of a training step with open_clip's, computing the same loss and gradients.
 
     python bench/train_step.py [--model ViT-B-32] [--batch-size 32] [--rounds 5]
 
 Both train the same weights on the same images and captions (16 tokens on average, including start and end),
-like their own trainers: open_clip with captions padded to 77, its loss and AdamW; clipkit with its loss and
+as their own trainers do: open_clip with captions padded to 77, its loss and AdamW; clipkit with its loss and
 AdamW. Steps alternate, so that changes in machine load affect both. Loss and gradients of one batch are
 compared first. Data loading is excluded. The ratio is a ratio of medians.
 
@@ -77,7 +77,7 @@ def clipkit_step(model: clipkit.CLIP, pairs: Pairs) -> tuple[Callable[[], Tensor
 
 
 def open_clip_step(model: Any, pairs: Pairs) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
-    """A step like open_clip's trainer: the same two parameter groups, AdamW with its defaults."""
+    """Return a step like open_clip's trainer: the same two parameter groups, AdamW with its defaults."""
     loss_of = open_clip.ClipLoss()
     plain = [p for name, p in model.named_parameters() if p.ndim < 2 or "logit_scale" in name]
     decayed = [p for name, p in model.named_parameters() if not (p.ndim < 2 or "logit_scale" in name)]
@@ -119,7 +119,7 @@ def gemm_rate() -> float:
 
 
 def useful_flops(shape: Architecture, tokens: Tensor) -> float:
-    """FLOPs of one forward and backward pass over the batch, with captions at their true length."""
+    """Return the FLOPs of one forward and backward pass over the batch, without padding."""
 
     def tower(width: int, layers: int, length: float) -> float:
         return layers * (24 * width**2 * length + 4 * width * length**2)

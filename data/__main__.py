@@ -1,4 +1,4 @@
-"""Make, pack, index and inspect datasets: ``python -m data COMMAND``."""
+"""Create, pack, download, index and inspect datasets: ``python -m data COMMAND``."""
 
 import argparse
 import json
@@ -33,18 +33,21 @@ if TYPE_CHECKING:
     from data.pack import PackReport
 
 SOURCES = """\
-SOURCE is what data.train takes: a folder, a tar, a brace pattern, a built-in
-dataset, or one of these at s3://, gs://, https:// or hf://."""
+SOURCE is any value that data.train accepts: a folder, a tar, a brace pattern,
+a built-in dataset, or a URL (s3://, gs://, https://, hf://)."""
 INDEX_TEXT = f"""\
-{SOURCES} The index is stored in
-the cache folder ($CLIPKIT_CACHE), not next to the data. Training indexes
-shards that have no index; this command does so in advance, on all cores.
+{SOURCES}
+
+The index is stored in the cache folder ($CLIPKIT_CACHE), not next to the data.
+Training indexes shards that have no index; this command does so in advance, on
+all cores.
 """
 INSPECT_TEXT = f"""\
-{SOURCES} Shards
-that training would refuse are reported and skipped. Of many shards, some are
-inspected, spread evenly. Settings of augmentation and decoding change the
-crops and the measured speed.
+{SOURCES}
+
+Shards that training would reject are reported and skipped. If there are many
+shards, an evenly spread subset is inspected. Augmentation and decoding settings
+change the crops and the measured speed.
 
   python -m data inspect pairs --html pairs.html
   python -m data inspect pairs data.crop_scale=0.4 data.color_jitter=0.4
@@ -54,14 +57,14 @@ crops and the measured speed.
 MAKE_TEXT = """\
   glyphs   characters from matplotlib's fonts, for training; some font
            families are held out as the test split
-  digits   8 x 8 handwritten digits (scikit-learn's), for evaluation only
-  icons    the icon themes installed on this machine, captions from their
-           names; one theme is held out as the test split
+  digits   8 x 8 handwritten digits from scikit-learn, for evaluation only
+  icons    icons of the themes installed on this machine, with captions from
+           their names; one theme is held out as the test split
 """
 SPEED_TEXT = f"""\
-Runs the loader of training without a model: it reads shards, decodes and crops
-images, tokenizes captions, and collates batches. Settings of augmentation and
-decoding may be given.
+Runs the training loader without a model: reads shards, decodes and crops
+images, tokenizes captions, and collates batches. Accepts augmentation and
+decoding settings.
 
 {SOURCES}
 
@@ -70,8 +73,8 @@ decoding may be given.
 """
 PACK_TEXT = """\
 The first line of the table names its columns. Paths are relative to the
-table's folder. Other columns become fields of the samples' json, for
-data.filters and data.captions in training (--fields selects some). Rows that
+table's folder. Other columns become fields of each sample's json, for
+data.filters and data.captions in training (--fields selects columns). Rows that
 cannot be used (a missing file, a broken image, an empty caption) are counted
 and listed in OUT/bad_rows.jsonl.
 
@@ -79,16 +82,16 @@ and listed in OUT/bad_rows.jsonl.
   python -m data pack photos.csv photos --test 0.1
   python -m data pack table.parquet out --image-column file --caption-column alt
 
-With --test, train on one split and evaluate on the other with
+With --test, train on one split and evaluate on the other:
   python train.py data.train=photos eval.data=photos
 """
 
 DOWNLOAD_TEXT = """\
 TABLE is a .csv, .tsv, .jsonl or .parquet file, or a folder of them, with a
-column of URLs. OUT gets WebDataset shards in img2dataset's layout, which
-data.train and other programs read. The same command continues a download that
-was interrupted. Hosts on private networks are refused, and images that their
-server marks as noai.
+column of URLs. Writes WebDataset shards in img2dataset's layout to OUT, for
+data.train and other programs. Run the same command again to resume an
+interrupted download. Hosts with private addresses and images that their server
+marks as noai are skipped.
 
   python -m data download table.parquet images --image-size 384
   python -m data download table.csv images --part 3/16
@@ -96,7 +99,7 @@ server marks as noai.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
+    """Run one command and return the exit status.
 
     Raises:
         ClipkitError: a user error.
@@ -107,22 +110,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
-        what = f"cannot make {parsed.out}" if hasattr(parsed, "out") else "stopped"
+        what = f"cannot create {parsed.out}" if hasattr(parsed, "out") else "stopped"
         raise DataError(f"{what}: {error}") from error
 
 
 def make_parser() -> Parser:
-    """Build the parser of all commands."""
+    """Build the parser for all commands."""
     return command_parser(
         COMMANDS,
         prog="python -m data",
-        description="Make, pack, index and inspect datasets of WebDataset shards.",
+        description="Create, pack, download, index and inspect datasets of WebDataset shards.",
         epilog="python -m data COMMAND --help describes a command.",
     )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; options may stand between sources and settings."""
+    """Parse a command line; options may appear between sources and settings."""
     parser = make_parser()
     parsed, more = parser.parse_known_args(arguments)
     if more and (not hasattr(parsed, "sources") or any(word.startswith("-") for word in more)):
@@ -139,7 +142,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def _source_options(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
     parser.add_argument("sources", metavar="SOURCE", nargs=nargs)
     parser.add_argument(
-        "--split", metavar="NAME", default="train", help="of a dataset folder (default: train)"
+        "--split", metavar="NAME", default="train", help="split of a dataset folder (default: train)"
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
@@ -177,11 +180,11 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     _whole_option(
         parser, "--shards", "N", 0, 1_000_000, 0, "shards to inspect (default: 64, or 32 remote ones)"
     )
-    _whole_option(parser, "--image-size", "PIXELS", 1, 10_000, 224, "of the model (default: 224)")
+    _whole_option(parser, "--image-size", "PIXELS", 1, 10_000, 224, "side of the crops (default: 224)")
     _whole_option(
         parser,
         *("--batch-size", "N", 1, 1 << 30, Config.batch_size),
-        f"pairs per step, for the number of steps per epoch (default: {Config.batch_size})",
+        f"pairs per step, to compute the steps per epoch (default: {Config.batch_size})",
     )
     add_decoding_options(parser, default="neither, as in open_clip")
     parser.add_argument(
@@ -189,7 +192,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         type=number(1e-3, 1e9),
         default=1000.0,
-        help="samples/s that one GPU takes, for the number of workers (default: 1000)",
+        help="samples/s that one GPU processes, to compute the number of workers (default: 1000)",
     )
     parser.add_argument(
         "--captions",
@@ -202,7 +205,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILTER",
         action="append",
         default=[],
-        help="report how many samples pass, as data.filters: 'width >= 256'; may be repeated",
+        help="report how many samples pass a filter such as 'width >= 256' (as data.filters); may be repeated",
     )
     _cache_option(parser, 0.0, "reads parts of them")
     parser.add_argument("--html", metavar="OUT", type=Path, help="also write a page with images")
@@ -211,7 +214,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 
 def _speed_options(parser: argparse.ArgumentParser) -> None:
     _source_options(parser, "*")
-    _whole_option(parser, "--image-size", "PIXELS", 1, 10_000, 224, "of the model (default: 224)")
+    _whole_option(parser, "--image-size", "PIXELS", 1, 10_000, 224, "side of the crops (default: 224)")
     _whole_option(parser, "--batch-size", "B", 1, MOST_BATCH, 256, "samples per batch (default: 256)")
     parser.add_argument(
         "--workers",
@@ -228,7 +231,9 @@ def _speed_options(parser: argparse.ArgumentParser) -> None:
         help="duration of each measurement after its first batch (default: 10)",
     )
     parser.add_argument(
-        "--scaled-decode", action="store_true", help="decode large JPEGs smaller, as data.scaled_decode does"
+        "--scaled-decode",
+        action="store_true",
+        help="decode large JPEGs at reduced size, as data.scaled_decode does",
     )
     _cache_option(parser, 100.0, "reads over the network")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
@@ -248,7 +253,7 @@ def _pack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fields",
         metavar="A,B",
-        help="other columns to keep as fields of the samples' json, '' for none (default: all but bytes)",
+        help="other columns to store in the samples' json, '' for none (default: all except binary columns)",
     )
     parser.add_argument(
         "--test",
@@ -264,17 +269,17 @@ def _pack_options(parser: argparse.ArgumentParser) -> None:
         "--max-side",
         metavar="PIXELS",
         type=whole(1, 1_000_000),
-        help="reduce larger images to this side (default: keep)",
+        help="shrink images whose longer side exceeds this (default: keep the size)",
     )
     parser.add_argument(
         "--keep-orientation",
         action="store_true",
-        help="store images as they are (default: turn those with an EXIF orientation upright)",
+        help="do not rotate images upright (default: apply the EXIF orientation)",
     )
     parser.add_argument(
         "--background",
         metavar="COLOR",
-        help="lay partly transparent images on this color, such as white (default: keep them)",
+        help="blend transparent images onto this color, such as white (default: keep transparency)",
     )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
 
@@ -283,22 +288,22 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "table", metavar="TABLE", type=Path, help="a table with a column of URLs, or a folder"
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder of the shards")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder for the shards")
     parser.add_argument("--url-column", metavar="C", help="column with the URLs (default: guessed)")
     parser.add_argument("--caption-column", metavar="C", help="column with the captions (default: guessed)")
     parser.add_argument(
         "--fields",
         metavar="A,B",
-        help="other columns to keep as fields of the samples' json, '' for none (default: all but bytes)",
+        help="other columns to store in the samples' json, '' for none (default: all except binary columns)",
     )
     parser.add_argument(
         "--resize",
         choices=("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"),
         default="keep_ratio",
-        help="img2dataset's modes: the shorter or the longer side becomes --image-size, a square crop, a white "
-        "border, or nothing (default: keep_ratio)",
+        help="as in img2dataset: resize the shorter or the longer side to --image-size, crop a square, add a white "
+        "border, or keep the size (default: keep_ratio)",
     )
-    _whole_option(parser, "--image-size", "PIXELS", 1, 100_000, 256, "of that side (default: 256)")
+    _whole_option(parser, "--image-size", "PIXELS", 1, 100_000, 256, "target size (default: 256)")
     parser.add_argument("--enlarge", action="store_true", help="also enlarge smaller images")
     parser.add_argument("--exif", action="store_true", help="store EXIF tags in the json")
     _whole_option(
@@ -311,21 +316,21 @@ def _download_options(parser: argparse.ArgumentParser) -> None:
         "--part",
         metavar="I/N",
         default="1/1",
-        help="download every N-th shard, from the I-th on (default: 1/1)",
+        help="download every N-th shard, starting at the I-th (default: 1/1)",
     )
-    _whole_option(parser, "--connections", "N", 1, 10_000, 256, "requests at the same time (default: 256)")
-    _whole_option(parser, "--per-host", "N", 1, 10_000, 16, "of these to one host (default: 16)")
+    _whole_option(parser, "--connections", "N", 1, 10_000, 256, "concurrent requests (default: 256)")
+    _whole_option(parser, "--per-host", "N", 1, 10_000, 16, "concurrent requests per host (default: 16)")
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=number(0.1, 3600),
         default=20.0,
-        help="per response (default: 20)",
+        help="timeout of a response (default: 20)",
     )
-    _whole_option(parser, "--retries", "N", 0, 20, 2, "after errors that may pass (default: 2)")
-    _whole_option(parser, "--max-mb", "MB", 1, 1024, 64, "size of the largest file (default: 64)")
+    _whole_option(parser, "--retries", "N", 0, 20, 2, "retries after temporary errors (default: 2)")
+    _whole_option(parser, "--max-mb", "MB", 1, 1024, 64, "maximum file size (default: 64)")
     parser.add_argument(
-        "--allow-private", action="store_true", help="download from hosts with private addresses, too"
+        "--allow-private", action="store_true", help="also download from hosts with private addresses"
     )
     parser.add_argument(
         "--ignore-robots", action="store_true", help="ignore the header X-Robots-Tag (noai, noindex)"
@@ -377,7 +382,7 @@ def _index(parsed: argparse.Namespace) -> int:
 def _inspect(parsed: argparse.Namespace) -> int:
     for out in (parsed.html, parsed.json):
         if out is not None and (not out.parent.is_dir() or out.is_dir()):
-            raise DataError(f"cannot write {out}: name a file in an existing folder")
+            raise DataError(f"cannot write {out}: choose a file in an existing folder")
     from clipkit.files import CountProgress
     from data.augment import image_settings
     from data.inspect import inspect
@@ -422,7 +427,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
     if parsed.html is not None:
         print(f"\nwrote {printable(str(parsed.html))}")
     elif found.bad_shown or found.same or found.alike:
-        print("\nto see bad and duplicate images: --html PAGE.html")
+        print("\nto see bad and duplicate images, add --html PAGE.html")
     return 0
 
 
@@ -454,7 +459,7 @@ def _make(parsed: argparse.Namespace) -> int:
     start = time.monotonic()
     BUILTIN[parsed.name].make(parsed.out, not parsed.quiet)
     card: dict[str, Any] = json.loads((parsed.out / "card.json").read_text(encoding="utf-8"))
-    print(f"made {parsed.out} in {time.monotonic() - start:.1f} s")
+    print(f"created {parsed.out} in {time.monotonic() - start:.1f} s")
     for split, count in card["samples"].items():
         print(f"  {split:<7}  {count:,} samples")
     return 0
@@ -477,7 +482,7 @@ def _pack(parsed: argparse.Namespace) -> int:
         background=parsed.background,
         progress=not parsed.quiet,
     )
-    print(f"made {parsed.out} in {time.monotonic() - start:.1f} s")
+    print(f"created {parsed.out} in {time.monotonic() - start:.1f} s")
     print(f"  columns  {report.image_column} (image), {report.caption_column} (caption)")
     for line in _remarks(report, kept=parsed.keep_orientation, background=parsed.background):
         print(textwrap.fill(line, 79, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
@@ -496,7 +501,7 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 
 def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Iterator[str]:
-    """Remarks about other columns and about images, and the options that apply."""
+    """Yield remarks about other columns and about images, with the options that apply."""
     from data.captions import listed
 
     def have(images: int) -> str:
@@ -504,55 +509,55 @@ def _remarks(report: "PackReport", *, kept: bool, background: str | None) -> Ite
 
     if report.fields:
         names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
-        yield f"kept as fields for data.filters and data.captions: {listed(names)}"
+        yield f"stored as fields for data.filters and data.captions: {listed(names)}"
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
     if count := report.several_captions:
-        yield f"{have(count)} several captions: training uses the first, evaluation all of them"
+        yield f"{have(count)} several captions: training uses the first, evaluation uses all"
     if count := report.not_upright:
-        stored = "unchanged, which is how CLIP reads it" if kept else "upright (--keep-orientation does not)"
+        stored = "unchanged, and CLIP ignores it" if kept else "upright (unless --keep-orientation is given)"
         yield f"{have(count)} an EXIF orientation: stored {stored}"
     if count := report.transparent:
         yield f"{have(count)} transparent parts: " + (
-            f"laid on {background}"
+            f"blended onto {background}"
             if background
-            else "CLIP sees the colors hidden under them; --background white lays them on white"
+            else "CLIP sees the colors hidden below them; --background white blends them onto white"
         )
 
 
 COMMANDS = {
     "make": Command(
-        summary="make a built-in dataset",
-        description="Make a built-in dataset; nothing is downloaded.\n\n" + MAKE_TEXT,
+        summary="create a built-in dataset",
+        description="Create a built-in dataset without downloading anything.\n\n" + MAKE_TEXT,
         arguments=_make_options,
         run=_make,
         stopped="nothing was written",
     ),
     "pack": Command(
         summary="pack your own images and captions from a table",
-        description="Pack images and captions of a CSV, TSV, JSONL or Parquet table into shards.",
+        description="Pack images and captions listed in a CSV, TSV, JSONL or Parquet table into shards.",
         epilog=PACK_TEXT,
         arguments=_pack_options,
         run=_pack,
         stopped="nothing was written",
     ),
     "download": Command(
-        summary="download the images of a table of URLs into shards",
-        description="Download the images of a table of URLs.\n\n" + DOWNLOAD_TEXT,
+        summary="download images from a table of URLs into shards",
+        description="Download images from a table of URLs.\n\n" + DOWNLOAD_TEXT,
         arguments=_download_options,
         run="data.remote.download:command",
-        stopped="complete shards are kept; the same command continues",
+        stopped="complete shards are kept; run the same command to resume",
     ),
     "index": Command(
-        summary="index shards, so that training starts at once",
-        description="Index shards: the samples in each, and the positions of their bytes.\n\n" + INDEX_TEXT,
+        summary="index shards in advance, so that training starts immediately",
+        description="Index the samples of shards and their byte positions.\n\n" + INDEX_TEXT,
         arguments=_index_options,
         run=_index,
         stopped="nothing was written",
     ),
     "inspect": Command(
-        summary="inspect shards: what is missing, broken, bad, duplicate, slow",
+        summary="report missing, broken, duplicate and slow data",
         description="Inspect shards before training on them.\n\n" + INSPECT_TEXT,
         usage="python -m data inspect [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
         arguments=_inspect_options,

@@ -1,4 +1,4 @@
-"""Random crops, flips and colors of training images: a function of (seed, epoch, sample id)."""
+"""Random crops, flips and color changes of training images: a function of (seed, epoch, sample id)."""
 
 import math
 import os
@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 _ASPECT = (3 / 4, 4 / 3)
-_TRIES = 10  # random crops before the centre crop is taken
+_TRIES = 10  # random crops tried before the center crop is used
 _REDUCTIONS = (8, 4, 2)  # factors by which JPEGs can be decoded smaller
-_MARGIN = 2  # minimum side of the crop after scaled decoding, in sides of the result
+_MARGIN = 2  # minimum side of the crop after scaled decoding, in units of the output side
 _JITTERED = 0.8  # fraction of images with changed colors
-_HUE = 0.25  # of the strength, as a fraction of the color circle (Chen et al. 2020, https://arxiv.org/abs/2002.05709)
+_HUE = 0.25  # of color_jitter, as a fraction of the color circle (Chen et al. 2020, https://arxiv.org/abs/2002.05709)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,14 @@ class Augmentation:
     """Random changes of training images.
 
     Attributes:
-        crop_scale: smallest fraction of the area that the random crop keeps; 1 cuts the centre square.
+        crop_scale: smallest fraction of the area that a random crop covers; 1 takes the center square.
         flip: probability of mirroring.
-        color_jitter: largest relative change of brightness, contrast and saturation, for 4 of 5 images; the hue
-            turns by up to a quarter of it, as a fraction of the circle.
-        grayscale: probability of removing the colors.
-        scaled_decode: decode a JPEG at 1/2, 1/4 or 1/8 of its size if the crop then still has twice the sides of
-            the result. The crop is the same, rounded to pixels of the smaller image, which moves it by at most a
-            quarter of a pixel of the result. Values differ by 0.7 of 255 on average (bench/decode.py).
+        color_jitter: largest relative change of brightness, contrast and saturation, applied to 4 of 5
+            images; the hue shifts by up to a quarter of it, as a fraction of the color circle.
+        grayscale: probability of conversion to grayscale.
+        scaled_decode: decode a JPEG at 1/2, 1/4 or 1/8 of its size if the crop remains at least twice as large as
+            the output. The crop is rounded to pixels of the smaller image, which moves it by at most a quarter of
+            an output pixel. Values differ by 0.7 of 255 on average (bench/decode.py).
     """
 
     crop_scale: float = DataConfig.crop_scale
@@ -69,10 +69,10 @@ class Augmentation:
 
 
 def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[str]]:
-    """Take settings of augmentation and decoding, as ``data.NAME=VALUE``, out of a command's arguments.
+    """Separate augmentation and decoding settings (``data.NAME=VALUE``) from a command's other arguments.
 
     Returns:
-        The augmentation, the decoding, and the other words.
+        The augmentation, the decoding, and the other arguments.
 
     Raises:
         ConfigError: a setting is unknown, invalid, or has no effect on images.
@@ -84,7 +84,7 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
     settings = load_config(Path(os.devnull), overrides).data
     for name in (word.partition("=")[0] for word in overrides):
         if name not in known:
-            raise ConfigError(f"{name} has no effect here: only {', '.join(known)} have")
+            raise ConfigError(f"{name} has no effect here; settings with an effect: {', '.join(known)}")
     decoding = Decoding(
         background=color_of(settings.background) if settings.background else None,
         upright=settings.upright is True,
@@ -102,8 +102,8 @@ class Recipe:
     Attributes:
         box: top, left, height and width of the crop.
         mirrored: whether to flip it.
-        colors: factors of brightness, contrast and saturation and the turn of the hue; None for no change.
-        gray: whether to remove the colors.
+        colors: factors of brightness, contrast and saturation, and the hue shift; None for no change.
+        gray: whether to convert it to grayscale.
     """
 
     box: _Box
@@ -113,7 +113,7 @@ class Recipe:
 
 
 def preload(augmentation: Augmentation) -> None:
-    """Import what the first image needs before worker processes are forked."""
+    """Import the modules that decoding needs, before worker processes are forked."""
     import simplejpeg  # noqa: F401
     from PIL import Image
 
@@ -123,14 +123,14 @@ def preload(augmentation: Augmentation) -> None:
 
 
 def empty_batch(count: int, image_size: int) -> Tensor:
-    """Return undefined (B, 3, S, S) uint8 with channels last in memory, as decoding and resizing use."""
+    """Return an uninitialized (B, 3, S, S) uint8 tensor in channels-last memory format."""
     return torch.empty(
         (count, 3, image_size, image_size), dtype=torch.uint8, memory_format=torch.channels_last
     )
 
 
 def random_of(*stream: int) -> np.random.Generator:
-    """Return the random generator of a stream, such as (seed, purpose, epoch, sample)."""
+    """Return the random generator for a tuple of integers such as (seed, purpose, epoch, sample)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(stream)))
 
 
@@ -146,15 +146,15 @@ def training_pixels(
     """Decode an image into ``out``, (3, S, S) uint8: random crop, antialiased bicubic resizing, flip, colors.
 
     The crop has a fraction of the area between ``crop_scale`` and 1 and an aspect ratio between 3:4 and 4:3
-    (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest centred square.
+    (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest center square.
 
     Args:
-        data: bytes of the file.
+        data: content of the image file.
         image_size: S.
         augmentation: random changes.
-        random: generator of this image, see ``random_of``.
-        out: such as a row of ``empty_batch``; undefined after an error.
-        decoding: treatment of transparency and orientation; default: as open_clip.
+        random: generator for this image, see ``random_of``.
+        out: output, such as a row of ``empty_batch``; undefined after an error.
+        decoding: handling of transparency and orientation; default: open_clip's.
 
     Returns:
         Whether the image is transparent or has an EXIF orientation.
@@ -169,7 +169,7 @@ def training_pixels(
         recipe = draw_recipe(image.shape[0], image.shape[1], augmentation, random)
         box = recipe.box
     else:  # draw the crop before decoding, so that it is the same at every scale
-        if decoding.upright and jpeg_orientation(data) >= 5:  # these exchange height and width
+        if decoding.upright and jpeg_orientation(data) >= 5:  # these swap height and width
             size = size[1], size[0]
         recipe = draw_recipe(*size, augmentation, random)
         box = recipe.box
@@ -177,7 +177,7 @@ def training_pixels(
         image, traits = decode_file(data, reduce=by, decoding=decoding)
         if image.shape[:2] != size:  # Pillow decodes some files at full size
             if image.shape[:2] != tuple(-(-side // by) for side in size):
-                raise DataError("image does not decode: it has two sizes")
+                raise DataError("image does not decode: its size differs from its header")
             top, left = round(box[0] / by), round(box[1] / by)
             bottom, right = round((box[0] + box[2]) / by), round((box[1] + box[3]) / by)
             box = top, left, bottom - top, right - left
@@ -190,7 +190,7 @@ def training_pixels(
 
 
 def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.random.Generator) -> Recipe:
-    """Draw the changes of an image of this size; options that are off draw nothing."""
+    """Draw the random changes for an image of this size; disabled options draw no random numbers."""
     box = _crop(height, width, augmentation.crop_scale, random)
     mirrored = bool(augmentation.flip) and random.random() < augmentation.flip
     strength, colors = augmentation.color_jitter, None
@@ -214,7 +214,7 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
 def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
     """Resize, flip and recolor a crop, (1, 3, H, W) uint8 → (3, S, S) uint8."""
     if crop.shape[1:] != out.shape:
-        given = crop if crop.device.type == "cpu" else crop.float()  # the only kernel of other devices
+        given = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
             given, size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
         )
@@ -237,7 +237,7 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
 
 
 def _crop(height: int, width: int, crop_scale: float, random: np.random.Generator) -> _Box:
-    """Draw a crop; after some invalid draws take the largest centred one of an allowed aspect ratio."""
+    """Draw a crop; after ``_TRIES`` invalid draws, use the largest center crop of an allowed aspect ratio."""
     if crop_scale < 1:
         for _ in range(_TRIES):
             area = height * width * random.uniform(crop_scale, 1.0)
@@ -255,13 +255,12 @@ def _crop(height: int, width: int, crop_scale: float, random: np.random.Generato
 
 
 # --------------------------------------------------------------------------------------------------------------
-# JPEGs decoded on a GPU by nvJPEG, through torchcodec, a whole batch in one call. Loader processes then only
-# read, draw crops and tokenize; they decode everything but plain, complete JPEGs. nvJPEG rounds differently from
-# libjpeg.
+# Decoding on a GPU with nvJPEG, through torchcodec, in one call per batch. Loader processes read, draw crops and
+# tokenize; they decode only images that are not plain, complete JPEGs. nvJPEG rounds differently from libjpeg.
 
 
 class JpegOfRow(NamedTuple):
-    """A JPEG to be decoded: its row in the batch, its bytes, and height and width by its header."""
+    """A JPEG to be decoded: row in the batch, file content, height and width from the header, and recipe."""
 
     row: int
     data: bytes
@@ -271,12 +270,13 @@ class JpegOfRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Undecoded:
-    """The JPEGs of a batch that are to be decoded.
+    """The JPEGs of a batch that are not decoded yet.
 
     Attributes:
-        content: uint8, the concatenated files: each tensor takes a file descriptor between processes.
+        content: uint8, the concatenated files; a single tensor, because sending a tensor to another process takes a
+            file descriptor.
         ends: where each file ends in ``content``.
-        jpegs: everything else, without data.
+        jpegs: the JPEGs, with empty ``data``.
     """
 
     content: Tensor
@@ -306,14 +306,14 @@ def decode_into(images: Tensor, undecoded: Undecoded) -> None:
         raise DataError(f"an image does not decode on {images.device}: {error}") from error
     for pixels, one in zip(decoded, undecoded.jpegs, strict=True):
         if tuple(pixels.shape[1:]) != one.size:
-            raise DataError("image does not decode: it has two sizes")
+            raise DataError("image does not decode: its size differs from its header")
         follow_recipe(pixels, one.recipe, images[one.row])
 
 
 def require_nvjpeg(device: torch.device) -> None:
     """Raise ConfigError if nvJPEG is not available."""
     if device.type != "cuda":
-        raise ConfigError("data.nvjpeg = true needs a GPU, and this machine has none: leave it out")
+        raise ConfigError("data.nvjpeg = true requires a GPU, and this machine has none: remove the setting")
     jpeg_decoder()
 
 
@@ -323,7 +323,7 @@ def jpeg_decoder() -> Callable[..., Any]:
         from torchcodec import decoders
     except (ImportError, OSError, RuntimeError) as error:  # built for another version of torch
         raise ConfigError(
-            'data.nvjpeg = true needs torchcodec in a version for this torch: pip install -e ".[nvjpeg]"'
+            'data.nvjpeg = true requires a torchcodec built for this torch: pip install -e ".[nvjpeg]"'
         ) from error
     decode: Callable[..., Any] = decoders.decode_jpeg
     return decode

@@ -1,4 +1,4 @@
-"""Captions of training images, and which samples of a shard are used."""
+"""Captions of training samples, filters, and the selection of usable samples in a shard."""
 
 import hashlib
 import json
@@ -43,22 +43,22 @@ Meta = Mapping[str, Any]
 # --------------------------------------------------------------------------------------------------------------
 # Fields of the samples' json by name: ``a.b`` is field b of the object in field a.
 
-_MAX_DEPTH = 4  # of objects with listed fields
-_MAX_FIELDS = 200  # of one json
+_MAX_DEPTH = 4  # levels of nested objects
+_MAX_FIELDS = 200  # per json
 _SHOWN = 20  # names in a message
 _MAX_NAME = 40  # characters of a name in a message
 
 
 def field_name(text: str) -> str:
-    """Return a name for filters and ``data.captions``; characters except letters, digits and - become _."""
+    """Return a field name for filters and ``data.captions``; characters except letters, digits and - become _."""
     return re.sub(r"[^\w-]", "_", text.strip())
 
 
 def json_value(value: object) -> Any:
     """Convert a value to standard JSON.
 
-    Non-finite numbers become None, dates and times ISO 8601 texts, durations seconds, decimals floats, and
-    characters that UTF-8 cannot encode question marks. Any other type becomes its text.
+    Non-finite numbers become None, dates and times ISO 8601 strings, durations seconds, and decimals floats.
+    Characters that UTF-8 cannot encode become question marks. Other types become ``str(value)``.
     """
     if value is None or isinstance(value, bool | int):
         return value
@@ -86,9 +86,9 @@ def value_at(meta: Meta, name: str) -> Any:
 
 
 def leaf_fields(meta: Meta) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that a filter or ``data.captions`` could name and their values, except null.
+    """Yield name and value of the fields that a filter or ``data.captions`` can refer to, except null values.
 
-    Objects are replaced by their fields; of a json with very many fields only the first are returned.
+    Nested objects are flattened; at most ``_MAX_FIELDS`` fields are returned.
     """
     left = _MAX_FIELDS
     waiting = [("", meta, 0)]
@@ -111,15 +111,15 @@ def field_hint(name: str, known: Iterable[str]) -> str:
     """Return the field closest to an unknown name, and the names of all fields, for a one-line message."""
     names = {printable(one, _MAX_NAME) for one in known}
     if not names:
-        return "they have no json with any field"
+        return "the samples have no json fields"
     same = [one for one in sorted(names) if one.lower() == name.lower()]
     hint = f"did you mean {same[0]!r}?" if same else nearest(name, names)
-    fields = f"their json has: {listed(names)}"
+    fields = f"available fields: {listed(names)}"
     return f"{hint} {fields}" if hint.startswith("did you mean") else fields
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names of fields in one line, the first ones if there are many."""
+    """Join field names in one line; only the first ones if there are many."""
     shown = sorted({printable(name, _MAX_NAME) for name in names})
     more = f" and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
     return ", ".join(shown[:_SHOWN]) + more
@@ -129,21 +129,21 @@ def listed(names: Iterable[str]) -> str:
 
 CHOICES = ("first", "random", "weighted", "all")
 NOT_UTF8 = "caption is not UTF-8"
-TEXT = "txt"  # the caption file; for a sample without one, the "caption" of its json
+TEXT = "txt"  # the caption file or, without one, the json field "caption"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionRule:
-    """How a sample's caption is made.
+    """How a sample's caption is chosen.
 
     Attributes:
-        fields: location of captions: ``txt`` or a field of the json (``a.b`` is field b of the object in field
-            a) that contains a text or a list of texts.
+        fields: where captions are: ``txt``, or json fields (``a.b`` is field b of the object in field a) that
+            contain a string or a list of strings.
         choice: "first" takes the first caption of the first field that has one; "random" draws from all;
-            "weighted" draws a field by ``weights``, then one of its captions; "all" makes each pair of image and
-            caption a sample.
-        weights: of each field, for "weighted".
-        templates: texts in which the caption replaces ``{}``; one is drawn each time.
+            "weighted" draws a field by ``weights``, then one of its captions; "all" treats each pair of image
+            and caption as a sample.
+        weights: weight of each field, for "weighted".
+        templates: strings in which ``{}`` is replaced by the caption; one is drawn for each use.
         prefix: text before the caption.
     """
 
@@ -154,7 +154,7 @@ class CaptionRule:
     prefix: str = ""
 
     def which(self) -> str:
-        """Return a line that identifies what decides how many captions a sample has."""
+        """Return a string that identifies the settings on which the number of captions per sample depends."""
         return json.dumps({"fields": self.fields, "choice": self.choice})
 
     @property
@@ -164,11 +164,11 @@ class CaptionRule:
 
     @property
     def reads_json(self) -> bool:
-        """Whether every sample's json is needed."""
+        """Whether captions depend on the json."""
         return self.fields != (TEXT,)
 
     def by_field(self, text: str | None, meta: Meta) -> list[list[str]]:
-        """Return the captions of each field, except empty ones."""
+        """Return the non-empty captions of each field."""
         if text is None and isinstance(meta.get("caption"), str):
             text = meta["caption"]
         found = []
@@ -184,10 +184,10 @@ class CaptionRule:
         """Return the caption of a sample, None if it has none.
 
         Args:
-            text: content of the caption file.
+            text: content of the caption file, None without one.
             meta: the sample's json.
-            number: of the caption, for "all".
-            random: needed if ``draws``.
+            number: index of the caption, for "all".
+            random: random generator, required if ``draws``.
 
         Raises:
             DataError: the caption is not UTF-8.
@@ -220,7 +220,7 @@ class CaptionRule:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can encode a text: it has no lone surrogates, which stand for invalid bytes."""
+    """Return whether a string can be encoded as UTF-8; lone surrogates, which stand for invalid bytes, cannot."""
     if text.isascii():  # fast
         return True
     try:
@@ -231,7 +231,7 @@ def is_utf8(text: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# The samples of a shard that are used: required members, filters on the json, one or all captions.
+# Selecting the samples of a shard: required members, filters on the json, one or all captions.
 
 _FORM = re.compile(r"\s*([\w.-]+)\s*(>=|<=|==|!=|=|>|<)\s*(.*?)\s*")
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -261,19 +261,19 @@ class Filter:
         """Parse ``FIELD OPERATOR VALUE``.
 
         Raises:
-            ConfigError: the form is wrong, or < or > compares with something that is not a number.
+            ConfigError: the syntax is wrong, or an order comparison has a value that is not a number.
         """
         match = _FORM.fullmatch(text)
         if match is None or not match[3]:
             raise ConfigError(f"filter {text!r} is not of the form FIELD >= VALUE (or <=, >, <, =, !=)")
         name, compare, value = match.groups()
-        if text[match.end(2)] in "<>=!":  # as in "width => 256", which would mean the text "> 256"
+        if text[match.end(2)] in "<>=!":  # "width => 256" would compare with the text "> 256"
             typed = re.match(r"[<>=!]*", text[match.start(2) :])
             meant = _MEANT.get(typed[0]) if typed else None
             if typed is None or meant is None:
                 raise ConfigError(f"filter {text!r} has no known operator: >=, <=, >, <, = or !=")
             right = f"{name} {meant} {value.lstrip('<>=! ') or 'VALUE'}"
-            raise ConfigError(f"filter {text!r} has {typed[0]} for {meant}: write {right!r}")
+            raise ConfigError(f"filter {text!r} has {typed[0]} instead of {meant}: write {right!r}")
         if compare in ("<", ">", "<=", ">=") and _number(value) is None:
             raise ConfigError(f"filter {text!r} compares with {value!r}, which is not a number")
         return cls(name=name, compare=compare, value=value.strip("\"'"))
@@ -300,7 +300,7 @@ class Filter:
 
 
 def _number(value: Any) -> int | float | None:
-    """Return the number that a value is or spells; an integer in decimal notation stays an int."""
+    """Convert a value to a number, None if it is not one; decimal integers stay ints."""
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float("1_000") is 1000
         return None
     if isinstance(value, int):
@@ -321,7 +321,7 @@ class Chosen:
 
     Attributes:
         rows: (M,) uint32, rows of the shard's index.
-        captions: (M,) uint16, number of the caption of each sample; None if captions are not separate samples.
+        captions: (M,) uint16, index of each sample's caption; None unless each caption is a sample.
         dropped: number of unused samples by reason.
     """
 
@@ -338,9 +338,9 @@ class Selection:
     """Which samples are used.
 
     Attributes:
-        need: members that a sample must have, of "image", "caption" and "label".
+        need: members that a sample must have: any of "image", "caption" and "label".
         filters: conditions that must all hold.
-        captions: location of captions, and whether each is a sample.
+        captions: where captions are, and whether each is a sample.
         truncated: "error", or "use" to use the samples of the intact part of truncated shards.
     """
 
@@ -356,30 +356,30 @@ class Selection:
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits that change when other samples of a complete shard may be chosen."""
-        said = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
+        """16 hexadecimal digits that change when the selection from a complete shard may change."""
+        identity = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
         # Earlier versions compared these integers as floats; do not use the selections that they stored.
         large = [one for one in self.filters if isinstance(n := _number(one.value), int) and abs(n) >= 2**53]
         if large:
-            said.append(sorted(map(str, large)))
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+            identity.append(sorted(map(str, large)))
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def choose(self, index: ShardIndex, content: Callable[[int], tuple[str | None, Meta]]) -> Chosen:
         """Choose the samples of one shard.
 
         Args:
-            index: of the shard.
-            content: returns caption file and json of a row, or raises DataError.
+            index: index of the shard.
+            content: returns the caption file and the json of a row; may raise DataError.
         """
         has = index.has()
         usable = np.ones(len(index), dtype=np.bool_)
         dropped: Counter[str] = Counter()
         for member in self.need:
-            there = has[:, _COLUMN[member]]
+            present = has[:, _COLUMN[member]]
             if member == "caption":  # the json may contain one
-                there = has[:, META] | there if TEXT in self.captions.fields else has[:, META]
-            dropped[f"without {member}"] += int((usable & ~there).sum())
-            usable &= there
+                present = has[:, META] | present if TEXT in self.captions.fields else has[:, META]
+            dropped[f"without {member}"] += int((usable & ~present).sum())
+            usable &= present
         rows = np.flatnonzero(usable).astype(np.uint32)
         if not self.reads_json:
             return Chosen(rows=rows, captions=None, dropped=dict(+dropped))
@@ -406,7 +406,7 @@ class Selection:
         return Chosen(rows=np.array(kept, dtype=np.uint32), captions=separate, dropped=dict(+dropped))
 
     def refuses(self, meta: Meta) -> str:
-        """Return which filter a sample with this json fails; empty if none."""
+        """Return why a sample with this json fails the filters; empty if it passes."""
         for one in self.filters:
             if not (passes := one.passes(meta)):
                 return f"without {one.name}" if passes is None else f"not {one}"

@@ -89,7 +89,7 @@ __all__ = [
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Training data: its manifest, a teacher's stored features, and how ``python -m data pack`` treated its images.
+# Training data: its manifest, a teacher's stored features, and how ``python -m data pack`` processed its images.
 
 _CARD_BYTES = 1 << 20
 
@@ -102,13 +102,13 @@ def open_training_data(
     resumed: bool,
     broadcast: Callable[[bytes], bytes],
 ) -> Shards:
-    """Open the shards of a training; all ranks call this.
+    """Open the shards of a training run; must be called on all ranks.
 
     Args:
         settings: sources and selection of samples.
-        recorded: file of the run folder in which rank 0 records the manifest.
+        recorded: file in the run folder where rank 0 stores the manifest.
         rank0: whether this is rank 0, which reads the indexes of the shards.
-        resumed: whether the run has a checkpoint; its data must then equal those recorded.
+        resumed: whether the run has a checkpoint; the data must then equal the recorded data.
         broadcast: returns the bytes of rank 0 on every rank.
 
     Raises:
@@ -136,8 +136,8 @@ def open_training_data(
             if not resumed:
                 raise
             raise DataError(
-                f"{error}; if the data of {run} have moved, set data.train= to the new place: they are compared "
-                "with the recorded data"
+                f"{error}; if the data of {run} was moved, set data.train to its new location; it is compared with "
+                "the recorded data"
             ) from error
         with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
             try:
@@ -150,9 +150,9 @@ def open_training_data(
                 raise other_data(run, "; ".join(changes))
             if unknown := manifest.not_compared(earlier):
                 print(
-                    f"note: {unknown:,} of {len(manifest):,} shards have another time, inode or etag than before, "
-                    "or none, and no digest of their content was recorded: only keys and sizes of their samples "
-                    "were compared with the recorded data",
+                    f"note: {unknown:,} of {len(manifest):,} shards have a different or no modification time, "
+                    "inode or etag, and no recorded digest of their content: only keys and sizes of their "
+                    "samples were compared with the recorded data",
                     file=sys.stderr,
                 )
             manifest = manifest.with_counts_of(earlier)
@@ -164,7 +164,7 @@ def open_training_data(
 
 
 def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) -> StoredFeatures | None:
-    """Open a teacher's stored features, if settings name any; rank 0 checks that every sample has some.
+    """Open a teacher's stored features, if any are configured; rank 0 checks that every sample has features.
 
     Raises:
         DataError: features are missing, or the files are invalid.
@@ -179,12 +179,12 @@ def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """How ``python -m data pack`` treated the images of a training set, if all sources agree.
+    """How ``python -m data pack`` processed the images of a training set, if all sources agree.
 
     Attributes:
         background: color behind transparent images.
         upright: whether EXIF orientations were applied.
-        notes: differences between sources, and the setting that decides.
+        notes: differences between sources, and the settings that resolve them.
     """
 
     background: Color | None = None
@@ -195,7 +195,7 @@ class Packed:
 def packed_images(
     settings: DataConfig, manifest: Manifest, *, rank0: bool, broadcast: Callable[[bytes], bytes]
 ) -> Packed:
-    """Read the cards of packed sets; built-in sets are skipped. All ranks call this.
+    """Read the cards of packed datasets; built-in datasets are skipped. Must be called on all ranks.
 
     Args:
         settings: the sources.
@@ -220,7 +220,7 @@ def packed_images(
     if len(backgrounds) > 1 and not settings.background:
         notes.append(
             "note: the sources of data.train were packed with different backgrounds: transparent images are used "
-            "as they are, with their hidden colors; data.background=white puts all of them on white"
+            "unchanged, with their hidden colors; data.background=white blends all of them onto white"
         )
     if len(uprights) > 1 and settings.upright == "auto":
         notes.append(
@@ -235,7 +235,7 @@ def packed_images(
 
 
 def _packed(folder: str) -> tuple[Color | None, bool]:
-    """Return background and orientation by a folder's card; (None, False) without a card of ``data pack``."""
+    """Return background and orientation from a folder's card; (None, False) without a card of ``data pack``."""
     if not folder:
         return None, False
     path = f"{folder}/card.json"
@@ -257,8 +257,8 @@ def trained_preprocess(preprocess: Preprocess, settings: DataConfig, packed: Pac
 
     Args:
         preprocess: of the initial weights.
-        settings: background and orientation given here have precedence.
-        packed: applied otherwise, so that other images are treated as the training images were.
+        settings: background and orientation given here take precedence.
+        packed: applied otherwise, so that other images are processed like the training images.
     """
     chosen = preprocess.with_decoding(
         background=settings.background or None,
@@ -388,8 +388,8 @@ def caption_hash(caption: str) -> int:
 def ids_and_identities(
     ids: npt.NDArray[np.int64], images: list[int], captions: list[str]
 ) -> tuple[Tensor, Tensor]:
-    """Return a batch's ``ids`` and ``identities`` in one storage: each takes a file descriptor between
-    processes."""
+    """Return a batch's ``ids`` and ``identities`` in one storage, because each storage sent to another
+    process takes a file descriptor."""
     count = len(ids)
     numbers = np.empty(3 * count, dtype=np.int64)
     numbers[:count] = ids
@@ -414,7 +414,7 @@ class Stage:
     Attributes:
         until_step: steps since the start of training.
         image_size: side of the images in pixels.
-        context_length: maximum tokens of a text; a longer text is cut and keeps its end of text.
+        context_length: maximum tokens of a text; longer texts are truncated and keep their end-of-text token.
     """
 
     until_step: int
@@ -440,18 +440,18 @@ class Loader:
     """The batches of one rank.
 
     A batch is a function of (seed, step, rank, world_size), so the loader has no state: starting at step n gives
-    what an uninterrupted run would get.
+    the same batches as an uninterrupted run.
 
     Args:
-        shards: samples.
+        shards: the samples.
         order: their order.
         image_size: S.
-        tokenize: captions → (B, L) int64; with stages it also has ``of_length``, as the tokenizers of models do.
+        tokenize: captions → (B, L) int64; with stages it must have ``of_length``, like the tokenizers of models.
         augmentation: random crops and colors.
-        decoding: treatment of transparency and orientation.
+        decoding: handling of transparency and orientation.
         rank: of this process.
         world_size: number of ranks.
-        num_workers: processes that make batches ahead; 0 makes them in this process.
+        num_workers: processes that prefetch batches; 0 creates batches in this process.
         pin_memory: copy batches to page-locked memory.
         decode_later: leave plain JPEGs to ``on_device``, except those that must be rotated.
         stages: smaller sizes for the first steps; the crops are the same at every size.
@@ -484,7 +484,7 @@ class Loader:
         for stage in self.stages:
             if stage.until_step <= before:
                 raise ConfigError(
-                    f"stages: one ends at step {stage.until_step}, which is not after step {before}: each must end "
+                    f"stages: a stage ends at step {stage.until_step}, not after step {before}: each must end "
                     "after the previous one"
                 )
             if stage.image_size < 1 or stage.context_length < 2:
@@ -493,14 +493,14 @@ class Loader:
                     "at least 1 pixel and 2 tokens"
                 )
             before = stage.until_step
-            tokenizer: Any = self.tokenize  # loaded once: some take long
+            tokenizer: Any = self.tokenize  # loaded once, because some load slowly
             self._tokenizers[stage.context_length] = tokenizer.of_length(stage.context_length)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps ``start`` to ``stop - 1``.
 
         Raises:
-            BatchError: no usable sample was found in place of a bad one.
+            BatchError: no usable replacement was found for a bad sample.
             DataError: a worker was killed.
         """
         if self.num_workers:
@@ -557,14 +557,14 @@ class Loader:
         )
 
     def placeholder(self, step: int, error: DataError) -> Batch:
-        """Return a batch of zeros for a step whose batch cannot be made.
+        """Return a batch of zeros for a step whose batch cannot be created.
 
         A rank computes on it until all ranks have agreed to stop, because the others wait for it in collectives.
         The result must not be used.
 
         Args:
             step: number of the batch, from 0.
-            error: why the batch cannot be made; contains its bad samples.
+            error: why the batch cannot be created; may list its bad samples.
         """
         stage = stage_at(self.stages, step)
         draw = self.order.batch(step, rank=self.rank, world_size=self.world_size)
@@ -587,8 +587,8 @@ class Loader:
     def on_device(self, batch: Batch, step: int, device: torch.device) -> Batch:
         """Copy the batch of a step to a device and decode its remaining JPEGs there.
 
-        If one fails to decode, the whole batch is made again without ``decode_later``, which finds and replaces
-        it.
+        If one fails to decode, the whole batch is created again without ``decode_later``, which replaces the bad
+        sample.
 
         Raises:
             DataError: as for ``batches``.
@@ -603,7 +603,7 @@ class Loader:
         return replace(moved, undecoded=None)
 
     def _fill(self, row: int, number: int, epoch: int, part: "_Part") -> None:
-        """Add a sample; a bad one is replaced by another that (seed, epoch, number) determines."""
+        """Add a sample; a bad one is replaced by a sample determined by (seed, epoch, number)."""
         substitutes = None
         chosen = number
         for _ in range(_SUBSTITUTES):
@@ -622,7 +622,7 @@ class Loader:
         )
 
     def _add(self, row: int, number: int, epoch: int, part: "_Part") -> None:
-        """Add a sample, or raise DataError and leave nothing of it in the lists of the part."""
+        """Add a sample; if this raises DataError, the lists of the part are unchanged."""
         began = time.perf_counter()
         sample = self.shards.read(number)
         part.read_seconds += time.perf_counter() - began
@@ -660,7 +660,7 @@ class Loader:
 
 @dataclass(kw_only=True, slots=True)
 class _Part:
-    """A batch while it is made."""
+    """A batch under construction."""
 
     images: Tensor
     captions: list[str] = field(default_factory=list)
@@ -721,10 +721,10 @@ def ignore_signals(worker: int) -> None:
 
 
 class Workers(Generic[T]):
-    """One iteration over a ``DataLoader`` whose workers never outlive it and never block it forever.
+    """One iteration over a ``DataLoader`` that ends its workers and never waits for a killed one.
 
-    Torch notices a killed worker by SIGCHLD and raises wherever the main thread is. Here the signal raises only
-    in ``next``, and not while torch cleans up after an error of its own, which reaches ``next`` soon.
+    Torch detects a killed worker by SIGCHLD and raises wherever the main thread is. Here the signal raises only in
+    ``next``, and not while torch cleans up after an error of its own, which ``next`` raises soon after.
     """
 
     def __init__(self, loader: DataLoader[T]) -> None:
@@ -759,7 +759,7 @@ class Workers(Generic[T]):
             self._check()
             return next(self._iterator, None)
         except Exception:  # a broken connection raises various errors in torch and multiprocessing
-            # the connections of a killed worker break first, its exit status follows
+            # the connections of a killed worker break before its exit status is known
             sentinels = {one.sentinel: one for one in self._processes}
             for broken in wait(list(sentinels), timeout=1) if sentinels else []:
                 assert type(broken) is int
@@ -814,8 +814,8 @@ class Workers(Generic[T]):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Batches on the device, one step ahead: copied on a separate stream while the model computes, without threads:
-# when a batch is returned, the next one is taken from the loader. On a CPU batches are returned as they are.
+# Batches on the device, prefetched by one step: returning a batch takes the next one from the loader and starts to
+# copy it on a separate stream while the model computes. No threads are used. On a CPU, batches are not copied.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -823,8 +823,8 @@ class InputSeconds:
     """Time spent on batches.
 
     Attributes:
-        waiting: for the loader.
-        transfer: from host to device, including JPEGs decoded there. With a separate stream it runs alongside the
+        waiting: waiting for the loader.
+        transfer: copying from host to device, including decoding JPEGs there. On a GPU this overlaps with the
             computation.
     """
 
@@ -885,7 +885,7 @@ class DeviceBatches(Iterator[Batch]):
     def seconds(self) -> InputSeconds:
         """Return the time spent since the last call.
 
-        The GPU times transfers, without synchronization; one that still runs counts next time.
+        The GPU times transfers, without synchronization; a transfer still in progress is included in the next call.
         """
         running = []
         for began, ended in self._timed:
@@ -907,8 +907,8 @@ class DeviceBatches(Iterator[Batch]):
         return batch
 
     def _fetch(self, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event] | Exception:
-        """Take a batch from the loader and start to copy it; return any error, since the previous batch is
-        fine."""
+        """Take a batch from the loader and start copying it; errors are returned, because the previous
+        batch is valid."""
         try:
             batch = self._next()
             with torch.cuda.stream(stream):
@@ -926,8 +926,8 @@ class Starvation:
     """Explain why training waits for batches.
 
     Args:
-        workers: loader processes of a rank.
-        sources: of the data, without secrets.
+        workers: loader processes per rank.
+        sources: names of the data sources, without credentials.
     """
 
     def __init__(self, workers: int, sources: str) -> None:
@@ -935,16 +935,16 @@ class Starvation:
         self._read = self._made = 0.0
 
     def count(self, batch: Batch) -> None:
-        """Count a batch that was waited for."""
+        """Count a batch that training waited for."""
         self._read += batch.read_seconds
         self._made += batch.make_seconds
 
     def cause(self) -> str:
-        """Return what takes longest, and what helps."""
+        """Return the slowest part of the input pipeline, and how to speed it up."""
         reading = self._read / self._made if self._made else 0.0
         if reading > 0.5:
             return (
-                f"reading from {self._sources} is {reading:.0%} of making a batch: use faster storage, set "
+                f"reading from {self._sources} takes {reading:.0%} of the time per batch: use faster storage, set "
                 "data.cache_gb large enough for all shards, or raise data.workers"
             )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -952,6 +952,6 @@ class Starvation:
         if self._workers >= cores:
             more = f"all {cores} cores are in use; store smaller images"
         return (
-            f"decoding and cropping images is {1 - reading:.0%} of making a batch: {more}, or set "
+            f"decoding and cropping images takes {1 - reading:.0%} of the time per batch: {more}, or set "
             "data.scaled_decode, or with a GPU data.nvjpeg"
         )

@@ -3,11 +3,11 @@
 An epoch permutes the shards, cuts that sequence into windows of a few shards, and permutes the samples within
 each window. A batch is a slice of the result, and a rank's part is a slice of the batch. The order does not
 depend on workers, ranks or time, and only the shards of one or two windows are read at any moment. Every
-position is computed
-independently: a step costs the same at the start and after billions of samples.
+position is computed independently: a step costs the same at the start and after billions of samples.
 
-Only 64-bit integer arithmetic is used, so the order is the same on every machine and with every version of the
-libraries. Letters: N positions or samples, S shards.
+Only 64-bit integer arithmetic is used, so the order is the same on every machine and with all library versions.
+
+Letters: N positions or samples, S shards.
 """
 
 import math
@@ -34,7 +34,7 @@ UInt64s = npt.NDArray[np.uint64]
 
 
 def key(*numbers: int) -> int:
-    """Return 64 bits that depend on all ``numbers`` (non-negative) and on their order."""
+    """Return a 64-bit hash of non-negative integers and their order."""
     state = 0
     for number in numbers:
         assert number >= 0
@@ -47,7 +47,7 @@ def key(*numbers: int) -> int:
 
 
 def hashed(keys: int | UInt64s, numbers: Int64s | UInt64s) -> UInt64s:
-    """Return (N,) 64 bits for (N,) ``numbers``, with one key or one key each."""
+    """Return 64-bit hashes, (N,), of ``numbers``, (N,), with one key for all or one key each."""
     return mix_array(
         (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(STEP) + np.asarray(keys, np.uint64)
     )
@@ -62,7 +62,7 @@ def permuted(positions: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
     Args:
         positions: (N,) 0 ≤ position < size.
         sizes: (N,) size of each permutation.
-        keys: (N,) well mixed, equal for all positions of one permutation.
+        keys: (N,) random keys, equal for all positions of one permutation.
     """
     size = sizes.astype(np.uint64)
     width = np.ceil(np.sqrt(sizes)).astype(np.uint64)
@@ -85,7 +85,7 @@ def permuted(positions: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """Samples of a batch.
+    """The samples of a batch.
 
     Attributes:
         ids: (N,) int64 sample numbers.
@@ -105,25 +105,24 @@ class Draw:
 
 
 class Order:
-    """The sample order of a training.
+    """The sample order of a training run.
 
     Args:
         counts: (S,) samples per shard.
-        seed: of the whole order.
-        batch_size: samples of a global batch.
+        seed: random seed.
+        batch_size: samples per global batch.
         window: number of shards that are mixed at a time.
-        wrap: the last samples of an epoch that do not fill a batch are completed by the next epoch's first ones,
-            or (False) left out of that epoch; other samples in each epoch.
+        wrap: whether the last samples of an epoch that do not fill a batch are combined with the first ones of the
+            next epoch; otherwise they are left out, different samples in each epoch.
         sources: number of shards of each source, in order; the sum is S. Default: one source.
-        weights: fraction of every batch for each source, up to rounding. A source that is exhausted starts its
-            next epoch, whatever the others do. Empty: all sources are one.
+        weights: fraction of every batch for each source, up to rounding. Each source starts its
+            next epoch when it is exhausted, independently of the others. Empty: treat all sources as one.
         resample: draw with replacement: ``window`` shards at a time, each with probability proportional to its
             number of samples, and from these the number of samples that they contain on average. Every sample is
             equally likely.
 
     Raises:
-        ConfigError: there are fewer samples than in one batch, weights do not match the sources, or a source has
-        no
+        ConfigError: there are fewer samples than in one batch, weights do not match the sources, or a source has no
             samples.
     """
 
@@ -153,7 +152,7 @@ class Order:
         self.seed, self.batch_size = seed, batch_size
         self.batches_per_epoch = self.samples // batch_size
         self.leaves_out = not (wrap or weights or resample)  # the last samples of an epoch
-        # Fraction of each source among what the sources before it leave; exact, so that nothing drifts.
+        # Fraction of each source in what the previous sources leave; exact, so that errors do not accumulate.
         exact = [Fraction(repr(float(weight))) for weight in weights or (1.0,)]
         self._fractions = [one / sum(exact[number:]) for number, one in enumerate(exact)]
         parts = list(sources) if weights else [len(self.counts)]
@@ -164,13 +163,13 @@ class Order:
         for number, shards in enumerate(parts):
             part = self.counts[first_shard : first_shard + shards]
             if not part.sum():
-                raise ConfigError(f"source {number + 1} of data.train has no usable sample: leave it out")
+                raise ConfigError(f"source {number + 1} of data.train has no usable sample: remove it")
             self._sources.append(kind(part, key(seed, number), first_sample, first_shard, window))
             first_shard += shards
             first_sample += int(part.sum())
 
     def part(self, rank: int, world_size: int) -> range:
-        """Return a rank's rows of the global batch: of 16 samples three ranks take 5, 5 and 6.
+        """Return a rank's rows of the global batch: for 16 samples, three ranks get 5, 5 and 6.
 
         Raises:
             ConfigError: there are more ranks than samples in a batch.
@@ -217,11 +216,11 @@ class Order:
         return [shard for now, _ in near for shard in now], [shard for _, later in near for shard in later]
 
     def describe(self, steps: int, names: Sequence[str] = ()) -> str:
-        """Describe how often so many steps go through the data, and what happens to an epoch's last samples.
+        """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch.
 
         Args:
-            steps: of the whole training.
-            names: of the sources, without secrets; default: their numbers.
+            steps: number of training steps.
+            names: names of the sources, without credentials; default: their numbers.
         """
         drawn = self._taken(steps)
         times = [f"{n / source.samples:.3g}" for n, source in zip(drawn, self._sources, strict=True)]
@@ -248,7 +247,7 @@ class Order:
         """Return the number of samples drawn from each source before a step; never decreases."""
         drawn, taken = step * self.batch_size, []
         for one in self._fractions:
-            # to the nearest: rounded down, the loss would accumulate in the last source
+            # round to nearest: rounding down would favor the last source
             taken.append((2 * drawn * one.numerator + one.denominator) // (2 * one.denominator))
             drawn -= taken[-1]
         return taken
@@ -308,8 +307,7 @@ class _Source:
         return list(dict.fromkeys(now)), following
 
     def _shards(self, epoch: int) -> tuple[Int64s, ...]:
-        """Return the epoch's order of shards, the cumulative samples of these, and those at the ends of
-        windows."""
+        """Return an epoch's order of shards, and the cumulative numbers of samples by shard and by window."""
         made = self._recent.pop(epoch, None)
         if made is None:
             drawn = hashed(key(self.seed, _SHARDS, epoch), np.arange(len(self.counts)))
@@ -339,7 +337,7 @@ class _Resampled(_Source):
         return list(dict.fromkeys(now)), following
 
     def _window_samples(self) -> int:
-        """Return the samples drawn from a window: what its shards contain on average."""
+        """Return the number of samples drawn from a window: what its shards contain on average."""
         return max(1, self.samples * self.window // len(self.counts))
 
     def _drawn(self, slots: Int64s) -> Int64s:

@@ -4,15 +4,15 @@ Images: JPEG, PNG and WebP files are stored byte for byte, except those with an 
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
 WebP as it was encoded). Other formats become PNG. Every image is decoded once, to find broken ones before training.
 
-Splits: the hash of an image's bytes decides between train and test, so that equal images are in one split and all
-machines make the same splits. A larger test fraction is a superset of a smaller one.
+Splits: the hash of an image's bytes decides between train and test, so that equal images are in one split and the
+splits are the same on all machines. A larger test fraction is a superset of a smaller one.
 
 Captions: a row of JSONL may have a list of captions. Training uses the first; evaluation reads all from the json.
 
 Other columns become fields of the json, for ``data.filters`` and ``data.captions``. Values of JSONL and Parquet
 keep their types (see ``data.captions.json_value``); cells of CSV and TSV are strings, empty ones null. Names that
-filters cannot spell are changed (``alt text`` to ``alt_text``), and those with another meaning get a ``_``
-(``captions_``). Columns of bytes are left out.
+are invalid in filters are changed (``alt text`` to ``alt_text``), and reserved names get a ``_`` (``captions_``).
+Binary columns are left out.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ LONGEST_CAPTION = 10_000  # characters
 MOST_CAPTIONS = 100  # per image
 LARGEST_JSON = 2**20  # bytes per sample
 _OWN_FIELDS = ("caption", "captions")  # json fields with a special meaning
-_MOST_TOLD = 1000  # columns in the report; in JSONL each line may have others
+_MAX_REPORTED = 1000  # columns in the report; in JSONL each line may have different ones
 _MOST_FIELDS = 100_000  # columns of a table, to bound memory
 
 
@@ -58,9 +58,9 @@ class PackReport:
         bad: number of bad rows per cause.
         bad_rows: file that lists the bad rows; None if there are none.
         not_upright: packed images with an EXIF orientation.
-        transparent: packed images that are partly transparent, or were before they were laid on a background.
+        transparent: packed images that are partly transparent, or were before blending onto a background.
         several_captions: packed images with more than one caption.
-        fields: other columns that were kept, with their json field names.
+        fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
     """
 
@@ -82,7 +82,7 @@ class PackReport:
 
 
 class BadRow(Exception):
-    """Why a row cannot be used, with the same words for all rows with that cause."""
+    """The reason why a row cannot be used; rows with the same cause have the same message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +120,13 @@ def pack(
         fields: other columns that become fields of the json; None for all.
         test: fraction of the pairs in the test split.
         samples_per_shard: samples per tar.
-        max_side: largest side in pixels; larger images are reduced (JPEG and WebP at quality 95, others as PNG).
-        keep_orientation: store images with an EXIF orientation as they are.
-        background: color, by name or as "#rrggbb", on which partly transparent images are laid.
+        max_side: largest side in pixels; larger images are shrunk (JPEG and WebP at quality 95, others as PNG).
+        keep_orientation: do not rotate images upright according to their EXIF orientation.
+        background: color behind partly transparent images, by name or as "#rrggbb".
         progress: show a progress bar on stderr.
 
     Raises:
-        ConfigError: ``samples_per_shard``, ``max_side`` or ``test`` is out of range, or ``background`` is no color.
+        ConfigError: ``samples_per_shard``, ``max_side`` or ``test`` is out of range, or ``background`` is invalid.
         DataError: the table cannot be read, lacks a column, or has no usable row.
     """
     for name, value in (("samples_per_shard", samples_per_shard), ("max_side", max_side)):
@@ -161,7 +161,7 @@ def pack(
                 if isinstance(outcome, _Packed):
                     writer.write(outcome.split, outcome.record)
                     marks.update(outcome.marks)
-                    if len(kept) < _MOST_TOLD:
+                    if len(kept) < _MAX_REPORTED:
                         kept.update(outcome.fields)
                 else:
                     path = row.path if isinstance(row.path, str) else None
@@ -178,7 +178,7 @@ def pack(
         splits = dict(writer.counts)
         card = {
             "name": table.stem,
-            "description": "pictures and captions of a table",
+            "description": "images and captions from a table",
             "made_by": "python -m data pack",
             "source": table.name,
             "columns": {"image": source.image_column, "caption": source.caption_column},
@@ -188,7 +188,7 @@ def pack(
             "keep_orientation": keep_orientation,
             "background": background,
             "bad_rows": dict(bad.most_common()),
-            "license": "not known: that of the pictures",
+            "license": "unknown: that of the images",
         }
         writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
     return PackReport(
@@ -206,7 +206,7 @@ def pack(
 
 
 def _in_order(source: Table, how: Storing, test: float) -> Iterator[tuple[Row, _Packed | str]]:
-    """Yield each row with its sample, or the cause why it is bad, in the order of the table."""
+    """Yield each row with its sample or the cause of failure, in the order of the table."""
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
     waiting: deque[tuple[Row, Future[_Packed | str]]] = deque()
@@ -251,8 +251,8 @@ def _sample(row: Row, names: Mapping[str, str], folder: Path, how: Storing, test
 class FieldNames:
     """Assign json field names to the columns of a table, the same in all rows.
 
-    Names are unique and differ from fields with a special meaning. Of columns that first occur together, those
-    whose own name is valid keep it. At most ``_MOST_FIELDS`` columns get a name.
+    Names are unique and differ from fields with a special meaning. Among columns that first occur together, those
+    with a valid name keep it. At most ``_MOST_FIELDS`` columns get a name.
     """
 
     def __init__(self, columns: Iterable[str], *, taken: Iterable[str] = ()) -> None:
@@ -262,7 +262,7 @@ class FieldNames:
         self.of(columns)
 
     def of(self, columns: Iterable[str]) -> dict[str, str]:
-        """Return the names of columns in their order; to be called in the order of the table."""
+        """Return the field names of columns; must be called in the order of the table."""
         columns = list(columns)
         new = [column for column in columns if column not in self._names]
         for column in sorted(new, key=lambda column: field_name(column) != column or column in self._own):
@@ -279,20 +279,20 @@ class FieldNames:
 def fields_of(
     others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a sample's json, of a size that training reads.
+    """Return a sample's json.
 
     Raises:
         BadRow: it is too large, nested too deeply, or has columns without a name.
     """
     if len(names) < len(others):
-        raise BadRow(f"more than {_MOST_FIELDS:,} different columns in the table (--fields chooses some)")
+        raise BadRow(f"more than {_MOST_FIELDS:,} different columns in the table (select some with --fields)")
     try:
         meta = {names[column]: json_value(value) for column, value in others.items()}
         size = len(json.dumps(meta, ensure_ascii=False).encode())
     except RecursionError:
         raise BadRow("other columns are nested too deeply") from None
     if size > LARGEST_JSON:
-        raise BadRow(f"other columns of more than {LARGEST_JSON // 2**20} MiB (--fields chooses some)")
+        raise BadRow(f"other columns of more than {LARGEST_JSON // 2**20} MiB (select some with --fields)")
     # a caption file with a line break would be read as several captions
     if len(captions) > 1 or "\n" in captions[0]:
         meta["captions"] = list(captions)
@@ -305,7 +305,7 @@ def _split(data: bytes, test: float) -> str:
 
 
 def captions_of(row: Row) -> list[str]:
-    """Return the captions of a row without blank ones, at least one.
+    """Return the non-blank captions of a row, at least one.
 
     Raises:
         BadRow: the row or one of its captions cannot be used.
@@ -315,7 +315,7 @@ def captions_of(row: Row) -> list[str]:
     given = row.caption if isinstance(row.caption, list) else [row.caption]
     texts = [one for one in given if isinstance(one, str)]
     if len(texts) + given.count(None) < len(given):
-        raise BadRow("caption is not text, nor a list of texts")
+        raise BadRow("caption is neither a string nor a list of strings")
     captions = [text.strip() for text in texts if text.strip()]
     if not captions:
         raise BadRow("empty caption")
@@ -335,7 +335,7 @@ def _file_of(row: Row, folder: Path) -> bytes:
     if given is None or given == "":
         raise BadRow("no path")
     if not isinstance(given, str):
-        raise BadRow("path is not text")
+        raise BadRow("path is not a string")
     if given.startswith(("http://", "https://", "s3://", "gs://", "ftp://")):
         raise BadRow("a web address, not a file: download it first")
     try:

@@ -49,4 +49,4 @@ def test_the_intact_part_of_a_truncated_shard_is_trained_on(trainings: Trainings
 
     shard.write_bytes(whole)
     error = error_of(trainings.run(out, *settings, "data.truncated=use", status=1))
-    assert f"1.tar has {len(whole)} bytes, it had {3 * len(whole) // 8}" in error
+    assert f"1.tar has {len(whole)} bytes instead of {3 * len(whole) // 8}" in error

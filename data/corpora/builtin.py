@@ -1,4 +1,4 @@
-"""The built-in datasets: made on first use and kept in the user's cache; nothing is downloaded."""
+"""Built-in datasets, created on first use and stored in the user's cache, without downloads."""
 
 import io
 import os
@@ -79,7 +79,9 @@ def make_digits(out: Path, progress: bool = False) -> None:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("the digits come with scikit-learn: run pip install -e '.[eval]'") from error
+        raise DataError(
+            "the built-in dataset digits requires scikit-learn: pip install -e '.[eval]'"
+        ) from error
     from PIL import Image
 
     from data.shards.writer import DatasetWriter, Record
@@ -114,10 +116,10 @@ BUILTIN: dict[str, BuiltIn] = {
 
 
 def built_in(name: str, *, progress: bool = True) -> Path:
-    """Return the folder of a built-in dataset, and make it if it does not exist; one of several processes makes it.
+    """Return the folder of a built-in dataset, creating it if needed; only one of several processes creates it.
 
     Raises:
-        DataError: the name is unknown, or the dataset cannot be made here.
+        DataError: the name is unknown, or the dataset cannot be created.
     """
     if name not in BUILTIN:
         raise DataError(f"unknown built-in dataset {name!r}: {nearest(name, BUILTIN)}")
@@ -132,11 +134,11 @@ def built_in(name: str, *, progress: bool = True) -> Path:
             time.sleep(0.05)
         try:
             if not folder.is_dir():
-                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # by a killed process
+                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # left by a killed process
                     shutil.rmtree(left, ignore_errors=True)
                 chosen.make(folder, progress)
         finally:
             lock.release()
     except OSError as error:
-        raise DataError(f"cannot make {name} in {folder.parent} ({error}): set CLIPKIT_CACHE") from error
+        raise DataError(f"cannot create {name} in {folder.parent} ({error}): set CLIPKIT_CACHE") from error
     return folder

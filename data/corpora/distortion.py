@@ -1,8 +1,8 @@
-"""Distortions between a printed character and an image of it, for a batch at once.
+"""Distort batches of printed characters as handwriting and photography do.
 
 First the strokes, as distance fields: shear, rotation, stretch, warp, pen width. Then the frame: the em box,
 or a crop to the ink. Then the camera: uneven ink, blur, low resolution, few gray levels, noise, contrast,
-inversion. Each has its own random strength, and some images stay nearly clean.
+inversion. Each distortion has its own random strength, and some images stay nearly clean.
 
 N images, S pixels per side of the result, W pixels per side of the working canvas, K knots of a grid.
 """
@@ -49,7 +49,7 @@ class Distortion:
     knots: tuple[_Array, ...]  # the displacements themselves, (N, 2, K, K) for K of _KNOTS, standard normal
     unevenness: _Array  # local fading of the ink
     blur: _Array  # sigma / side
-    low_side: NDArray[np.int64]  # pixels per side of the camera; 0: those of the image
+    low_side: NDArray[np.int64]  # camera resolution in pixels per side; 0: that of the image
     upscale: NDArray[np.int64]  # 0 box, 1 bilinear, 2 bicubic
     levels: NDArray[np.int64]  # gray levels; 0: all
     noise: _Array  # sigma, for a range of 1
@@ -79,7 +79,9 @@ def draw_distortions(
     warp = rng.uniform(0, 1, (n, 3)) * np.array([0.13, 0.07, 0.02]) * bold[:, None]
     low = np.where(rng.random(n) < 0.4 * strength, rng.choice(_LOW_SIDES, n), 0)
     low = np.where(crop | (low == 0), low, np.maximum(low, 14))  # with the em box, a character has few pixels
-    harm = np.where((low > 0) & (low < 12), 0.4, 1.0) * strength  # low resolution allows little more
+    harm = (
+        np.where((low > 0) & (low < 12), 0.4, 1.0) * strength
+    )  # at low resolution, stronger distortions make characters illegible
     unevenness = _sometimes(rng, n, 0.4, rng.uniform(0, 0.6, n) * harm)
     blur = _sometimes(rng, n, 0.5, rng.uniform(0, 0.06, n) * harm)
     levels = np.where(rng.random(n) < 0.25 * strength, rng.choice([2, 4, 8, 16, 17], n), 0)
@@ -112,7 +114,7 @@ def draw_distortions(
 
 
 def mild(distortion: Distortion) -> Distortion:
-    """Weaken distortions for the test split, which is about unseen fonts."""
+    """Weaken distortions for the test split, which measures unseen fonts."""
     n = len(distortion.pen)
     return replace(
         distortion,

@@ -29,7 +29,7 @@ EM = 48  # pixels of the em square
 CANVAS = 72  # pixels per side
 BASELINE = 51  # row
 PRUNED = (0, 3, 6)  # pixels by which the ends of a skeleton's strokes may be shortened
-_REACH = 9  # largest distance
+_REACH = 9  # largest stored distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Face:
 class Glyph:
     """A character in a face.
 
-    ``draw`` is the character to request from the font, ``character`` the visible one: an old font may have a Greek
-    letter at the code of an accented one, and a "mathematical bold digit one" is a digit one.
+    ``draw`` is the character to request from the font, ``character`` the one that it shows: an old font may have a
+    Greek letter at the code of an accented one, and a "mathematical bold digit one" shows a digit one.
     """
 
     face: Face
@@ -157,7 +157,7 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
         names: dict[int, str] = font.getBestCmap()
     found: dict[tuple[str, tuple[str, ...]], Glyph] = {}
     for code, name in sorted(names.items()):
-        # Computer Modern's files use TeX's encodings: the glyph's name is right, its code is not
+        # Computer Modern's files use TeX's encodings: the glyph's name is correct, its code is not
         truth = _OLD_STYLE.get(name) or (agl.toUnicode(name) if face.file.startswith("cm") else chr(code))
         title = unicodedata.name(truth, "") if len(truth) == 1 and name != ".notdef" else ""
         if (
@@ -202,7 +202,7 @@ def _truetype(file: str) -> "FreeTypeFont":
 
 
 def _place(glyph: Glyph) -> tuple[int, tuple[float, float, float, float]]:
-    """The starting column that centers the advance width, and the ink's box."""
+    """Return the starting column that centers the advance width, and the bounding box of the ink."""
     font = _truetype(glyph.face.file)
     start = round((CANVAS - font.getlength(glyph.draw)) / 2)
     box = font.getbbox(glyph.draw, anchor="ls")
@@ -222,7 +222,7 @@ def rasterize(glyph: Glyph) -> NDArray[np.uint8]:
 
 def outline_field(ink: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Compute the signed distance to the outline: (N, H, W) uint8 ink → (N, H, W) float32 within ±9."""
-    # the outline crosses gray pixels; coverage gives the distance from their center
+    # the outline crosses gray pixels; their coverage gives its distance from their center
     offset = ink.astype(np.float32) / 255 - 0.5
     squares = np.round(offset * offset * _FINE).astype(np.int16)
     outside = np.where(ink == 255, 0, np.where(ink == 0, _FAR, np.where(offset < 0, squares, 0)))

@@ -40,8 +40,8 @@ __all__ = [
 # --------------------------------------------------------------------------------------------------------------
 # Captions
 #
-# Characters are called by their Unicode names in lower case, and by shorter common names. Every digit occurs as a
-# word and as a figure. Captions are short, because every token costs training time.
+# Captions use Unicode names in lower case, and shorter common names. Every digit occurs as a word and as a figure.
+# Captions are short, because every token costs training time.
 
 CLASS_CHARACTERS = (
     string.digits + string.ascii_lowercase + string.ascii_uppercase
@@ -87,7 +87,7 @@ def _pick(rng: np.random.Generator, choices: _Choices) -> str:
 
 
 def _name(rng: np.random.Generator, character: str, *, cropped: bool) -> str:
-    """One of the names of a character."""
+    """Draw one of the names of a character."""
     name = character_name(character)
     if character in string.digits:
         return _pick(rng, _DIGIT_NAMES).format(w=name.split()[-1], f=character)
@@ -187,7 +187,7 @@ def make(
         for start in range(0, total, _CHUNK)
     ]
     with DatasetWriter(out) as writer:
-        for chunk, records in _made(chunks, processes or os.cpu_count() or 1, progress=progress):
+        for chunk, records in _generate(chunks, processes or os.cpu_count() or 1, progress=progress):
             for record in records:
                 writer.write(chunk.split, record)
         card = {
@@ -216,8 +216,10 @@ class _Chunk:
     seed: int
 
 
-def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[tuple[_Chunk, list[Record]]]:
-    """The records of each chunk, in order."""
+def _generate(
+    chunks: list[_Chunk], processes: int, *, progress: bool
+) -> Iterator[tuple[_Chunk, list[Record]]]:
+    """Yield each chunk with its records, in order."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
@@ -228,7 +230,7 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            yield from _shown(chunks, map(_make_chunk, chunks), progress=progress)
+            yield from _with_progress(chunks, map(_make_chunk, chunks), progress=progress)
         finally:
             torch.set_num_threads(threads)
         return
@@ -236,7 +238,7 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
     try:
         pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_start_process)
         try:
-            yield from _shown(chunks, pool.map(_make_chunk, chunks), progress=progress)
+            yield from _with_progress(chunks, pool.map(_make_chunk, chunks), progress=progress)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     except BrokenProcessPool as error:  # spawned processes import the script, which must have a main guard
@@ -246,10 +248,10 @@ def _made(chunks: list[_Chunk], processes: int, *, progress: bool) -> Iterator[t
         ) from error
 
 
-def _shown(
+def _with_progress(
     chunks: list[_Chunk], results: Iterable[list[Record]], *, progress: bool
 ) -> Iterator[tuple[_Chunk, list[Record]]]:
-    """Pass on the chunks with their records, and report progress on stderr."""
+    """Yield the chunks with their records, and report progress on stderr."""
     count, start, drawn = sum(chunk.count for chunk in chunks), time.monotonic(), 0
     lines = progress and sys.stderr is not None and not sys.stderr.isatty()
     if lines:
@@ -266,7 +268,7 @@ def _shown(
 
 
 def _start_process() -> None:
-    """Leave signals to the parent, which would wait forever for a process that died while sending glyphs."""
+    """Ignore signals: the parent would wait forever for a process that died while sending glyphs."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -277,7 +279,7 @@ def _start_process() -> None:
 
 @dataclass(kw_only=True)
 class _Pool:
-    """The glyphs of one kind by character; ornate alphabets are separate, because they are many."""
+    """The glyphs of one kind by character; ornate alphabets are separate, because there are many."""
 
     plain: dict[str, list[Glyph]] = field(default_factory=dict)
     ornate: dict[str, list[Glyph]] = field(default_factory=dict)
@@ -313,7 +315,7 @@ def _pools() -> dict[str, _Pool]:
 
 @cache
 def _held_out() -> tuple[Glyph, ...]:
-    """The glyphs of the test split: every class in every face of the held-out families."""
+    """Return the glyphs of the test split: every class in every face of the held-out families."""
     return tuple(
         glyph
         for face in FACES

@@ -1,14 +1,15 @@
 """The built-in dataset ``icons``: PNG icons of the freedesktop icon themes installed on this machine.
 
-All themes but one are the training split. One theme and its variants (such as a dark one) are the test split, so
+One theme and its variants (such as a dark one) form the test split, and all other themes the training split, so
 that evaluation uses artists not seen in training.
 
-* Images have at least 48 pixels per side and are stored with at most 128. Of each icon at most two sizes are used:
-  the smallest, and the one nearest to 128 pixels.
-* Transparent icons are laid on white; those drawn for dark panels, which would vanish there, on dark gray.
+* Images have at least 48 pixels per side and are stored with at most 128. At most two sizes of
+  each icon are used: the smallest, and the one nearest to 128 pixels.
+* Transparent icons are blended onto white, or onto dark gray if they were drawn for dark panels and would be
+  invisible on white.
 * A file with several names (symbolic links, copies in other themes) is one image: its caption uses the file's own
-  name, and its json lists all. The same drawing in two sizes, or in two themes, is kept once: images of one name
-  with nearly equal fingerprints.
+  name, and its json lists all. The same drawing in two sizes or themes (images of one name
+  with nearly equal fingerprints) is stored once.
 * Test images that are equal or nearly equal to a training image are dropped.
 """
 
@@ -59,7 +60,7 @@ _TEMPLATES = (
     "a small drawing of {c}",
 )
 
-CONTEXTS = {  # by the context of a folder in index.theme, the word for one of its icons
+CONTEXTS = {  # what an icon stands for, by the context of its folder in index.theme
     "actions": "action", "animations": "animation", "applications": "application", "apps": "application",
     "categories": "category", "devices": "device", "emblems": "emblem", "emotes": "face", "filesystems": "place",
     "international": "flag", "mimetypes": "file type", "places": "place", "status": "status", "stock": "action",
@@ -98,12 +99,12 @@ _MOST_WORDS = 8
 
 
 def is_symbolic(name: str) -> bool:
-    """Return whether a name is that of a drawing in one color."""
+    """Return whether a name denotes a drawing in one color."""
     return "symbolic" in re.split(r"[-.]", name)
 
 
 def words(name: str, context: str) -> str | None:
-    """Return the readable form of an icon's name in lower case; None if it has no meaning.
+    """Return an icon's name as lower-case words; None if it has no meaning.
 
     Args:
         name: the file name without suffix, such as "folder-open" or "application-x-tar".
@@ -151,12 +152,12 @@ _LARGEST_FILE = 4 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Icon:
-    """An image file with all names that lead to it.
+    """An image file with all names that refer to it.
 
     Attributes:
         theme: the theme of the file.
         themes: all themes that contain it, a link to it or a copy.
-        name: its own name.
+        name: the file's own name.
         names: all names.
         context: a value of ``CONTEXTS``, or "".
         side: pixels per side, according to the theme's index.
@@ -182,7 +183,7 @@ def scan(root: Path) -> list[Icon]:
     places: dict[Path, tuple[str, str, int]] = {}  # theme, context and side of a file
     for theme in sorted(root.iterdir()) if root.is_dir() else []:
         if theme.name == "hicolor" or not (theme / "index.theme").is_file():
-            continue  # hicolor holds the icons of applications, by many artists
+            continue  # hicolor contains the icons of applications, by many artists
         for folder, context, side in _folders(theme):
             home = folder.resolve()
             for link in sorted(folder.glob("*.png")):
@@ -219,7 +220,7 @@ def scan(root: Path) -> list[Icon]:
 
 
 def _folders(theme: Path) -> Iterator[tuple[Path, str, int]]:
-    """The folders of a theme with icons of a suitable size, with context and side."""
+    """Yield the folders of a theme with icons of a suitable size: path, context and side."""
     index = configparser.ConfigParser(interpolation=None, strict=False)
     try:
         index.read(theme / "index.theme", encoding="utf-8")
@@ -269,7 +270,7 @@ def settle_names(icons: Sequence[Icon], families: Mapping[str, str]) -> list[Ico
 
 
 def _licenses(root: Path, themes: Sequence[str]) -> dict[str, str]:
-    """The license of each theme according to its Debian package, if dpkg knows it."""
+    """Return the license of each theme according to its Debian package, if dpkg knows it."""
     found = dict.fromkeys(themes, "unknown: see where the theme came from")
     for listing in sorted(Path("/var/lib/dpkg/info").glob("*icon-theme*.list")):
         package = listing.stem.partition(":")[0]
@@ -288,14 +289,14 @@ def _licenses(root: Path, themes: Sequence[str]) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------------------
 # The dataset
 
-# Held out if installed, else the theme that shares most names. Oxygen's artists drew everything anew;
-# elementary-xfce and mate, which share as many names, redraw or copy some of gnome's images.
+# Held out if installed, otherwise the theme that shares the most names is. All of Oxygen's images are original;
+# elementary-xfce and mate share as many names, but redraw or copy some of gnome's images.
 _HELD_OUT = "oxygen"
 _STORED_SIDE = 128  # pixels
 _FINGERPRINT_SIDE = 24  # pixels
 _SAME_DRAWING = 0.98  # correlation of fingerprints above which images of one name are the same drawing
 _NEARLY_SAME = 0.9  # above which a test image is too similar to a training image of any name
-_FAINTEST = 64  # of 255: a drawing whose darkest twentieth is lighter on white is laid on dark gray
+_FAINTEST = 64  # of 255; drawings whose darkest 5% contrast less with white are blended onto dark gray
 _INSTALL = (
     "sudo apt-get install oxygen-icon-theme gnome-icon-theme mate-icon-theme faenza-icon-theme "
     "elementary-xfce-icon-theme moka-icon-theme"
@@ -335,7 +336,7 @@ def make(out: Path, *, root: Path = Path("/usr/share/icons"), progress: bool = T
         icons = settle_names(icons, families)
         held_out = _choose_held_out(icons, families)
         seen, unseen = list[Icon](), list[Icon]()
-        for icon in icons:  # a file in both splits is for training
+        for icon in icons:  # a file in both splits goes to training
             others = sorted(theme for theme in icon.themes if families[theme] != held_out)
             if others:
                 seen.append(icon if icon.theme in others else replace(icon, theme=others[0]))
@@ -357,7 +358,7 @@ def make(out: Path, *, root: Path = Path("/usr/share/icons"), progress: bool = T
             fingerprints = np.stack([drawing.fingerprint for drawing in train])
             nearest = (np.stack([drawing.fingerprint for drawing in test]) @ fingerprints.T).max(axis=1)
             kept = [one for one, similarity in zip(test, nearest, strict=True) if similarity < _NEARLY_SAME]
-            report["test: nearly the same as a training picture"] += len(test) - len(kept)
+            report["test: nearly the same as a training image"] += len(test) - len(kept)
             test = kept
         if len(test) < 2:
             raise DataError(f"the icon themes under {root} share too few names to hold one out: {_INSTALL}")
@@ -396,7 +397,7 @@ def _choose_held_out(icons: Sequence[Icon], families: Mapping[str, str]) -> str:
 
 
 def _two_sizes(icons: Sequence[Icon]) -> list[Icon]:
-    """Of the sizes of an icon in a theme, the smallest and the one nearest to the stored side."""
+    """Choose two sizes of each icon in a theme: the smallest, and the one nearest to the stored side."""
     groups: dict[tuple[str, str, bool], list[Icon]] = defaultdict(list)
     for icon in icons:
         groups[icon.theme, icon.text, icon.symbolic].append(icon)
@@ -414,7 +415,7 @@ def _from_stored_side(icon: Icon) -> tuple[bool, int, Path]:
 
 
 def _draw(icons: Sequence[Icon], report: Counter[str], what: str) -> list[_Drawing]:
-    """Decode, lay on a background, reduce, and encode; ``what`` labels the progress bar, "" shows none."""
+    """Decode, blend onto a background, shrink, and encode; ``what`` labels the progress bar, "" disables it."""
     drawings = []
     for icon in track(icons, f"drawing {what} icons", console=Console(stderr=True), disable=not what):
         try:
@@ -430,9 +431,9 @@ def _draw(icons: Sequence[Icon], report: Counter[str], what: str) -> list[_Drawi
         if not inked.any():
             report["blank"] += 1
             continue
-        flat = _laid_on("white", rgba)
+        flat = _blend_onto("white", rgba)
         if np.percentile(255 - np.asarray(flat).min(axis=2)[inked], 95) < _FAINTEST:
-            flat = _laid_on("#404040", rgba)
+            flat = _blend_onto("#404040", rgba)
         flat.thumbnail((_STORED_SIDE, _STORED_SIDE), Image.Resampling.LANCZOS)
         buffer = io.BytesIO()
         flat.save(buffer, "PNG")
@@ -442,16 +443,16 @@ def _draw(icons: Sequence[Icon], report: Counter[str], what: str) -> list[_Drawi
     return drawings
 
 
-def _laid_on(background: str, image: Image.Image) -> Image.Image:
+def _blend_onto(background: str, image: Image.Image) -> Image.Image:
     flat = Image.new("RGB", image.size, background)
     flat.paste(image, mask=image.getchannel("A"))
     return flat
 
 
 def _fingerprint(image: Image.Image) -> NDArray[np.float32]:
-    """A small copy of the part with ink, invariant to shifts, scaling and encoding, of unit norm.
+    """Return a small copy of the part with ink, invariant to shifts, scaling and encoding, of unit norm.
 
-    The dot product of two fingerprints is their correlation; that of a uniform image is 0 with any other.
+    The dot product of two fingerprints is their correlation; it is 0 if one of the images is uniform.
     """
     ground = Image.new("RGB", image.size, image.getpixel((0, 0)))
     ink = ImageChops.difference(image, ground).convert("L").point(lambda value: 255 * (value > 16))
@@ -479,7 +480,7 @@ def _distinct(drawings: Sequence[_Drawing], report: Counter[str], split: str) ->
 
 
 def _records(drawings: Sequence[_Drawing], labels: Mapping[str, int]) -> Iterator[Record]:
-    """The drawings as samples, in the order of a hash of their paths, which mixes themes."""
+    """Yield the drawings as samples, ordered by a hash of their paths, which mixes themes."""
     keyed = []
     for drawing in drawings:
         icon = drawing.icon

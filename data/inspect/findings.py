@@ -1,4 +1,4 @@
-"""What an inspection of shards finds: plain values for the terminal, the page and JSON."""
+"""Results of an inspection of shards: plain values for the terminal, the HTML page and JSON."""
 
 import math
 from collections import Counter
@@ -100,13 +100,14 @@ class Names:
         groups: samples, usable or not.
         patterns: number of keys of each form; # is a digit.
         extensions: number of members per extension, most frequent first.
-        upper_case: the same for extensions in capital letters, in local shards.
+        upper_case: the same for uppercase extensions, in local shards.
         second_dot: members with a dot in the key, which hides their extension.
-        hidden: members of no sample: hidden files and files without an extension.
+        hidden: members that belong to no sample: hidden files and files without an extension.
         without_picture: samples with a caption but no image.
         without_caption: samples with an image but no caption.
         apart: keys that occur again later in their shard.
-        repeated: surplus members by kind ("picture", or the extension); training uses a sample's first.
+        repeated: surplus members by kind ("picture", or the extension); training uses the first member
+            of each kind.
         repeated_at: some of these samples.
         across: keys in more than one shard.
     """
@@ -224,7 +225,7 @@ class Fields:
 
 @dataclass(frozen=True, kw_only=True)
 class Filtered:
-    """What filters keep of the samples read.
+    """How many of the samples read pass the filters.
 
     Attributes:
         filters: in the syntax of ``data.filters``.
@@ -305,7 +306,7 @@ class Speed:
         make, text: milliseconds of CPU time per image and per caption.
         read, read_bytes: samples and bytes per second of a single reader.
         rate: assumed samples per second of one GPU.
-        cores: of this machine.
+        cores: number of CPU cores of this machine.
     """
 
     per_core: float
@@ -319,9 +320,9 @@ class Speed:
     cores: int
 
     def workers_for(self, rate: float) -> int:
-        """Return the workers needed to make ``rate`` samples per second.
+        """Return the number of workers needed to prepare ``rate`` samples per second.
 
-        Reading from a store is not included, because training reads copies on disk.
+        Reading from a remote store is not included, because training reads cached copies.
         """
         each = 1 / self.per_core + (0.0 if self.remote or not self.read else 1 / self.read)
         return max(1, math.ceil(rate * each))
@@ -346,7 +347,7 @@ class Thumbnail:
         picture: WebP; empty if nothing can be decoded.
         beginning: the first bytes as text if nothing can be decoded.
         size: bytes of the original file.
-        caption: its beginning.
+        caption: beginning of the caption.
         cause: why the sample is bad; empty for a good one.
     """
 

@@ -147,9 +147,9 @@ def _shards(found: Findings) -> Iterator[Row]:
         yield _row("scanned", f"{shards.looked_into:,} of {shards.count:,}, spread evenly{first}")
     if shards.ends_checked:
         whole = f"{shards.ends_checked - shards.suspicious:,} of {shards.ends_checked:,}"
-        yield _row("complete", f"{whole} end as a tar file should")
+        yield _row("complete", f"{whole} end with a valid tar trailer")
     missing = ", ".join(shards.missing[:10]) + (", …" if len(shards.missing) > 10 else "")
-    gaps = f"{shards.missing_count:,}: {missing}" if missing else "none: no gap in their numbers"
+    gaps = f"{shards.missing_count:,}: {missing}" if missing else "none: the shard numbers have no gaps"
     yield _row("missing", gaps)
     yield _row("without pairs", ", ".join(map(_name, shards.empty[:8])) or "none")
     broken = [f"{_name(one.shard)}: {printable(one.cause, 160)}" for one in shards.broken[:10]] or ["none"]
@@ -185,7 +185,7 @@ def _names(names: Names) -> Iterator[Row]:
 
 def _fields(found: Findings) -> Iterator[Row]:
     fields, filtered = found.fields, found.filtered
-    spread = "" if found.all_read else ", of evenly spread samples"
+    spread = "" if found.all_read else ", among evenly spread samples"
     yield _row("samples with json", _of_all(fields.with_json, fields.read) + spread)
     for one in fields.fields:
         fraction = "" if one.count == fields.read else f", in {_percent(one.count, fields.read)}"
@@ -251,7 +251,7 @@ def _images(found: Findings) -> Iterator[Row]:
         "transparent",
         images.transparent,
         images.read,
-        f"laid on {hex_of(background)}"
+        f"blended onto {hex_of(background)}"
         if background
         else "their hidden colors are used, as in open_clip; set data.background=white",
     )
@@ -259,7 +259,9 @@ def _images(found: Findings) -> Iterator[Row]:
         "rotated by EXIF",
         images.rotated,
         images.read,
-        "turned upright" if found.decoding.upright else "not applied, as in open_clip; set data.upright=true",
+        "rotated upright"
+        if found.decoding.upright
+        else "not applied, as in open_clip; set data.upright=true",
     )
     yield _row("identical files", *_duplicates(images.same_bytes))
     yield _row("similar images", *_duplicates(images.same_look))
@@ -274,7 +276,7 @@ def _trait(label: str, found: WithTrait, read: int, what: str) -> Row:
 
 def _duplicates(found: Duplicates) -> Sequence[str]:
     if not found.groups:
-        return ["none among those decoded"]
+        return ["none among the decoded images"]
     shown = [" = ".join(map(_place, group)) for group in found.shown[:3]]
     more = ["…"] if found.groups > len(shown) else []
     return [f"{found.pictures:,} images in {counted(found.groups, 'group')}:", *shown, *more]
@@ -291,7 +293,7 @@ def _speed(found: Findings) -> Iterator[Row]:
     yield _row("reading only", f"{speed.read:,.0f} samples/s, {size_of(speed.read_bytes)}/s{network}")
     yield _row(
         "workers needed",
-        f"{counted(speed.workers, 'worker')} (data.workers) for a GPU that takes {speed.rate:,.0f} samples/s "
+        f"{counted(speed.workers, 'worker')} (data.workers) for a GPU that processes {speed.rate:,.0f} samples/s "
         "(--rate)",
     )
     rates = (500, 1000, 2000, 5000)
@@ -299,31 +301,31 @@ def _speed(found: Findings) -> Iterator[Row]:
     yield _row("this machine", f"{speed.cores} cores: at most {speed.cores * speed.per_core:,.0f} samples/s")
     yield _row(
         "typical rates",
-        "Training open_clip's LAION-400M models, an A100 took 773 samples/s for ViT-B/32, 332 for ViT-B/16 and "
-        "70 for ViT-L/14. The metrics of a training run show the rate of your GPU.",
+        "For open_clip's LAION-400M models, an A100 processed 773 samples/s of ViT-B/32, 332 of ViT-B/16 and 70 of "
+        "ViT-L/14. The metrics of a training run show the rate of your GPU.",
     )
 
 
 # --------------------------------------------------------------------------------------------------------------
 # Notes
 
-_COMMON = 0.1  # fraction above which something is worth a note
+_COMMON = 0.1  # fraction above which a finding becomes a note
 
 
 def notes(found: Findings) -> list[Note]:
-    """Return what a user should know or fix before training, grave problems first."""
-    told = [*_shard_notes(found), *_sample_notes(found), *_image_notes(found)]
-    return sorted(told, key=lambda note: not note.grave)
+    """Return findings that a user should know or fix before training, grave ones first."""
+    found_notes = [*_shard_notes(found), *_sample_notes(found), *_image_notes(found)]
+    return sorted(found_notes, key=lambda note: not note.grave)
 
 
 def _shard_notes(found: Findings) -> Iterator[Note]:
     shards, names, stated, filtered = found.shards, found.names, found.shards.stated, found.filtered
     for refusal in shards.refused:
-        yield Note(f"training refuses this list of shards: {printable(refusal, 300)}", grave=True)
+        yield Note(f"training rejects this list of shards: {printable(refusal, 300)}", grave=True)
     if shards.broken:
         yield Note(
             f"{len(shards.broken):,} of {counted(shards.looked_into, 'scanned shard')} are unreadable; training "
-            "refuses them: download them again or leave them out",
+            "rejects them: download them again or remove them",
             grave=True,
         )
         if truncated := sum(one.truncated for one in shards.broken):
@@ -333,7 +335,7 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
             )
     if shards.suspicious > len(shards.broken):
         suspicious = counted(shards.suspicious, "shard")
-        yield Note(f"{suspicious} without the end of a tar file: probably truncated", grave=True)
+        yield Note(f"{suspicious} without a tar trailer: probably truncated", grave=True)
     if shards.missing_count:
         numbers = ", ".join(shards.missing[:6])
         yield Note(f"{counted(shards.missing_count, 'missing shard')}: {numbers}")
@@ -342,7 +344,7 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
     if names.apart:
         yield Note(
             f"{counted(names.apart, 'key')} repeated later in the shard ({_place(names.apart_example)}): the files "
-            "of a sample must follow one another",
+            "of a sample must be consecutive",
             grave=True,
         )
     if names.repeated:
@@ -353,7 +355,7 @@ def _shard_notes(found: Findings) -> Iterator[Note]:
     if names.second_dot:
         yield Note(
             f"{counted(names.second_dot, 'file')} with a second dot in the name; everything after the first dot is "
-            "the extension, so they are ignored: leave no dots in keys",
+            "the extension, so they are ignored: use keys without dots",
             grave=True,
         )
     if stated.found != stated.stated:
@@ -393,7 +395,7 @@ def _sample_notes(found: Findings) -> Iterator[Note]:
     if captions.cut > _COMMON * captions.read:
         yield Note(
             f"{_percent(captions.cut, captions.read)} of the captions have more than {found.context_length} "
-            "tokens: the model does not see their end"
+            "tokens and are truncated"
         )
     if captions.not_utf8:
         read = captions.read + captions.empty + captions.not_utf8

@@ -76,12 +76,12 @@ class ImageInfo:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
-    """A sample that was read and perhaps decoded.
+    """A sample that was read and possibly decoded.
 
     Attributes:
         cause: why it is bad; empty for a good one.
-        caption: "" without a usable one; None if it was not read.
-        meta: its json; None without a readable one.
+        caption: "" if there is no usable one; None if it was not read.
+        meta: its json; None if there is no readable one.
         has_text: whether it has a caption file.
         image: None if it was not decoded.
         crop: (3, S, S) uint8, as the model sees it.
@@ -194,7 +194,7 @@ class SampleChecker:
                 if progress is not None:
                     progress("decoding samples", self.tried, len(self.bad), len(self._refs))
                 yield sample
-                sample.meta = None  # many of them take much memory
+                sample.meta = None  # saves memory
             if not self.good:
                 raise DataError(self._all_bad())
         finally:
@@ -269,7 +269,7 @@ class SampleChecker:
         )
 
     def speed(self, rate: float) -> Speed:
-        """Return the speed of reading and preprocessing; ``rate`` is what one GPU takes per second."""
+        """Return the speed of reading and preprocessing; ``rate`` is the samples/s that one GPU processes."""
         make, text = (
             sum(getattr(one, name) for one in self.good) / len(self.good) for name in ("make", "text")
         )
@@ -287,7 +287,7 @@ class SampleChecker:
         return replace(speed, workers=speed.workers_for(rate))
 
     def _by_cause(self) -> list[list[Sample]]:
-        """Bad samples, most frequent cause first; causes that differ only in numbers are one."""
+        """Group bad samples by cause, most frequent first; causes that differ only in numbers are merged."""
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in self.bad:
             groups[re.sub(r"[0-9]+", "#", sample.cause)].append(sample)
@@ -336,7 +336,7 @@ _ROWS = 512  # compared at a time
 
 
 def _reduction(size: tuple[int, int], side: int) -> int:
-    """The factor by which a JPEG can be decoded smaller and keep ``side`` pixels on each side."""
+    """Return the factor by which a JPEG can be reduced in decoding and keep ``side`` pixels on each side."""
     return next((by for by in (8, 4, 2) if min(size) >= by * side), 1)
 
 
@@ -378,7 +378,7 @@ def similarity_code(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
 
 
 def group_equal(digests: Sequence[bytes]) -> list[list[int]]:
-    """Return groups of the positions of equal digests, the largest first."""
+    """Return groups of indices with equal digests, largest first."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for number, one in enumerate(digests):
         groups[one].append(number)
@@ -386,7 +386,7 @@ def group_equal(digests: Sequence[bytes]) -> list[list[int]]:
 
 
 def group_similar(codes: Sequence[npt.NDArray[np.int8]]) -> list[list[int]]:
-    """Return groups of the positions of similar codes, the largest first."""
+    """Return groups of indices with similar codes, largest first."""
     if not codes:
         return []
     signs = np.stack(codes[:_MOST_COMPARED]).astype(np.float32)  # (N, C)
@@ -412,7 +412,7 @@ def group_similar(codes: Sequence[npt.NDArray[np.int8]]) -> list[list[int]]:
 def summarize_images(
     samples: Sequence[Sample], image_size: int
 ) -> tuple[Images, list[list[Sample]], list[list[Sample]]]:
-    """Summarize decoded images; returns also a few groups of identical files and of similar images."""
+    """Summarize decoded images; also return a few groups of identical files and of similar images."""
     images = [sample.image for sample in samples if sample.image is not None]
     assert len(images) == len(samples)
     ratios = [one.width / one.height for one in images]
@@ -508,7 +508,7 @@ def sheet_entry(sample: Sample) -> SheetEntry:
 
 
 def thumbnail(survey: ShardSurvey, sample: Sample) -> Thumbnail:
-    """Read a sample again and reduce its image, or the part of it that can be decoded."""
+    """Read a sample again and shrink its image, or the part of it that can be decoded."""
     from PIL import Image
 
     again, data = read_sample(

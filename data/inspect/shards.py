@@ -1,6 +1,6 @@
 """Shards of an inspection: list them, scan some, check and count the others, and summarize the result.
 
-Errors for which training would refuse the shards are recorded, and the inspection goes on.
+Errors for which training would reject the shards are recorded, and the inspection continues.
 """
 
 import os
@@ -131,7 +131,7 @@ class ShardScan:
             selection: decides which samples are usable.
             cache: for remote shards.
             keys: number of keys to keep.
-            until: time (monotonic) after which a scan without any pair stops.
+            until: monotonic time after which a scan that has found no pair stops.
         """
         try:
             index = self._read_index(selection, cache, until)
@@ -163,7 +163,7 @@ class ShardScan:
         return kinds[0] if len(kinds) == 1 else ""
 
     def _read_index(self, selection: Selection, cache: "ShardCache | None", until: float) -> ShardIndex:
-        """Index the shard; a local one is scanned even if its index is stored, because that lacks the names."""
+        """Index the shard; a local one is always scanned, because a stored index lacks the member names."""
         file = self.file
         if not file.is_remote:
             try:
@@ -182,7 +182,7 @@ class ShardScan:
         return self.beginning
 
     def _noted(self, members: Iterable[tuple[str, int, int]], until: float) -> Iterator[tuple[str, int, int]]:
-        """Record the names of members and pass them on; DataError if no pair has appeared by ``until``."""
+        """Record and yield members; DataError if no pair has appeared by ``until``."""
         key, kinds, some_pair = "", set[str](), False
         for count, member in enumerate(members, start=1):
             yield member
@@ -214,7 +214,7 @@ class ShardScan:
         content, ends = index.key_bytes.tobytes(), index.key_ends.tolist()
         spans = list(pairwise([0, *ends]))
         hashes = [hash(content[start:end]) for start, end in spans]
-        # the lowest hashes are those of the same keys in all shards, so that repeated keys are found among them
+        # the lowest hashes belong to the same keys in all shards, so keys in several shards are found among them
         self.key_hashes = np.unique(np.array(hashes, dtype=np.int64))[:_MOST_HASHES]
         step = max(1, len(index) // max(1, keys))
         self.keys = [index.key(row) for row in range(0, len(index), step)][:keys]
@@ -281,7 +281,7 @@ class OpenBeginning:
 _REQUESTS = 32  # at a time
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")  # of a name
 _MAX_DIGITS = 18
-_SPARSE = 10  # missing shards per existing one above which numbers are not consecutive by design
+_SPARSE = 10  # with more missing shards per existing one, numbers are not meant to be consecutive
 _NO_TAR = (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5", b"<", b"PK")  # compressed, an HTML page, a zip
 
 
@@ -309,7 +309,7 @@ def _shards_of_folder(source: str, split: str) -> list[ShardFile]:
 
 
 def missing_numbers(urls: Iterable[str], absent: Iterable[str] = ()) -> tuple[list[str], int]:
-    """Find gaps in the numbers of otherwise equal names; returns them as ranges, and how many names are missing.
+    """Find gaps in the numbers of otherwise equal names; return them as ranges, and the number of missing names.
 
     Args:
         urls: existing shards.
@@ -357,11 +357,11 @@ def _ends_like_tar(file: ShardFile) -> bool:
 # The survey of all shards
 
 _SHARDS, _REMOTE_SHARDS = 64, 32  # scanned by default
-_FIRST_SHARDS = 8  # among which a pair must be found
-_PATIENCE_SECONDS = 20.0  # for that
+_FIRST_SHARDS = 8  # one of these must contain a pair
+_FIRST_PAIR_SECONDS = 20.0  # limit for finding the first pair
 _ENDS_SECONDS = _COUNT_SECONDS = 5.0
 _SUSPICIOUS = 20  # shards that seem broken and are scanned in addition
-_KEYS = 20_000  # keys kept, over all shards
+_KEYS = 20_000  # keys stored, over all shards
 _OPEN = 4  # shards kept open
 _MOST_PATTERNS = 8
 _MOST_EXTENSIONS = 200
@@ -417,7 +417,7 @@ class ShardSurvey:
                 self._files += there
                 self._refused.append(str(error))
         self._missing, self._missing_count = missing_numbers([file.url for file in self._files], absent)
-        self._until = time.monotonic() + _PATIENCE_SECONDS
+        self._until = time.monotonic() + _FIRST_PAIR_SECONDS
         self.remote = any(file.is_remote for file in self._files)
         self.scans: list[ShardScan] = []
         self._counts: npt.NDArray[np.int64] = np.full(len(self._files), -1, dtype=np.int64)
@@ -476,7 +476,7 @@ class ShardSurvey:
         return scan
 
     def _no_pair(self) -> str:
-        """Explain why training could not begin: the extensions found and those expected."""
+        """Explain why training could not start: the extensions found and those expected."""
         extensions, first = self.extensions(), self.scans[0]
         if all(scan.cause for scan in self.scans) and (first.truncated or not extensions):
             more = f" (and {len(self.scans) - 1} more are unreadable)" if len(self.scans) > 1 else ""
@@ -500,12 +500,12 @@ class ShardSurvey:
         if dotted:
             hint = (
                 f": the extension is everything after the first dot of a name, so {dotted[0][:40]!r} is not "
-                "recognized: leave no other dots in names"
+                "recognized: use no other dots in names"
             )
         elif other := next((one for one in others if one in extensions), ""):
-            hint = f": name the .{other} files .txt"
+            hint = f": rename the .{other} files to .txt"
         elif not extensions.keys().isdisjoint(_CODES) and not extensions.keys().isdisjoint(("txt", "json")):
-            hint = ": an image and its caption need the same name up to the dot, and must follow one another"
+            hint = ": an image and its caption must have the same name up to the dot and be consecutive"
         return (
             f"{where} no pair of image and caption; extensions found: {list_extensions(extensions)}{nameless}; "
             f"expected: KEY.{'/'.join(IMAGE_EXTENSIONS[:4])}/… with {expected}{hint}"
@@ -516,7 +516,7 @@ class ShardSurvey:
         return sum((scan.extensions for scan in self.scans), Counter[str]())
 
     def spread(self, samples: int) -> list[SampleRef]:
-        """Choose samples spread evenly over the scanned shards, by a fixed seed; all if there are no more."""
+        """Choose samples spread evenly over the scanned shards, with a fixed seed; all if there are not more."""
         ends = np.cumsum([len(scan.rows) for scan in self.scans])
         total = int(ends[-1])
         if samples >= total:
@@ -534,7 +534,7 @@ class ShardSurvey:
         return chosen
 
     def opened(self, scan: ShardScan) -> OpenShard | OpenBeginning:
-        """Open a scanned shard; a few stay open."""
+        """Open a scanned shard; the last few stay open."""
         if scan.beginning is not None:
             return OpenBeginning(scan.file, scan.beginning)
         opened = self._open.get(scan.number)
@@ -545,7 +545,7 @@ class ShardSurvey:
         return opened
 
     def found(self) -> ShardsFound:
-        """Summarize the shards; the size of shards without a known count is extrapolated."""
+        """Summarize the shards; unknown numbers of samples are extrapolated."""
         sound = [scan for scan in self.scans if not scan.cause]
         broken = [scan for scan in self.scans if scan.cause]
         known = np.delete(self._counts, [scan.number for scan in broken])

@@ -106,7 +106,7 @@ def speed(parsed: argparse.Namespace) -> int:
 
 
 def make_loader(parsed: argparse.Namespace) -> tuple[Loader, float]:
-    """Return the loader that training would make, and the bytes per sample in the shards."""
+    """Return the loader that training would use, and the bytes per sample in the shards."""
     augmentation, decoding, names = image_settings(parsed.sources)
     sources = [find_shards(source, split=parsed.split) for source in names]
     cache = shard_cache(names, parsed.cache_gb)
@@ -126,14 +126,14 @@ def make_loader(parsed: argparse.Namespace) -> tuple[Loader, float]:
 
 
 def measure(loader: Loader, workers: int, *, seconds: float, bytes_per_sample: float = 0.0) -> Measured:
-    """Run a loader for some seconds after its first batch, and at least one more batch.
+    """Measure a loader for ``seconds`` after its first batch, over at least one further batch.
 
     Raises:
-        DataError: as the loader does.
+        DataError: raised by the loader.
     """
     began = time.perf_counter()
     batches = replace(loader, num_workers=workers).batches(0, _STEPS)
-    assert isinstance(batches, Generator)  # closed below, and its workers with it
+    assert isinstance(batches, Generator)  # so that closing it below ends the workers
     samples = bad = memory = 0
     try:
         first = next(batches)
@@ -162,7 +162,7 @@ def measure(loader: Loader, workers: int, *, seconds: float, bytes_per_sample: f
 
 
 def _memory() -> int:
-    """Memory of this process and its workers in bytes, shared memory divided among them."""
+    """Return the bytes of memory of this process and its workers, counting shared memory once."""
     total = 0
     for process in chain([os.getpid()], (child.pid for child in multiprocessing.active_children())):
         try:

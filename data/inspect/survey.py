@@ -92,7 +92,7 @@ _MOST_FIELDS, _FIELDS_SHOWN = 1000, 40
 _MOST_VALUES = 500  # distinct texts counted per field
 _FEW_VALUES = 8  # distinct texts that are all shown
 _VALUES_SHOWN, _VALUE_LENGTH = 3, 40
-_MOST_NUMBERS = 4096  # numbers per field that the median is taken of
+_MOST_NUMBERS = 4096  # numbers sampled per field for the median
 _KINDS = {bool: "true or false", int: "number", float: "number", str: "text", list: "list"}
 
 
@@ -120,7 +120,7 @@ class _FieldValues:
         self.kinds: Counter[str] = Counter()
         self._numbers, self._lengths = _Numbers(), _Numbers()
         self._texts: Counter[str] = Counter()
-        self._more = 0  # texts beyond the distinct ones that are counted
+        self._more = 0  # values beyond the distinct ones that are counted
 
     def add(self, value: Any) -> None:
         self.kinds[_KINDS.get(type(value), "text")] += 1
@@ -207,7 +207,7 @@ class FieldSurvey:
         )
 
     def filtered(self) -> Filtered | None:
-        """Return what the filters keep; None without filters."""
+        """Return how many samples pass the filters; None without filters."""
         filters = self._selection.filters
         if not filters:
             return None
@@ -240,9 +240,9 @@ def inspect(
     cache: "ShardCache | None" = None,
     progress: Progress | None = None,
 ) -> Findings:
-    """Inspect shards as training would read them; errors of training are recorded, and the inspection goes on.
+    """Inspect shards as training would read them; errors that would stop training are recorded.
 
-    The choice of shards and samples depends only on their numbers, so that repeated inspections agree.
+    The choice of shards and samples depends only on their numbers, so repeated inspections give the same results.
 
     Args:
         sources: as in ``data.train``.
@@ -250,9 +250,9 @@ def inspect(
         samples: number of samples to decode, spread evenly over the inspected shards.
         shards: number of shards to inspect, spread evenly over all; 0 for 64, or 32 remote ones.
         image_size: of the model, in pixels.
-        decoding: handling of transparency and orientation; None for that of open_clip.
+        decoding: handling of transparency and orientation; None for open_clip's.
         augmentation: for the contact sheet and the measured speed; None for the defaults.
-        rate: samples per second that one GPU takes.
+        rate: samples per second that one GPU processes.
         captions: as in ``data.captions``.
         filters: as in ``data.filters``; only the number of samples that pass is reported.
         batch_size: pairs per step over all GPUs.

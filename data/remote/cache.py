@@ -1,4 +1,4 @@
-"""The cache folder, and in it the copies of remote shards that the processes of a machine share.
+"""The cache folder, and the cache of remote shards in it that the processes of a machine share.
 
     FOLDER/lock                     held briefly while space is reserved
     FOLDER/ab/abcd….tar             a complete shard; the name is a hash of its full URL, size and version
@@ -38,7 +38,7 @@ _STEP = 16 << 20  # bytes by which a file of unknown size grows
 
 
 def cache_folder() -> Path:
-    """Return ``$CLIPKIT_CACHE``, else ``$XDG_CACHE_HOME/clipkit``, else ``~/.cache/clipkit``; does not create
+    """Return ``$CLIPKIT_CACHE``, else ``$XDG_CACHE_HOME/clipkit``, else ``~/.cache/clipkit``, without creating
     it."""
     if own := os.environ.get("CLIPKIT_CACHE"):
         return Path(own).expanduser()
@@ -48,7 +48,7 @@ def cache_folder() -> Path:
 
 
 def shard_cache(sources: Sequence[str], gigabytes: float) -> "ShardCache | None":
-    """Return this machine's cache of remote shards; None if no source is remote or nothing is to be kept."""
+    """Return this machine's cache of remote shards; None if no source is remote or caching is disabled."""
     if not gigabytes and any(source.startswith("pipe:") for source in sources):
         raise ConfigError(
             "the output of pipe: can be read only once and needs a cache: set data.cache_gb (or --cache-gb) above 0"
@@ -68,7 +68,7 @@ class _Closed(Exception):
 
 @dataclass
 class _Prefetch:
-    """What the threads of one process download ahead."""
+    """The shards that the threads of one process prefetch."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     wanted: list[ShardFile] = field(default_factory=list)
@@ -85,9 +85,9 @@ class ShardCache:
     Thread-safe. Can be pickled and used after a fork; downloads ahead belong to the process that requested them.
 
     Args:
-        folder: is created when needed; the processes of a machine may share it.
+        folder: created when needed; may be shared by the processes of a machine.
         max_bytes: limit for all files together, including downloads in progress.
-        in_use_seconds: a file stays this long after its last use, unless another shard is needed at once.
+        in_use_seconds: files are kept this long after their last use, unless another shard is needed immediately.
     """
 
     def __init__(self, folder: Path, max_bytes: int, *, in_use_seconds: float = 300.0) -> None:
@@ -120,7 +120,7 @@ class ShardCache:
         return self._found(shard)
 
     def fetch(self, shard: ShardFile) -> Path:
-        """Return the file of a shard, downloaded now if needed, by one process while the others wait.
+        """Return the file of a shard, downloading it if needed; one process downloads while the others wait.
 
         Raises:
             DataError: it cannot be downloaded or stored, or its bytes differ from an earlier download.
@@ -132,8 +132,8 @@ class ShardCache:
     def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
         """Download these shards next, in their order, instead of those of an earlier call.
 
-        Their samples were counted, so a store that cannot be reached now has an outage. Failures are raised by
-        ``path`` and ``fetch``. Downloads in progress are finished.
+        Their samples were counted, so failures to reach the store are treated as outages. Failures are raised by
+        ``path`` and ``fetch``. Downloads in progress are completed.
         """
         ahead = self._ahead
         with ahead.changed:
@@ -158,7 +158,9 @@ class ShardCache:
             ahead.closed = True
             ahead.changed.notify_all()
         until = time.monotonic() + 5.0
-        for thread in list(ahead.threads):  # daemons: one that waits for a store does not block the exit
+        for thread in list(
+            ahead.threads
+        ):  # daemon threads, which do not block the exit while waiting for a store
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self, ahead: _Prefetch) -> None:
@@ -194,7 +196,7 @@ class ShardCache:
     def _fetch(self, shard: ShardFile, ahead: _Prefetch | None = None) -> Path | None:
         """Download a shard under its lock and return its file.
 
-        Ahead of time, None is returned while another process downloads it or there is no space for it.
+        When prefetching, return None while another process downloads it or there is no space for it.
         """
         stem, began = self._stem(shard), time.time()
         try:
@@ -271,7 +273,7 @@ class ShardCache:
                 if known != received:
                     raise DataError(
                         f"{shown(shard.url)}: the bytes differ from an earlier download (CRC-32 {received[1]:08x}, "
-                        f"before {known[1]:08x}) at the same size and version; remove {record} if they are right"
+                        f"before {known[1]:08x}) at the same size and version; remove {record} to accept them"
                     )
             if known is None:
                 size, crc = received
@@ -316,11 +318,11 @@ class ShardCache:
             part: the file, created if needed; the caller holds its lock.
             size: in bytes.
             called: name of the shard in messages.
-            urgent: whether files in use may be removed, and other downloads are waited for.
+            urgent: whether files in use may be removed, and whether to wait for other downloads.
             has: current size.
 
         Raises:
-            _NoSpace: nothing may be removed, and the download is neither urgent nor started.
+            _NoSpace: no space can be made, and the download is neither urgent nor started.
             DataError: the shard is larger than the cache, the disk is full, or other downloads make no progress.
         """
         if size > self.max_bytes:
@@ -353,7 +355,7 @@ class ShardCache:
             time.sleep(_POLL_SECONDS)
 
     def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
-        """Remove the least recently used files until ``part`` may have its size; False if that is impossible."""
+        """Remove the least recently used files until ``part`` fits; return False if that is impossible."""
         files, total, unwritten = list[tuple[int, Path, int]](), size, 0
         for path in [*self.folder.glob("??/*.tar"), *self.folder.glob("??/*.part")]:
             if path == part:
@@ -384,7 +386,7 @@ class ShardCache:
             free += part.stat().st_blocks * 512
         if size > free:
             raise DataError(
-                f"the disk of the shard cache {self.folder} has no room for {size} bytes ({max(free, 0)} are "
+                f"the disk of the shard cache {self.folder} has no space for {size} bytes ({max(free, 0)} are "
                 "free): lower data.cache_gb, or set CLIPKIT_CACHE to another folder"
             )
         return True

@@ -5,9 +5,9 @@
     OUT/00000_stats.json    counts of the shard; written last, so a shard with this file is complete
     OUT/download.json       the table and the options
 
-Shard i holds rows i · N to (i + 1) · N - 1 of the table, and of equal images the one in the earliest row is kept.
-So shards do not depend on the order of responses, and an interrupted download continues at its first incomplete
-shard.
+Shard i contains rows i · N to (i + 1) · N - 1 of the table. Of identical images, the one in the earliest row is
+kept. Shards therefore do not depend on the order of responses, and an interrupted download resumes at its first
+incomplete shard.
 """
 
 import argparse
@@ -58,12 +58,12 @@ _OWN_FIELDS = (
     "key", "status", "error_message", "width", "height", "original_width", "original_height", "exif", "sha256",
     "url", "caption", "captions",
 )  # fmt: skip
-_OPEN_SHARDS = 8  # at most, which bounds memory while one waits for its slowest response
+_OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions:
-    """What is kept of a table and of its images; these options cannot change between parts and restarts.
+    """Which columns and images are stored, and how; must be the same for all parts and restarts.
 
     Attributes:
         url_column: None to detect it.
@@ -93,7 +93,7 @@ class DownloadReport:
         rows: their rows.
         kept: rows with an image in a tar.
         downloaded: bytes.
-        failures: rows without, by cause.
+        failures: rows without an image, by cause.
     """
 
     shards: int
@@ -105,7 +105,7 @@ class DownloadReport:
 
 @dataclass(slots=True)
 class _Sample:
-    """A row with what became of it."""
+    """A row and the result of its download."""
 
     row: Row
     captions: list[str] = field(default_factory=list)
@@ -181,9 +181,9 @@ def command(parsed: argparse.Namespace) -> int:
         found = download(
             parsed.table, parsed.out, options, fetch=fetch, part=(int(place), int(parts)), show=progress.show
         )
-    share = found.kept / max(1, found.rows)
+    fraction = found.kept / max(1, found.rows)
     print(f"{parsed.out}: {counted(found.shards, 'shard')}, {time.monotonic() - began:.1f} s")
-    print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({share:.1%})")
+    print(f"  {found.kept:>11,}  of {counted(found.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in found.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
     print(f"  {size_of(found.downloaded)} downloaded")
@@ -199,18 +199,18 @@ def download(
     part: tuple[int, int] = (1, 1),
     show: Callable[[int, int], None] = lambda rows, failed: None,
 ) -> DownloadReport:
-    """Download the images of a table; continue an earlier call that was interrupted.
+    """Download the images of a table; resume an interrupted download.
 
     Args:
         tables: .csv, .tsv, .jsonl or .parquet files, or a folder of them, read as one table.
         out: the folder of the shards.
-        options: what is kept; the same in all calls for this folder.
-        fetch: limits of requests.
-        part: ``(i, n)``: download every n-th shard only, from the i-th on, 1 ≤ i ≤ n.
+        options: what to store; must be the same in all calls for this folder.
+        fetch: limits for requests.
+        part: ``(i, n)``: download only every n-th shard, starting at the i-th, 1 ≤ i ≤ n.
         show: called with the number of rows so far, and of those without an image.
 
     Raises:
-        ConfigError: ``out`` was begun with other options.
+        ConfigError: ``out`` was started with other options.
         DataError: a table cannot be read, ``out`` cannot be written, or another process downloads this part.
     """
     paths = _tables(tables)
@@ -269,13 +269,13 @@ def _tables(tables: Path | Sequence[Path]) -> list[Path]:
     for path in given:
         inside = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES) if path.is_dir() else [path]
         if not inside:
-            raise DataError(f"{path} has no table ({', '.join(SUFFIXES)})")
+            raise DataError(f"{path} contains no table ({', '.join(SUFFIXES)})")
         found += inside
     return found
 
 
 def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions) -> None:
-    """Store the options of a new folder; refuse others for one that exists."""
+    """Store the options in a new folder; for an existing one, check that they are the same."""
     now = json.loads(
         json.dumps({"tables": [[path.name, path.stat().st_size] for path in paths], **asdict(options)})
     )
@@ -285,17 +285,17 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions) -
         for name, value in now.items():
             if before.get(name) != value:
                 raise ConfigError(
-                    f"{out} was begun with {name} = {before.get(name)}, not {value}: use the same options, or "
+                    f"{out} was started with {name} = {before.get(name)}, not {value}: use the same options, or "
                     "a new folder"
                 )
     elif any(path for path in out.iterdir() if not path.name.startswith(".")):
-        raise DataError(f"{out} is not empty: name a new folder")
+        raise DataError(f"{out} is not empty: use a new folder")
     else:
         write_atomic(file, json.dumps(now, indent=2) + "\n", durable=True)
 
 
 class _Download:
-    """One call of ``download``: its state in the event loop."""
+    """State of one call of ``download`` in the event loop."""
 
     def __init__(
         self,
@@ -320,9 +320,7 @@ class _Download:
         for path in self._out.glob(".*.partial"):  # of a killed process
             if path.name[1:6].isdecimal() and int(path.name[1:6]) % self._part[1] == self._part[0] - 1:
                 path.unlink(missing_ok=True)
-        window = asyncio.Semaphore(
-            4 * connections
-        )  # rows at the same time, most of them waiting for their host
+        window = asyncio.Semaphore(4 * connections)  # rows in progress, most of them waiting for their host
         places = asyncio.Semaphore(_OPEN_SHARDS)
         shards: asyncio.Queue[_Shard | None] = asyncio.Queue()
         with ThreadPoolExecutor(os.cpu_count() or 1, "decode") as pool:
@@ -389,7 +387,7 @@ class _Download:
                     yield None
 
     def _recall(self, number: int) -> None:
-        """Record which images a complete shard has."""
+        """Record which images a complete shard contains."""
         import pyarrow.parquet
 
         columns = pyarrow.parquet.read_table(
@@ -433,7 +431,7 @@ class _Download:
         self._show(self._rows, self._failed)
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":
-        """Decode and resize an image in a thread; return it with its json fields and digest, or a cause."""
+        """Decode and resize an image in a thread; return it, its json fields and digest, or a cause of failure."""
         try:
             image = store_image(data, self._options.image)
         except BadImage as error:
@@ -534,7 +532,7 @@ class _Download:
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as a table; columns that mix types become JSON texts."""
+    """Write rows as a table; columns of mixed types become JSON strings."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,4 +1,4 @@
-"""Shards on this machine and in stores: facts, listings, ranges, whole files, and headers of tars."""
+"""Local and remote shards: size and version, listings, byte ranges, downloads, and scans of tar headers."""
 
 import hashlib
 import os
@@ -43,14 +43,14 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_THREADS = 32  # concurrent requests for facts
+_THREADS = 32  # concurrent requests for size and version
 _MAX_PAGE_BYTES = 64 << 20  # of a listing: about 500,000 links
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64 << 10, 8 << 20  # bytes of a request of RangedBytes
 _FAR = 1 << 20  # bytes between headers beyond which reading the data takes longer than another request
 
 
 def is_remote(source: str) -> bool:
-    """Whether a source is not a path: ``s3://…``, ``https://…``, ``hf://…``, ``pipe:…``."""
+    """Return whether a source is a URL or ``pipe:COMMAND`` rather than a path."""
     return "://" in source or source.startswith("pipe:")
 
 
@@ -114,7 +114,7 @@ class ShardFile:
 def list_folder(url: str) -> list[ShardFile]:
     """List the ``*.tar`` directly in a folder, sorted by (length of name, name).
 
-    A folder of a web server is its page of links; only links into the same folder count.
+    On a web server, the folder's page of links is read; only links into the same folder are used.
 
     Raises:
         DataError: the folder cannot be listed.
@@ -161,10 +161,10 @@ def _links(folder: str) -> list[str]:
 
 
 def describe(urls: Sequence[str]) -> list[ShardFile]:
-    """Return size and version of files, which may be local; nothing is known of a stream (``pipe:``).
+    """Return size and version of local and remote files; both are unknown for a stream (``pipe:``).
 
     Raises:
-        DataError: files are missing (counted, the first one named), or the store does not answer.
+        DataError: files are missing, or the store does not answer.
     """
     failed = threading.Event()  # only the first of many shards is retried
 
@@ -199,7 +199,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
 
 
 def _retried(url: str, request: Callable[[], T], *, none_for: Sequence[int] = ()) -> T | None:
-    """Return the result of a short request, None for some statuses."""
+    """Make a short request with retries; return None for the statuses in ``none_for``."""
     attempts = Attempts(url)
     while True:
         try:
@@ -228,7 +228,7 @@ def read_text(url: str, *, limit: int) -> str | None:
                 if len(data) > limit:
                     break
             if len(data) < min(transfer.total, limit):
-                raise TransferError("it ended early", temporary=True)
+                raise TransferError("the transfer ended early", temporary=True)
             return data
 
     # a store may answer "forbidden" for a missing file, and a signed URL is valid for one file only
@@ -244,7 +244,7 @@ def read_range(shard: ShardFile, start: int, stop: int) -> bytes:
     """Read the bytes ``start`` to ``stop`` of a shard.
 
     Raises:
-        DataError: the file has changed since it was indexed, or its server has no ranges or does not answer.
+        DataError: the file has changed since it was indexed, or its server does not answer or support ranges.
     """
     data = bytearray()
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
@@ -255,8 +255,8 @@ def read_range(shard: ShardFile, start: int, stop: int) -> bytes:
                 _check_same(shard, transfer)
                 if not transfer.ranged or transfer.start != here:
                     attempts.give_up(
-                        "this server supports no ranges, only whole files: set data.cache_gb (--cache-gb) to more "
-                        "than 0"
+                        "the server does not support byte ranges, only whole files: set data.cache_gb (--cache-gb) "
+                        "above 0"
                     )
                 for chunk in transfer.chunks:
                     data += chunk[: stop - start - len(data)]
@@ -264,7 +264,7 @@ def read_range(shard: ShardFile, start: int, stop: int) -> bytes:
                     if len(data) == stop - start:
                         break
                 else:
-                    raise TransferError("it ended early", temporary=True)
+                    raise TransferError("the transfer ended early", temporary=True)
         except TransferError as error:
             if error.status == 416:
                 raise _changed(shard) from None
@@ -279,25 +279,25 @@ def _check_same(shard: ShardFile, transfer: Transfer) -> None:
 
 
 def _changed(shard: ShardFile) -> DataError:
-    return DataError(f"{shown(shard.url)} has changed since it was indexed: start again to index it anew")
+    return DataError(f"{shown(shard.url)} has changed since it was indexed: restart to index it again")
 
 
 def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | None = None) -> int:
-    """Download a whole file into ``path``; after a failure continue at the byte that was reached.
+    """Download a whole file into ``path``; after a failure, resume at the last byte received.
 
-    A stream (``pipe:``) starts again. The size is checked, and the checksum if the store states one: an S3 etag
+    A stream (``pipe:``) is restarted. The size is checked, and the checksum if the store states one: an S3 etag
     that is an MD5, or the SHA-256 of a large file of Hugging Face.
 
     Args:
         shard: the file.
-        path: is overwritten. It is not synced, and remains after a failure.
-        reserve: called with the new size before each write; an exception that it raises ends the download.
+        path: output file, overwritten. It is not synced, and remains after a failure.
+        reserve: called with the new size before each write; an exception raised by it aborts the download.
 
     Returns:
         The CRC-32 of the bytes.
 
     Raises:
-        DataError: the store does not give the file or gives another one, or ``path`` cannot be written.
+        DataError: the file cannot be downloaded or has changed, or ``path`` cannot be written.
     """
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
     is_stream = protocol_of(shard.url) in STREAMS
@@ -313,23 +313,23 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
                     version, digest, crc = "", None, 0
                 try:
                     with open_transfer(shard.url, size) as transfer:
-                        if not is_stream:  # a command that runs may still fail
+                        if not is_stream:  # a running command may still fail
                             attempts.answered()
                         _check_same(replace(shard, version=version) if version else shard, transfer)
                         version = transfer.version
                         if not 0 <= transfer.start <= size:
-                            attempts.give_up("its server answers with other bytes than those requested")
-                        skip = size - transfer.start  # of a server that always starts at the beginning
+                            attempts.give_up("the server returned a different byte range than requested")
+                        skip = size - transfer.start  # for a server that always starts at the beginning
                         expected = max(transfer.total, shard.size)
                         for chunk in transfer.chunks:
                             new = chunk[skip:]
                             skip = max(0, skip - len(chunk))
-                            # a repeated download must get further, or it would be repeated forever
+                            # only new bytes reset the retries; otherwise a download could restart forever
                             attempts.received(len(chunk), new=size + len(new) > furthest)
                             if not new:
                                 continue
                             if 0 <= expected < size + len(new):
-                                attempts.give_up(f"it is longer than its {expected} bytes")
+                                attempts.give_up(f"the file is longer than its {expected} bytes")
                             if reserve is not None:
                                 reserve(size + len(new))
                             if transfer.checksum and not size:
@@ -341,11 +341,13 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
                             if digest is not None:
                                 digest.update(new)
                         if size < expected:
-                            raise TransferError(f"it ended at byte {size} of {expected}", temporary=True)
+                            raise TransferError(
+                                f"the transfer ended at byte {size} of {expected}", temporary=True
+                            )
                         if digest and transfer.checksum not in (None, (digest.name, digest.hexdigest())):
                             size = 0
                             raise TransferError(
-                                "its checksum is not the one that the store states", temporary=True
+                                "the checksum differs from the one stated by the store", temporary=True
                             )
                     break
                 except TransferError as error:
@@ -366,8 +368,8 @@ class RangedBytes:
     takes longer than a request, only the surroundings of headers are read. Not thread-safe.
 
     Attributes:
-        requests: their number.
-        bytes_read: by all requests.
+        requests: number of requests.
+        bytes_read: bytes read by all requests.
     """
 
     def __init__(self, shard: ShardFile) -> None:

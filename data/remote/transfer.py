@@ -1,8 +1,8 @@
 """Transfers from object stores and web servers: clients, failures and retries.
 
 s3, gs, http(s) and hf are read through fsspec's clients; ``pipe:COMMAND`` and webdataset's other streams are the
-output of programs. Credentials come from the environment or the store's standard configuration only, and no
-message contains more of a URL than ``shown`` keeps. Libraries are imported at first use.
+output of programs. Credentials come from the environment or the store's standard configuration only, and
+messages contain only the parts of a URL that ``shown`` keeps. Libraries are imported at first use.
 """
 
 import errno
@@ -51,8 +51,8 @@ STREAMS = ("pipe", "ais", "htgs", "sftp", "ftps", "scp")  # protocols that can o
 # Failures and retries.
 #
 # A temporary failure (broken connection, timeout, overloaded server) is retried after a wait that doubles;
-# others fail at once. A store that cannot be reached and has never answered is most often a wrong name and fails
-# within seconds; a store that has answered before is waited for.
+# others fail at once. If a store has never answered, the name is probably wrong, and requests fail within seconds;
+# if it has answered before, it is assumed to be temporarily down.
 
 _log = logging.getLogger(__name__)
 _random = random.SystemRandom()  # differs between forked processes and is independent of any seed
@@ -77,10 +77,10 @@ class Patience:
     """How often and how long to retry.
 
     Attributes:
-        tries: failures in a row, with less than 1 MiB read between them.
+        tries: consecutive failures, with less than 1 MiB read between them.
         first_wait: seconds before the first retry; each further wait is twice as long.
         longest_wait: seconds.
-        total_seconds: limit for a row of failures.
+        total_seconds: limit for consecutive failures.
         contact_waits: seconds between attempts to reach a store that has never answered.
         contact_seconds: limit for these attempts.
         connect_seconds: timeout for connecting.
@@ -108,10 +108,10 @@ class TransferError(Exception):
     """One failure of a store.
 
     Args:
-        message: what happened, without the URL and without any text of the store or a library.
+        message: description without the URL and without text from the store or a library.
         temporary: whether a retry may succeed.
         status: the HTTP status, if there is one.
-        wait: seconds that the server asks to wait.
+        wait: seconds to wait, requested by the server.
         unreached: whether nothing answered (unknown host, closed port, failed command).
     """
 
@@ -134,7 +134,7 @@ class TransferError(Exception):
 
 
 def http_error(status: int, *, wait: float = 0.0) -> TransferError:
-    """Return the failure that an HTTP status means."""
+    """Return the error for an HTTP status."""
     meaning = _MEANING.get(status, "the server failed" if status >= 500 else "the server refused the request")
     message = f"{meaning} (status {status})"
     if status in (401, 403):
@@ -143,7 +143,7 @@ def http_error(status: int, *, wait: float = 0.0) -> TransferError:
 
 
 def answered(url: str) -> None:
-    """Record that the store of a URL has answered: later failures to reach it are outages."""
+    """Record that the store of a URL has answered: later failures to reach it are treated as outages."""
     _answered.add(_store_of(url))
 
 
@@ -160,8 +160,8 @@ class Attempts:
     """Count the failures of one request and wait between retries.
 
     Args:
-        url: what is read.
-        known: whether another process has read the store before.
+        url: the file.
+        known: whether another process has read from the store before.
     """
 
     def __init__(self, url: str, *, known: bool = False) -> None:
@@ -210,7 +210,7 @@ class Attempts:
             self._unreached.clear()
             tries, since, limit = self._failures, self._since, PATIENCE.total_seconds
             last = tries >= PATIENCE.tries
-            # readers that failed together must not return together
+            # random, so that readers that failed together do not retry together
             wait = min(PATIENCE.longest_wait, PATIENCE.first_wait * 2 ** (tries - 1))
             wait = min(max(wait * _random.uniform(0.5, 1.0), error.wait), PATIENCE.longest_wait)
         if last or now - since + wait > limit:
@@ -259,8 +259,8 @@ os.register_at_fork(
 def _client_of(protocol: str) -> Any:
     """Return this process's client for a protocol, or for file downloads from Hugging Face ("hub").
 
-    A client does not survive a fork because its thread stays behind. The parent's client is kept all the same:
-    deleting it in the child would close the parent's connection.
+    A forked process needs its own client, because threads do not survive a fork. It keeps the parent's client,
+    too: deleting it would close the parent's connection.
     """
     key = (os.getpid(), protocol, PATIENCE)
     with _clients_lock:
@@ -342,7 +342,7 @@ def _classified(error: Exception) -> TransferError:
 
 
 def _unreached(error: Exception) -> TransferError | None:
-    """Return the failure if no server answered: an unknown host, a refused connection, no route."""
+    """Return the error if no server answered: an unknown host, a refused connection, no route."""
 
     def details(one: BaseException) -> dict[str, Any]:  # where botocore keeps the endpoint and the cause
         kept = getattr(one, "kwargs", None)
@@ -423,7 +423,7 @@ def _not_a_hub_file() -> TransferError:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Transfers: http(s), s3 and hf arrive as streams, which keeps what arrived before a connection broke; fsspec's
+# Transfers: http(s), s3 and hf are streamed, which keeps the bytes received before a connection broke; fsspec's
 # other protocols are read in pieces. Every failure is a ``TransferError``.
 
 _CHUNK = 1 << 20
@@ -453,16 +453,16 @@ class Transfer:
 
 
 def protocol_of(url: str) -> str:
-    """Return what precedes the colon."""
+    """Return the protocol of a URL in lower case."""
     return url.partition(":")[0].lower()
 
 
 @contextmanager
 def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator[Transfer]:
-    """Start to read a file from ``start`` to ``stop`` (default: its end).
+    """Start reading a file from ``start`` to ``stop`` (default: its end).
 
     Raises:
-        TransferError: the store does not give it.
+        TransferError: the request failed.
         DataError: a library is missing, or the protocol is unknown.
     """
     protocol = protocol_of(url)
@@ -641,7 +641,7 @@ def _s3_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tran
 
 
 async def _any_bytes(content: Any) -> bytes:
-    """Return what an aiohttp stream holds, or what arrives next.
+    """Return the buffered bytes of an aiohttp stream, or wait for more.
 
     aiohttp discards the bytes that arrived before a connection broke. They are fetched here; otherwise a server
     that breaks every connection would allow no progress.
@@ -660,7 +660,7 @@ async def _any_bytes(content: Any) -> bytes:
 
 
 def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes]:
-    """Yield the bytes of an asynchronous stream; an error is raised after what arrived before it."""
+    """Yield the bytes of an asynchronous stream; an error is raised after the bytes received before it."""
     failures: list[Exception] = []
 
     async def collect() -> bytes:

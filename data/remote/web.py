@@ -19,8 +19,8 @@ __all__ = ["FetchError", "FetchOptions", "Fetcher"]
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_REDIRECTS = 5
-_LONGEST_PAUSE = 120.0  # seconds, of a Retry-After that is waited for
-_RESOLVERS = 64  # names that are looked up at the same time
+_LONGEST_PAUSE = 120.0  # seconds; a longer Retry-After is ignored
+_RESOLVERS = 64  # concurrent DNS lookups
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
 
@@ -30,13 +30,13 @@ class FetchOptions:
     """Limits of downloads.
 
     Attributes:
-        connections: requests at the same time.
-        per_host: requests to one host at the same time.
+        connections: concurrent requests.
+        per_host: concurrent requests to one host.
         timeout: seconds for one response, from the connection to its last byte.
-        retries: further attempts after errors that may pass (timeouts, lost connections, HTTP 429 and 5xx).
-        max_bytes: size of the largest response.
+        retries: further attempts after temporary errors (timeouts, lost connections, HTTP 429 and 5xx).
+        max_bytes: maximum size of a response.
         allow_private: allow hosts with addresses that are not public, such as 127.0.0.1 or 10.0.0.1.
-        ignore_robots: download images although the header ``X-Robots-Tag`` forbids their use.
+        ignore_robots: also download images whose ``X-Robots-Tag`` header forbids their use.
         user_agent: sent to servers; its first word selects directives of ``X-Robots-Tag``.
     """
 
@@ -51,11 +51,11 @@ class FetchOptions:
 
 
 class FetchError(Exception):
-    """The cause of a failed download, with the same words for all downloads that failed for it."""
+    """The cause of a failed download; downloads with the same cause have the same message."""
 
-    def __init__(self, cause: str, *, passing: bool = False, pause: float = 0.0) -> None:
+    def __init__(self, cause: str, *, temporary: bool = False, pause: float = 0.0) -> None:
         super().__init__(cause)
-        self.passing, self.pause = passing, pause
+        self.temporary, self.pause = temporary, pause
 
 
 class _PrivateAddressError(OSError):
@@ -82,7 +82,7 @@ class Fetcher:
         options = self._options
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0,  # limited here, so that requests that wait for a host keep no others from theirs
+                limit=0,  # limited by _slots, so that requests waiting for one host do not block others
                 ttl_dns_cache=300,
                 socket_factory=None if options.allow_private else _public_socket,
             ),
@@ -99,12 +99,12 @@ class Fetcher:
         await self._session.close()
 
     async def fetch(self, url: str, use: Callable[[bytes], Awaitable[None]]) -> None:
-        """Download a URL and pass its body to ``use``, which counts as part of the request.
+        """Download a URL and pass its body to ``use``.
 
-        So at most ``connections`` bodies are in memory.
+        The request ends when ``use`` returns, so at most ``connections`` bodies are in memory.
 
         Raises:
-            FetchError: it cannot be downloaded, or must not be.
+            FetchError: the download failed or is not allowed.
         """
         try:
             host = (aiohttp.client.URL(url).host or "").lower()
@@ -121,16 +121,16 @@ class Fetcher:
                         await use(await self._get(url))
                     return
                 except FetchError as error:
-                    if not error.passing or attempt == self._options.retries:
+                    if not error.temporary or attempt == self._options.retries:
                         raise
-                    if error.pause:  # the whole host asks for it
+                    if error.pause:  # applies to the whole host
                         state.not_before = max(state.not_before, time.monotonic() + error.pause)
                     else:
                         await asyncio.sleep(2**attempt * random.uniform(0.5, 1.0))
 
     @asynccontextmanager
     async def _host(self, name: str) -> AsyncIterator[_Host]:
-        """Hold one of the places for requests to a host."""
+        """Hold one of the request slots of a host."""
         state = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._options.per_host)))
         state.users += 1
         try:
@@ -148,7 +148,7 @@ class Fetcher:
                 if response.status != 200:
                     raise FetchError(
                         f"HTTP {response.status}",
-                        passing=response.status in _RETRIED,
+                        temporary=response.status in _RETRIED,
                         pause=_pause(response.headers.get("Retry-After", "")),
                     )
                 if not options.ignore_robots and _forbidden(
@@ -168,23 +168,23 @@ class Fetcher:
         except FetchError:
             raise
         except TimeoutError:
-            raise FetchError("no complete response in time", passing=True) from None
+            raise FetchError("no complete response in time", temporary=True) from None
         except aiohttp.TooManyRedirects:
             raise FetchError("too many redirects") from None
         except aiohttp.ClientConnectorCertificateError:
             raise FetchError("invalid certificate") from None
         except aiohttp.ClientConnectorDNSError:
-            raise FetchError("unknown host", passing=True) from None
+            raise FetchError("unknown host", temporary=True) from None
         except aiohttp.ClientConnectorError as error:
             if "is not public" in str(error.os_error):
                 raise FetchError("host with a private address (--allow-private downloads from it)") from None
-            raise FetchError("no connection", passing=True) from None
+            raise FetchError("no connection", temporary=True) from None
         except (aiohttp.InvalidURL, aiohttp.RedirectClientError):
             raise FetchError("invalid URL, or redirected to one") from None
         except aiohttp.ClientPayloadError:
-            raise FetchError("truncated or malformed response", passing=True) from None
+            raise FetchError("truncated or malformed response", temporary=True) from None
         except (aiohttp.ClientError, OSError, ValueError, EOFError):
-            raise FetchError("connection lost or malformed response", passing=True) from None
+            raise FetchError("connection lost or malformed response", temporary=True) from None
 
 
 def _public_socket(info: Any) -> socket.socket:
@@ -196,7 +196,7 @@ def _public_socket(info: Any) -> socket.socket:
 
 
 def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether an address, and one of IPv4 that it contains, is of the public internet."""
+    """Return whether an address, and any IPv4 address embedded in it, is public."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
         if address in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
@@ -209,7 +209,7 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def _pause(retry_after: str) -> float:
-    """Return the seconds that a ``Retry-After`` header asks for; 0 if it asks for none or for too many."""
+    """Return the seconds in a ``Retry-After`` header; 0 if it is invalid or too long."""
     try:
         seconds = float(retry_after)
     except ValueError:
@@ -223,7 +223,7 @@ def _pause(retry_after: str) -> float:
 def _forbidden(tags: list[str], user_agent: str) -> bool:
     """Return whether ``X-Robots-Tag`` headers forbid training on an image.
 
-    A header is a list of directives, of which those behind ``NAME:`` address one crawler.
+    A header is a list of directives; those after ``NAME:`` apply to one crawler only.
     """
     own = user_agent.split()[0].lower() if user_agent.split() else ""
     for tag in tags:

@@ -1,8 +1,8 @@
-"""The image of a packed sample: the bytes of its file, or the image rotated, laid on a background or resized.
+"""Prepare the image of a packed sample: the original file, or the image rotated, resized or on a background.
 
-JPEG, PNG and WebP files that need no change are stored byte for byte. Other formats are stored as PNG, of
-animations the first frame. CLIP's preprocessing ignores EXIF orientation and alpha channels, so a stored image is
-what a model sees.
+JPEG, PNG and WebP files that need no change are stored byte for byte. Other formats are stored as PNG; of an
+animation, the first frame. CLIP's preprocessing ignores EXIF orientation and alpha channels, so stored images look
+as a model sees them.
 """
 
 import io
@@ -34,7 +34,7 @@ MAX_PIXELS = 100_000_000
 _QUALITY = 95  # of JPEG and WebP
 _AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 _READ = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them runs a program
-# what Pillow's decoders raise for broken files; MemoryError for sizes that a header only claims
+# what Pillow's decoders raise for broken files; MemoryError for a wrong size in a header
 BROKEN = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, MemoryError,
     NotImplementedError, AttributeError, struct.error, zlib.error,
@@ -44,17 +44,17 @@ RESIZE_MODES: tuple[ResizeMode, ...] = get_args(ResizeMode)
 
 
 class BadImage(Exception):
-    """Why an image cannot be stored, with the same words for all images with that cause."""
+    """The reason why an image cannot be stored; images with the same cause have the same message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resize:
-    """How the size of images changes, as in img2dataset.
+    """How images are resized, as in img2dataset.
 
     Attributes:
-        mode: ``keep_ratio`` makes the shorter side ``size`` pixels, ``keep_ratio_largest`` the longer side;
-            ``center_crop`` crops the middle of the former to a square; ``border`` makes the latter a square with
-            a white border.
+        mode: ``keep_ratio`` resizes the shorter side to ``size`` pixels, ``keep_ratio_largest`` the longer side;
+            ``center_crop`` resizes like ``keep_ratio`` and takes the center square; ``border`` resizes like
+            ``keep_ratio_largest`` and adds a white border to make a square.
         size: in pixels.
         enlarge: whether smaller images are enlarged; otherwise they are not changed.
     """
@@ -70,7 +70,7 @@ class Resize:
             raise ConfigError(f"image size = {self.size}: expected at least 1")
 
     def target(self, width: int, height: int) -> tuple[int, int] | None:
-        """Return the width and height to resize to, before cropping and borders; None to keep an image as it is."""
+        """Return the width and height to resize to, before cropping and borders; None to keep the size."""
         side = (min if self.mode in ("keep_ratio", "center_crop") else max)(width, height)
         if (side < self.size and not self.enlarge) or (side == self.size and width == height):
             return None
@@ -88,12 +88,12 @@ class Resize:
 
 @dataclass(frozen=True, kw_only=True)
 class Storing:
-    """What is changed about images.
+    """How images are changed before they are stored.
 
     Attributes:
         resize: None keeps their size.
-        keep_orientation: do not rotate an image upright that has an EXIF orientation.
-        background: color that transparent images are laid on; None keeps their alpha channel.
+        keep_orientation: do not rotate images upright according to their EXIF orientation.
+        background: color behind transparent images; None keeps their alpha channel.
     """
 
     resize: Resize | None = None
@@ -123,9 +123,9 @@ class StoredImage:
 
 
 def store_image(data: bytes, how: Storing) -> StoredImage:
-    """Decode an image file completely and return what to store of it.
+    """Decode an image file completely and return the image to store.
 
-    Call ``PIL.Image.init()`` first where threads call this.
+    Call ``PIL.Image.init()`` before calling this from several threads.
 
     Raises:
         BadImage: it is broken, too large, of an unknown format, or cannot be encoded again without losing depth.
@@ -161,7 +161,7 @@ def _resized_jpeg(data: bytes, how: Storing) -> StoredImage | None:
     import simplejpeg
     import torch
 
-    # decode at a half, a quarter or an eighth where at least twice the pixels that are needed remain
+    # decode at a half, a quarter or an eighth if at least twice the target size remains
     reduce = max(by for by in (1, 2, 4, 8) if by == 1 or min(width / target[0], height / target[1]) >= 2 * by)
     if (pixels := decode_jpeg(data, reduce=reduce)) is None:
         return None
@@ -225,7 +225,7 @@ def _stored(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
 def _changed(
     image: Image.Image, how: Storing, *, orientation: int, target: tuple[int, int] | None, transparent: bool
 ) -> Image.Image:
-    """Return the image rotated, laid on the background and resized, with nothing but its color profile and tags."""
+    """Return the image rotated, blended onto the background and resized, with only its color profile and tags."""
     deep = image.mode.startswith(("I", "F"))
     if deep and (target is not None or image.format != "PNG"):
         raise BadImage("more than 8 bits per channel: convert it first")
@@ -263,7 +263,7 @@ def _encoded(image: Image.Image, extension: str, *, resized: bool, lossless: boo
     header = {"exif": image.info.pop("exif"), "icc_profile": image.info.pop("icc_profile")}
     buffer = io.BytesIO()
     if extension == "jpg":
-        subsampling = "4:2:0" if resized else "4:4:4"  # all colors where all pixels stay
+        subsampling = "4:2:0" if resized else "4:4:4"  # full color resolution unless pixels were lost
         image.save(buffer, "JPEG", quality=_QUALITY, subsampling=subsampling, **header)
     elif extension == "webp":
         image.save(buffer, "WEBP", quality=_QUALITY, lossless=lossless, **header)

@@ -1,4 +1,4 @@
-"""The index of a shard: where the members of each sample are in an uncompressed tar.
+"""The index of a shard: the positions of each sample's members in an uncompressed tar.
 
 A scan reads the headers only; afterwards each sample is read by one ``pread``. Consecutive members with the
 same key (the path up to the first dot of the file name) form a sample, as in WebDataset. Indexes are stored in
@@ -52,7 +52,7 @@ __all__ = [
 # --------------------------------------------------------------------------------------------------------------
 # Small files of arrays: a checksum, a line of JSON that describes the content, and the arrays as they are in
 # memory. They are memory-mapped, so many processes share one copy; opening one takes a tenth of the time of an
-# ``npz``. A damaged file counts as missing, because everything stored this way can be made again.
+# ``npz``. A damaged file counts as missing, because everything stored this way can be recreated.
 
 _ALIGNMENT = 64
 _KINDS = ("<u1", "<u2", "<u4", "<u8", "<i8")
@@ -149,14 +149,14 @@ IMAGE, CAPTION, LABEL, META = range(4)  # columns of ShardIndex.blocks and sizes
 _COLUMN = {**dict.fromkeys(IMAGE_EXTENSIONS, IMAGE), "txt": CAPTION, "cls": LABEL, "json": META}
 _BLOCK = 512  # bytes; the data of every member start at a multiple of it
 _MAX_UINT32 = 2**32 - 1
-_MAX_EXTENSIONS = 1000  # that are counted; if file names contain dots, there may be as many as members
+_MAX_EXTENSIONS = 1000  # counted extensions; with dots in file names there may be as many as members
 _MAX_EXTENSION = 40  # characters
-# bytes at the end of image, caption, label and json that enter the digest of the content
+# bytes at the end of image, caption, label and json that are included in the content digest
 _DIGESTED = np.array((1 << 10, 64 << 10, 64 << 10, 64 << 10), dtype=np.int64)
 # different images may end with the same bytes (uncompressed, or metadata at the end): 512 bytes at each
-# quarter enter, too
+# quarter are also included
 _SIMILAR_ENDS = {"bmp", "ppm", "pgm", "tif", "tiff", "webp"}
-_VERSION = 6  # of the stored form; increase it when the scan or the arrays change
+_VERSION = 6  # of the file format; increase it when the scan or the arrays change
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,7 +166,7 @@ class ShardIndex:
     Attributes:
         blocks: (N, 4) uint32, start of the data of each sample's image, caption, label and json in blocks of 512
             bytes; 0 if missing.
-        sizes: (N, 4) uint32, their bytes.
+        sizes: (N, 4) uint32, their sizes in bytes.
         key_ends: (N,) uint32, where each key ends in ``key_bytes``.
         key_bytes: uint8, the concatenated WebDataset keys in UTF-8.
         extensions: number of members with each of the most frequent extensions.
@@ -200,7 +200,7 @@ class ShardIndex:
         return self.digest == other.digest and (not known or self.content == other.content)
 
     def has(self) -> npt.NDArray[np.bool_]:
-        """(N, 4), which members each sample has."""
+        """Return which members each sample has, (N, 4)."""
         has: npt.NDArray[np.bool_] = self.blocks > 0
         return has
 
@@ -254,7 +254,7 @@ def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = 
 
     Args:
         shard: the shard.
-        path: of its bytes on this machine; default: its own name.
+        path: local file with its content; default: its own path.
         truncated: as for ``index_of_members``.
 
     Raises:
@@ -299,7 +299,7 @@ def index_of_members(
     try:
         for name, offset, size in members:
             key, _, extension = name.partition(".")
-            if key != last or extension not in _COLUMN:  # otherwise the name is as simple as it looks
+            if key != last or extension not in _COLUMN:  # fast path: otherwise the split above is correct
                 if (found := sample_name(name)) is None:
                     continue
                 key, extension = found
@@ -328,7 +328,7 @@ def index_of_members(
     encoded = [key.encode("utf-8", "replace") for key in keys]
     blocks = np.array(offsets, dtype=np.int64).reshape(len(keys), 4) // _BLOCK
     if len(keys) and blocks.max() > _MAX_UINT32:
-        raise DataError(f"shard {shard} is larger than 2 TiB: write smaller ones")
+        raise DataError(f"shard {shard} is larger than 2 TiB: write smaller shards")
     arrays: dict[str, Any] = {
         "blocks": blocks.astype(np.uint32),
         "sizes": np.array(sizes, dtype=np.int64)
@@ -347,8 +347,8 @@ def index_of_members(
 def with_content(index: ShardIndex, path: Path) -> ShardIndex:
     """Return an index with the digest of the shard's content.
 
-    The digested bytes are on pages that a scan of the headers has just read. Modification times of members do not
-    enter: a shard packed again from the same files is the same.
+    The digested bytes are on pages that a scan of the headers has just read. Modification times of members are not
+    included: a shard packed again from the same files has the same digest.
 
     Raises:
         OSError: the shard cannot be read.

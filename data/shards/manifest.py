@@ -1,8 +1,8 @@
-"""The manifest of a training: its shards, their numbers of samples, and how to detect changes.
+"""The manifest of a training run: its shards, their numbers of samples, and the detection of changes.
 
-It is made once for a list of shards: each is indexed (or its index found in the cache folder) and its used
+It is created once for a list of shards: each is indexed (or its index is read from the cache folder) and its used
 samples are counted. If img2dataset left a ``NNNNN_stats.json`` next to a shard that was never indexed, its
-count is taken, so that training can start before everything is downloaded.
+count is used, so that training can start before everything is downloaded.
 """
 
 import hashlib
@@ -55,18 +55,18 @@ __all__ = [
 
 # --------------------------------------------------------------------------------------------------------------
 # Reject names of json fields that no sample has, before training finds only bad samples. One sample with the
-# field is enough, so usually a single sample is read; only if it does not have the field, more samples of
-# several shards are.
+# field is enough, so usually a single sample is read; only if it lacks the field are more samples of several
+# shards read.
 
 _LOOKED_SHARDS = 8
 _LOOKED_REMOTE = 2  # besides the first, since each may take minutes to download
 _LOOKED_SAMPLES, _LOOKED_REQUESTS = 1000, 32  # per shard; the latter if each is a request over the network
 
 
-def _refuse_unknown_fields(
+def _reject_unknown_fields(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
-    """Raise DataError if shards without a used sample have no field that filters or captions name."""
+    """Raise DataError if no sample of these shards has a field that filters or captions name."""
     by_json = "caption" in selection.need and TEXT not in selection.captions.fields
     if not (selection.reads_json or by_json):
         return
@@ -82,14 +82,14 @@ def _refuse_unknown_fields(
     if looked and missing:
         name = min(missing)
         raise DataError(
-            f"data.filters names the json field {name!r}, which no sample of {looked:,} looked at has: "
+            f"data.filters names the json field {name!r}, which none of {looked:,} samples examined has: "
             f"{field_hint(name, known)}"
         )
     if "caption" in selection.need:
-        _refuse_unknown_caption(_some_opened(shards, plain, cache), selection.captions, cache)
+        _reject_unknown_caption(_some_opened(shards, plain, cache), selection.captions, cache)
 
 
-def _refuse_unknown_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: ShardCache | None) -> None:
+def _reject_unknown_caption(opened: Iterable[OpenShard], rule: CaptionRule, cache: ShardCache | None) -> None:
     """Raise DataError if none of the first samples has a caption in the fields of the rule."""
     known: dict[str, bool] = {}
     looked = files = 0
@@ -130,35 +130,33 @@ def _contents(opened: OpenShard, cache: ShardCache | None) -> Iterator[tuple[str
 
 
 def note_texts(known: dict[str, bool], meta: dict[str, Any]) -> None:
-    """Add the fields of a json to ``known``, with whether any sample has a text there."""
+    """Add the fields of a json to ``known``, each with whether any sample has text there."""
     for name, value in leaf_fields(meta):
         values = value if isinstance(value, list) else [value]
         known[name] = known.get(name, False) or any(isinstance(one, str) for one in values)
 
 
 def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool]) -> str:
-    """Return the message that no sample has a caption, and where captions may be.
+    """Return the error message for samples without captions, with a hint where captions may be.
 
     Args:
         rule: where captions were expected.
         looked: samples without a caption.
         files: how many of them have a caption file.
-        known: the fields of their json, by ``note_texts``.
+        known: the fields of their json, from ``note_texts``.
     """
     names = [name for name in rule.fields if name != TEXT] or ["caption"]
-    none = f"no sample of {looked:,} looked at has"
+    none = f"none of {looked:,} samples examined has"
     texts = [name for name, has_text in known.items() if has_text]
     if present := [name for name in names if name in known]:
         others = listed(name for name in texts if name not in present)
-        where = f"; texts are in: {others}" if others else ""
-        return (
-            f"{none} a text in the json field {present[0]!r}, where data.captions looks for captions{where}"
-        )
+        where = f"; text is in: {others}" if others else ""
+        return f"{none} text in the json field {present[0]!r}, where data.captions looks for captions{where}"
     if TEXT in rule.fields:
         problem = f"{none} a caption file (.txt) or the json field {names[0]!r}"
     else:
         problem = f"data.captions names the json field {names[0]!r}, which {none}"
-    instead = f"; {files:,} of them with a caption file: data.captions=txt takes it" if files else ""
+    instead = f"; {files:,} of them have a caption file: use data.captions=txt" if files else ""
     return f"{problem}: {field_hint(names[0], texts or known)}{instead}"
 
 
@@ -168,7 +166,7 @@ def no_caption(rule: CaptionRule, looked: int, files: int, known: dict[str, bool
 _MAX_STATS_BYTES = 1 << 20
 _MAX_STATED = 1 << 31  # samples; an index cannot contain more
 _FIRST = 8  # shards of which one must have a used sample
-_ALONE = 4  # up to so many shards are counted in this process
+_ALONE = 4  # up to this many shards are counted in this process
 _MAX_PROCESSES = 32
 _UNDER_WAY = 4  # shards submitted per process
 
@@ -179,7 +177,7 @@ class Census:
 
     Attributes:
         count: used samples.
-        digest: of the index, empty if the shard was not indexed.
+        digest: digest of the index; empty if the shard was not indexed.
         content: digest of the content, see ``ShardIndex``; empty if it was not read.
         dropped: unused samples by reason.
         extensions: members by extension.
@@ -213,7 +211,7 @@ def take_census(
         done.append(number)
         samples += census.count
         if not samples and len(done) == min(_FIRST, len(shards)):
-            _refuse_unknown_fields([shards[one] for one in done], selection, cache)
+            _reject_unknown_fields([shards[one] for one in done], selection, cache)
         yield number, census
 
 
@@ -222,10 +220,12 @@ def _counted(
 ) -> Iterator[tuple[int, Census]]:
     # The first shard is always opened, so that a problem of all shards is found at once.
     first = OpenShard(shards[0], selection, cache)
-    if "caption" in selection.need and selection.captions.choice != "all":  # with "all" they are not samples
+    if (
+        "caption" in selection.need and selection.captions.choice != "all"
+    ):  # "all" drops samples without captions
         most = _LOOKED_REMOTE if any(one.is_remote for one in shards) else _LOOKED_SHARDS - 1
         others = _some_opened(shards[1:], selection, cache, most=most)
-        _refuse_unknown_caption(chain([first], others), selection.captions, cache)
+        _reject_unknown_caption(chain([first], others), selection.captions, cache)
     yield 0, _census_of(first)
     del first  # close it
     if len(shards) <= _ALONE:
@@ -261,7 +261,7 @@ def _initialize_process() -> None:
 def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, stats: bool) -> Census:
     plain = not selection.reads_json and set(selection.need) <= {"image", "caption"}
     if selection.truncated == "use" and not shard.is_remote:
-        stats = False  # it would count the samples that are cut off
+        stats = False  # it includes the samples that are cut off
     if stats and plain and stored_index(shard) is None and (stated := stated_count(shard)) is not None:
         return Census(count=stated, digest="", content="", dropped={}, extensions={})
     return _census_of(OpenShard(shard, selection, cache))
@@ -279,7 +279,7 @@ def _census_of(opened: OpenShard) -> Census:
 
 
 def stated_count(shard: ShardFile) -> int | None:
-    """Return the number of samples by img2dataset's ``NNNNN_stats.json`` next to a shard, None without it.
+    """Return the number of samples in img2dataset's ``NNNNN_stats.json`` next to a shard, None without it.
 
     Raises:
         DataError: the store does not answer.
@@ -313,11 +313,11 @@ class Manifest:
     """Shards and their samples.
 
     Attributes:
-        urls: of the S shards.
-        versions: of each shard, as in ``ShardFile``.
+        urls: (S,) URLs of the shards.
+        versions: (S,) as in ``ShardFile``.
         sizes: (S,) int64 bytes, -1 if unknown.
         counts: (S,) int64 used samples.
-        digests: (S,) of the indexes; empty if the count is from ``_stats.json``.
+        digests: (S,) digests of the indexes; empty if the count is from ``_stats.json``.
         contents: (S,) digests of the content, see ``ShardIndex``; empty if it was not read.
         sources: number of shards of each source, in order.
         selection: ``Selection.identity``.
@@ -368,8 +368,8 @@ class Manifest:
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change with the samples or their order.
 
-        They depend on names, sizes, counts and indexes of the shards, not on their folder, so data may be
-        moved. The content is compared by ``changes_since`` only, because not every shard is read.
+        They depend on names, sizes, counts and indexes of the shards, not on their folder, so data may be moved.
+        Only ``changes_since`` compares the content, because not every shard is read.
         """
         digest = hashlib.sha256(json.dumps([self.selection, len(self)]).encode())
         digest.update(os.fsencode("\0".join(map(_name, self.urls))))
@@ -432,10 +432,10 @@ class Manifest:
         """Return known changes of the samples or their order, most important first."""
         changes = []
         if self.selection != earlier.selection:
-            changes.append("captions or filters are chosen by other rules")
+            changes.append("the settings of captions or filters differ")
         before, now = list(map(_name, earlier.urls)), list(map(_name, self.urls))
         if len(before) != len(now):
-            changes.append(f"{len(now)} shards, there were {len(before)}")
+            changes.append(f"{len(now)} shards instead of {len(before)}")
         counts_before, counts_now = Counter(before), Counter(now)
         changes += _first([f"{name} is gone" for name in (counts_before - counts_now).elements()])
         changes += _first([f"{name} is new" for name in (counts_now - counts_before).elements()])
@@ -452,11 +452,11 @@ class Manifest:
         columns = map(pairs, ("sizes", "counts", "digests", "contents"))
         for name, size, count, digest, content in zip(now, *columns, strict=True):
             if size[0] != size[1]:
-                changes.append(f"{name} has {size[1]} bytes, it had {size[0]}")
+                changes.append(f"{name} has {size[1]} bytes instead of {size[0]}")
             elif not all(digest):  # counted by its _stats.json
                 continue
             elif count[0] != count[1]:
-                changes.append(f"{name} has {count[1]} used samples, it had {count[0]}")
+                changes.append(f"{name} has {count[1]} used samples instead of {count[0]}")
             elif digest[0] != digest[1]:
                 changes.append(f"{name} has other samples")
             elif all(content) and content[0] != content[1]:
@@ -464,12 +464,12 @@ class Manifest:
         return _first(changes)
 
     def with_counts_of(self, earlier: "Manifest") -> "Manifest":
-        """Return this manifest with the counts of an earlier one, which number the samples of a started run."""
+        """Return this manifest with an earlier one's counts, which define the sample numbers of a started run."""
         contents = [then or now for then, now in zip(earlier.contents, self.contents, strict=True)]
         return replace(self, counts=earlier.counts, digests=earlier.digests, contents=Strings.of(contents))
 
     def not_compared(self, earlier: "Manifest") -> int:
-        """Return how many shards may have other captions or images of the same sizes than in an earlier manifest.
+        """Return how many shards may differ from an earlier manifest in captions or images of the same sizes.
 
         Their versions differ or are unknown, and there is no digest of their content then or now.
         """
@@ -500,14 +500,14 @@ def make_manifest(
     progress: Callable[[int], None] | None = None,
     stats: bool = True,
 ) -> Manifest:
-    """Count the used samples of shards, or take the counts from the cache folder.
+    """Count the used samples of shards, or read the counts from the cache folder.
 
     Args:
         sources: the shards of each source.
         selection: which samples are used.
-        cache: of remote shards; None reads their headers over the network.
+        cache: cache of remote shards; None reads their headers over the network.
         progress: called with the number of counted shards.
-        stats: take counts from ``_stats.json`` for shards that were never indexed, if only image and caption
+        stats: use the counts in ``_stats.json`` for shards that were never indexed, if only image and caption
             file are needed.
 
     Raises:

@@ -44,7 +44,7 @@ __all__ = ["OpenShard", "Sample", "Shards", "label_of", "meta_of", "text_of"]
 # objects many times as large: a json of 4 MiB may take 100 MiB.
 _MAX_BYTES = (256 << 20, 1 << 20, 1 << 20, 4 << 20)
 _CHANGED = "the shard has changed since it was counted: is it being written?"
-_NEAR = 16 << 10  # bytes between members that are read along instead of by another request
+_NEAR = 16 << 10  # bytes; a smaller gap between members is read along rather than split into requests
 _MAX_OPEN = 256  # shards
 _FETCHING = 4  # shards that one process downloads at a time
 
@@ -84,12 +84,12 @@ def label_of(data: bytes | None) -> int | None:
 
 
 class OpenShard:
-    """One open shard: its index, the samples that are used, and their members' bytes. Thread-safe.
+    """An open shard: its index, the used samples, and the content of their members. Thread-safe.
 
     Args:
         file: the shard.
         selection: which samples are used.
-        cache: of remote shards; None reads their members over the network.
+        cache: cache of remote shards; None reads their members over the network.
 
     Raises:
         TruncatedError: the shard is truncated, and the selection does not accept that.
@@ -98,8 +98,8 @@ class OpenShard:
     Attributes:
         file: the shard.
         shown: its name in messages.
-        index: of all its samples.
-        chosen: those that are used.
+        index: index of all its samples.
+        chosen: the used samples.
     """
 
     def __init__(self, file: ShardFile, selection: Selection, cache: ShardCache | None) -> None:
@@ -118,7 +118,7 @@ class OpenShard:
                     raise DataError(f"shard {file.shown}: {error.strerror}") from error
                 retries -= 1
         self.index = self._find_index()
-        # size and modification time at which the bytes are known to be as counted, and known to differ
+        # (size, modification time) for which the content is known to equal the index, and known to differ
         self._sound = None if file.is_remote else self._state()
         self._changed: tuple[int, int] | None = None
         self._has_large = bool((self.index.sizes > _MAX_BYTES).any())
@@ -143,12 +143,12 @@ class OpenShard:
             DataError: the shard has fewer samples than stated.
         """
         if number >= len(self._rows):
-            raise DataError(f"its shard has only {len(self._rows)} samples, though more were stated")
+            raise DataError(f"its shard has only {len(self._rows)} samples, fewer than stated")
         row: int = self._rows[number]
         return row
 
     def caption_number(self, number: int) -> int:
-        """Return which of its captions the ``number``-th used sample is trained with."""
+        """Return the index of the caption of the ``number``-th used sample."""
         return 0 if self.chosen.captions is None else int(self.chosen.captions[number])
 
     def read(self, row: int, columns: tuple[int, ...]) -> list[bytes | None]:
@@ -258,8 +258,8 @@ class Sample(NamedTuple):
     """One sample, not decoded.
 
     ``id`` is its number in the list of shards. A caption, label or json that is not needed (see ``Shards``) is
-    left out. ``caption`` is the text of the caption file or, without one, the json's "caption";
-    ``caption_number`` tells which of several captions makes this sample, if each is a sample.
+    omitted. ``caption`` is the content of the caption file or, without one, the json's "caption";
+    ``caption_number`` is its index if each caption is a sample.
     """
 
     id: int
@@ -275,13 +275,13 @@ class Sample(NamedTuple):
 class Shards:
     """Random access to the used samples of a list of tars.
 
-    Thread-safe; a copy in another process opens its own files. Members that are not needed are not read, so
-    they may be damaged; if only the image is needed, everything is read.
+    Thread-safe; a copy in another process opens its own files. Members that are not needed are not read and
+    may be damaged; if only the image is needed, all members are read.
 
     Args:
         manifest: the shards and their numbers of samples.
-        selection: which samples are used; the manifest was made with it.
-        cache: of remote shards; None reads their samples over the network.
+        selection: which samples are used; must be the manifest's.
+        cache: cache of remote shards; None reads their samples over the network.
 
     Attributes:
         counts: (S,) int64, used samples per shard.

@@ -1,8 +1,8 @@
 """Find the shards of a source.
 
 A source is a dataset folder (with ``train/`` and ``test/``), a folder of tars, a brace pattern such as
-``pairs/{00000..00041}.tar``, a tar, or the name of a built-in corpus. The first four may also be in a store
-(``s3://``, ``gs://``, ``https://``, ``hf://``); ``pipe:`` precedes a command that writes a tar. Local paths
+``pairs/{00000..00041}.tar``, a tar, or the name of a built-in dataset. The first four may also be in a store
+(``s3://``, ``gs://``, ``https://``, ``hf://``); ``pipe:COMMAND`` is a command that writes a tar. Local paths
 may contain wildcards, as in ``pairs-*/*.tar``.
 """
 
@@ -24,10 +24,10 @@ __all__ = ["find_shards", "remote_hint"]
 
 _UNPACK = {".gz": "gunzip -k", ".tgz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd"}
 _TABLES = (".parquet", ".pq", ".csv", ".tsv", ".tab", ".jsonl", ".ndjson")
-_LOOKED_AT = 1000  # names in a folder, and folders in it
+_LOOKED_AT = 1000  # examined names in a folder, and folders in it
 _SHOWN = 8  # names in a message
 _TO_PACK = (
-    "write a table of paths and captions (columns image and caption), and make shards of it with "
+    "write a table of paths and captions (columns image and caption), and convert it to shards with "
     "python -m data pack TABLE.csv OUT"
 )
 _COLONS, _COMMA = re.compile("::"), re.compile(r"[,;\s]\s*")  # webdataset's separator, and common others
@@ -35,7 +35,7 @@ _ANOTHER = re.compile(r"(?:::|[,;\s])\s*(?=[a-z][a-z0-9]*://|pipe:)")
 
 
 def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
-    """Return the tars of a source in order; a built-in corpus is made at first use.
+    """Return the tars of a source in order; a built-in dataset is created on first use.
 
     Raises:
         DataError: the source does not exist, or shards are missing.
@@ -104,9 +104,9 @@ def _local_shards(source: str, split: str) -> list[Path]:
         raise DataError(next(filter(None, map(_file_hint, found)), fault))
     if len(paths) == 1:
         built_ins = ", ".join(sorted(BUILTIN))
-        raise DataError(f"no data at {source!r}: not a folder, a tar, or a built-in corpus ({built_ins})")
+        raise DataError(f"no data at {source!r}: not a folder, a tar, or a built-in dataset ({built_ins})")
     raise DataError(
-        f"{len(missing)} of {len(paths)} shards are missing, the first is {first}; to leave them out name the "
+        f"{len(missing)} of {len(paths)} shards are missing, the first is {first}; to skip them, name the "
         "folder, or the others as {{00000..00001},{00003..00004}}.tar"
     )
 
@@ -138,11 +138,11 @@ def _check_count(folder: str, found: int, stated: str | None) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Hints for invalid sources: lists in one text, wildcards in a store, folders without tars.
+# Hints for invalid sources: several sources in one string, wildcards in a store, folders without tars.
 
 
 def remote_hint(source: str) -> str | None:
-    """Return what is wrong with a remote source, as far as its text shows; None if it may be valid."""
+    """Return the error message for a remote source with invalid syntax, None if it may be valid."""
     if source.startswith("pipe:"):  # the shell interprets spaces and wildcards
         return _list_hint(source) if "::pipe:" in source else None
     if _ANOTHER.search(source) or all(part.endswith(".tar") for part in _split(source)):
@@ -152,13 +152,13 @@ def remote_hint(source: str) -> str | None:
     if "*" not in source.partition("?")[0]:
         return None
     return (
-        f"{shown(source)}: stores do not support wildcards; name the folder, to take every .tar in it, or the "
-        "shards by braces, as {00000..00010}.tar"
+        f"{shown(source)}: stores do not support wildcards; name the folder to use every .tar in it, or the "
+        "shards with braces, as {00000..00010}.tar"
     )
 
 
 def _list_hint(source: str) -> str | None:
-    """Return what to do with several sources in one text, None if it is a single source."""
+    """Return a hint for several sources in one string, None for a single source."""
     parts = _split(source)
     if len(parts) < 2:
         return None
@@ -172,8 +172,8 @@ def _list_hint(source: str) -> str | None:
     listed = ",".join(f'"{shown(part)}"' for part in parts[:2])
     more = ",…" if len(parts) > 2 else ""
     return (
-        f"{len(parts)} sources in one text: give them as a list, data.train='[{listed}{more}]', or to a command as "
-        "separate arguments"
+        f"{len(parts)} sources in one string: give them as a list, data.train='[{listed}{more}]', or to a command "
+        "as separate arguments"
     )
 
 
@@ -194,23 +194,23 @@ def _split(source: str) -> list[str]:
 
 
 def _file_hint(path: Path) -> str | None:
-    """Return what to do with a file that is not a tar by its name, None if it may be one; may raise OSError."""
+    """Return a hint for a file whose name is not that of a tar, None if it may be a tar; may raise OSError."""
     kind = _kind(path.name)
     if kind is None or not path.is_file():
         return None
-    with path.open("rb") as file:  # a tar all the same, such as one that a browser unpacked
+    with path.open("rb") as file:  # it may still be a tar, such as one that a browser unpacked
         if file.read(262)[257:] == b"ustar":
             return None
     quoted = shlex.quote(str(path))
     if kind == "compressed":
         return f"{path} is compressed: unpack it with {_UNPACK[path.suffix.lower()]} {quoted}"
     if kind == "table":
-        return f"{path} is a table, not a tar: make shards of it with python -m data pack {quoted} OUT"
+        return f"{path} is a table, not a tar: convert it to shards with python -m data pack {quoted} OUT"
     return f"{path} is an image, not a tar: {_TO_PACK}"
 
 
 def _folder_hint(folder: Path) -> str | None:
-    """Return what to do with a folder without tars, None if its files are unknown."""
+    """Return a hint for a folder without tars, None if its files are unknown."""
     inside = sorted(_names(folder))
     found = {kind: name for name in reversed(inside) if (kind := _kind(name)) is not None}
     if name := found.get("compressed"):
@@ -219,7 +219,7 @@ def _folder_hint(folder: Path) -> str | None:
         return f"the tars in {folder} are compressed: unpack them with {command}"
     if name := found.get("table"):
         table = shlex.quote(str(folder / name))
-        return f"{folder} has a table, not tars: make shards of it with python -m data pack {table} OUT"
+        return f"{folder} has a table, not tars: convert it to shards with python -m data pack {table} OUT"
     below = (one for name in inside if (folder / name).is_dir() for one in _names(folder / name))
     if "image" in found or any(_kind(name) == "image" for name in islice(below, _LOOKED_AT)):
         return f"{folder} has images, not tars: {_TO_PACK}"

@@ -1,11 +1,11 @@
-"""A teacher's features, stored by ``clipkit encode``, for the samples of a training.
+"""A teacher's features, stored by ``clipkit encode``, for the samples of a training run.
 
 Distilling from stored features needs no forward pass of the teacher (data reinforcement; MobileCLIP, Vasu et
 al. 2024, https://arxiv.org/abs/2311.17049). The features are of whole images, preprocessed for the teacher,
 while the student sees random crops.
 
-Rows are found by shard and key, as in the folder's metadata. Folders may have moved since: the shard is the
-one whose path has the most trailing parts in common. Letters: N rows of a folder, K keys, B samples, T width
+Rows are found by shard and key, as in the folder's metadata. Folders may have been moved: a shard is matched
+to the path with the most trailing parts in common. Letters: N rows of a folder, K keys, B samples, T width
 of features.
 """
 
@@ -43,7 +43,7 @@ _NO_KEY = 0  # hash of the empty key, which stands for the rest of a truncated s
 _COLUMN = {"image": ("img_emb", "image_path"), "caption": ("text_emb", "key")}
 # entries of the manifest that the values depend on; devices round differently
 _MADE_BY = ("kind", "weights", "batch_size", "precision", "device")
-_REMADE = "make it again with clipkit encode"
+_RECREATE = "recreate it with clipkit encode"
 
 Keys = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
@@ -103,7 +103,7 @@ class StoredRows:
         kind: "image" or "caption".
 
     Raises:
-        DataError: the folder has no such embeddings, damaged ones, or two of one shard and key.
+        DataError: the folder has no such embeddings, or damaged ones, or two rows of the same shard and key.
         ConfigError: pyarrow is missing.
 
     Attributes:
@@ -122,12 +122,14 @@ class StoredRows:
         if (folder / ".parts").is_dir():  # lists the complete parts
             both = sorted(set(both) & _numbered(folder / ".parts").keys())
         if not both:
-            raise DataError(f"{folder} has no complete embeddings: run its clipkit encode to the end")
+            raise DataError(
+                f"{folder} has no complete embeddings: run its clipkit encode command to completion"
+            )
         self._files = [(embeddings[number], metadata[number]) for number in both]
         self._arrays: list[npt.NDArray[Any]] = []
         shapes = [array.shape for array in self._mapped()]
         if len({shape[1:] for shape in shapes}) != 1:
-            raise DataError(f"{folder} has embeddings of different widths: {_REMADE}")
+            raise DataError(f"{folder} has embeddings of different widths: {_RECREATE}")
         self.width = int(shapes[0][1])
         self._ends: list[int] = np.cumsum([shape[0] for shape in shapes]).tolist()
         self._number: dict[str, int] = {}  # of each source in the metadata
@@ -168,7 +170,7 @@ class StoredRows:
         """Return the command that completes the folder.
 
         Args:
-            added: shards to be encoded as well.
+            added: further shards to encode.
         """
         manifest, words = self._manifest, ["clipkit", "encode"]
         for sources in (manifest["sources"], added):
@@ -180,7 +182,7 @@ class StoredRows:
         return shlex.join(words)
 
     def is_of(self, shard: str) -> bool:
-        """Whether a shard was encoded from its current path, not another shard of the same name."""
+        """Return whether a shard was encoded from its current path, rather than another shard of the same name."""
         source = self._source(shard)
         return source >= 0 and _common(_parts(readable(shard)), self._sources[source]) == len(
             self._sources[source]
@@ -208,7 +210,7 @@ class StoredRows:
         """Return the rows of a shard's index that were not encoded, except failed ones.
 
         Raises:
-            DataError: another shard of that name was encoded.
+            DataError: another shard of the same name was encoded.
         """
         source = self._source(shard)
         if source < 0:
@@ -219,8 +221,8 @@ class StoredRows:
         others = int((~np.isin(encoded, keys) & (encoded != _NO_KEY)).sum())
         if others:
             raise DataError(
-                f"{self.folder} is of another shard than {shard}, which lacks {others:,} of the encoded keys: "
-                f"{_REMADE}, of data.train"
+                f"{self.folder} was encoded from another shard than {shard}, which lacks {others:,} of the encoded "
+                f"keys: {_RECREATE} from data.train"
             )
         return rows[~np.isin(keys[rows], encoded)]
 
@@ -236,9 +238,9 @@ class StoredRows:
             try:
                 array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as error:
-                raise DataError(f"{path} is damaged: {' '.join(str(error).split())}; {_REMADE}") from error
+                raise DataError(f"{path} is damaged: {' '.join(str(error).split())}; {_RECREATE}") from error
             if array.ndim != 2 or array.dtype.kind != "f":
-                raise DataError(f"{path} has no rows of embeddings: {_REMADE}")
+                raise DataError(f"{path} has no rows of embeddings: {_RECREATE}")
             self._arrays.append(array)
         return self._arrays
 
@@ -265,7 +267,7 @@ class StoredRows:
         for (_, path), end in zip(self._files, self._ends, strict=True):
             keys, names, sources = _columns(path, _COLUMN[self.kind][1])
             if len(keys) != end - start:
-                raise DataError(f"{path} has {len(keys)} rows for {end - start} embeddings: {_REMADE}")
+                raise DataError(f"{path} has {len(keys)} rows for {end - start} embeddings: {_RECREATE}")
             numbers = [self._number.setdefault(name, len(self._number)) for name in names]
             yield np.array(numbers, dtype=np.int64)[sources], keys, np.arange(start, end)
             start = end
@@ -283,7 +285,7 @@ class StoredRows:
                         content += str(one["key"]).encode("utf-8", "replace")
                         ends.append(len(content))
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path} cannot be read: {error}; {_REMADE}") from error
+                raise DataError(f"{path} cannot be read: {error}; {_RECREATE}") from error
         keys = hashes_of(np.frombuffer(content, dtype=np.uint8), np.array(ends, dtype=np.int64))
         return np.array(numbers, dtype=np.int64), keys, np.full(len(numbers), _FAILED)
 
@@ -340,9 +342,9 @@ def _columns(path: Path, column: str) -> tuple[Keys, list[str], Int64s]:
         keys = table.column(column).cast(pyarrow.large_string()).combine_chunks()
         sources = table.column("source").combine_chunks().dictionary_encode()
     except (OSError, KeyError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}; {_REMADE}") from error
+        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}; {_RECREATE}") from error
     if keys.null_count or sources.null_count:
-        raise DataError(f"{path} has rows without a key: {_REMADE}")
+        raise DataError(f"{path} has rows without a key: {_RECREATE}")
     if not len(keys):
         return np.empty(0, dtype=np.uint64), [], np.empty(0, dtype=np.int64)
     _, ends, content = keys.buffers()
@@ -384,7 +386,7 @@ class StoredFeatures:
 
     Attributes:
         width: T.
-        fingerprint: changes when the features are made by another model or in another way.
+        fingerprint: changes with the model and settings that computed the features.
     """
 
     def __init__(self, images: Path, texts: Path | None = None) -> None:
@@ -410,15 +412,15 @@ class StoredFeatures:
         Remote shards that were never indexed are skipped; samples without features are bad samples later.
 
         Raises:
-            DataError: features are missing (with the command that makes them), or they are of other shards.
+            DataError: features are missing (the message has the command that creates them) or of other shards.
             ConfigError: captions are changed in training, but were encoded unchanged.
         """
         rule = shards.selection.captions
         changed = rule.fields != (TEXT,) or rule.choice != "first" or rule.templates or rule.prefix
         if self._texts is not None and changed:
             raise ConfigError(
-                "stored features of texts are of the captions as they are: leave out data.captions, "
-                "data.caption_choice, data.caption_templates and data.caption_prefix, or the features of texts"
+                "stored text features require unchanged captions: remove data.captions, data.caption_choice, "
+                "data.caption_templates and data.caption_prefix, or distill.text_features"
             )
         for stored in filter(None, (self._images, self._texts)):
             total = missing = 0
@@ -444,7 +446,7 @@ class StoredFeatures:
                 )
 
     def find(self, shard: str, key: str) -> FoundRow:
-        """Return where the features of a sample are, by the displayed name of its shard and its key.
+        """Find the features of a sample, given its key and the displayed name of its shard.
 
         Raises:
             DataError: they are missing.
@@ -453,7 +455,7 @@ class StoredFeatures:
         return FoundRow(image=self._images.find(shard, key), text=text)
 
     def read(self, found: Sequence[FoundRow]) -> TeacherFeatures:
-        """Return the features of B samples in one storage: each takes a file descriptor between processes."""
+        """Return the features of B samples in one storage; each storage sent to a process takes a descriptor."""
         features = np.empty((1 if self._texts is None else 2, len(found), self.width), dtype=np.float16)
         self._images.read([one.image for one in found], features[0])
         if self._texts is not None:

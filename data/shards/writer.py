@@ -1,4 +1,4 @@
-"""Write dataset folders in the layout of published evaluation sets, which training sets use, too.
+"""Write dataset folders in the layout of published evaluation datasets, also used for training.
 
     ROOT/card.json                               name, counts, license, how it was made
     ROOT/classnames.txt                          one class per line; the index of the line is the label
@@ -6,7 +6,7 @@
     ROOT/<split>/nshards.txt                     number of shards of the split
     ROOT/<split>/0.tar …                         WebDataset shards: KEY.png, KEY.txt, KEY.cls, KEY.json
 
-A folder gets its name when it is complete.
+A folder is written under a temporary name and renamed when complete.
 """
 
 import errno
@@ -65,7 +65,7 @@ class DatasetWriter:
 
     Args:
         out: the folder to create; must be new or empty.
-        samples_per_shard: samples of each tar.
+        samples_per_shard: samples per tar.
 
     Raises:
         DataError: ``out`` is not empty, or, on leaving the context, the disk is full.
@@ -118,7 +118,7 @@ class DatasetWriter:
         self.counts[split] = count + 1
 
     def extra_file(self, name: str) -> Path:
-        """Return where to write another file of the folder, before ``finish``."""
+        """Return the path for an additional file of the folder; write it before ``finish``."""
         return self._aside / name
 
     def finish(

@@ -53,7 +53,7 @@ def test_pack_reports_packed_and_bad_rows(table: Path, tmp_path: Path) -> None:
     done = run("pack", table, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines.pop(0).startswith(f"made {tmp_path / 'out'} in ")
+    assert lines.pop(0).startswith(f"created {tmp_path / 'out'} in ")
     assert lines == [
         "  columns  path (image), caption (caption)",
         "  bad rows, by cause:",
@@ -89,13 +89,13 @@ def test_pack_suggests_options_for_images(
         return " ".join(output.split())
 
     output = said("--test", "1")
-    assert "1 image has several captions: training uses the first, evaluation all of them" in output
-    assert "1 image has an EXIF orientation: stored upright (--keep-orientation does not)" in output
-    assert "2 images have transparent parts" in output and "--background white lays them" in output
+    assert "1 image has several captions: training uses the first, evaluation uses all" in output
+    assert "1 image has an EXIF orientation: stored upright (unless --keep-orientation is given)" in output
+    assert "2 images have transparent parts" in output and "--background white blends them" in output
     assert "packed 0 pairs into train and 3 into test 1 of 4 rows were bad: see" in output
     output = said("--test", "1e-9", "--keep-orientation", "--background", "white")
-    assert "1 image has an EXIF orientation: stored unchanged, which is how CLIP reads it" in output
-    assert "2 images have transparent parts: laid on white" in output
+    assert "1 image has an EXIF orientation: stored unchanged, and CLIP ignores it" in output
+    assert "2 images have transparent parts: blended onto white" in output
     assert "packed 3 pairs into train and 0 into test: too few images for that fraction" in output
 
 

@@ -346,6 +346,6 @@ def test_a_run_whose_data_are_not_found_asks_whether_they_were_moved(tmp_path: P
     with pytest.raises(DataError) as caught:
         open_training_data(missing, recorded, rank0=True, resumed=True, broadcast=bytes)
     assert str(caught.value).endswith(
-        f"; if the data of {tmp_path / 'run'} have moved, set data.train= to the new place: they are compared with "
+        f"; if the data of {tmp_path / 'run'} was moved, set data.train to its new location; it is compared with "
         "the recorded data"
     )

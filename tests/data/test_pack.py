@@ -163,8 +163,8 @@ def test_bad_lines_of_json(pictures: Path) -> None:
         (2, None, "not JSON"),
         (3, None, "not a JSON object"),
         (4, "a.jpg", "empty caption"),
-        (5, None, "path is not text"),
-        (6, "a.jpg", "caption is not text, nor a list of texts"),
+        (5, None, "path is not a string"),
+        (6, "a.jpg", "caption is neither a string nor a list of strings"),
         (7, None, "a line longer than 1,048,576 bytes"),
         (8, "a.jpg", "caption is not UTF-8"),
         (9, None, "not JSON"),
@@ -338,7 +338,7 @@ def test_several_captions(pictures: Path) -> None:
     assert [(row, cause) for row, _, cause in bad_rows(pictures / "out")] == [
         (4, "empty caption"),
         (5, "more than 100 captions"),
-        (6, "caption is not text, nor a list of texts"),
+        (6, "caption is neither a string nor a list of strings"),
         (7, "caption of more than 10,000 characters"),
     ]
 
@@ -438,7 +438,7 @@ def test_a_row_with_one_column_too_many_for_the_table_is_bad(
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", progress=False)
     assert report.packed == 3
     assert bad_rows(tmp_path / "out") == [
-        (3, "pictures/a.jpg", "more than 2 different columns in the table (--fields chooses some)")
+        (3, "pictures/a.jpg", "more than 2 different columns in the table (select some with --fields)")
     ]
 
 
@@ -571,7 +571,10 @@ def test_columns_that_are_too_large_make_bad_rows(pictures: Path, tmp_path: Path
     rows = [("pictures/a.jpg", "x", *["é" * length] * 9) for length in (1000, 60_000)]
     table = write_table(tmp_path / "t.csv", ["path", "caption", *names], rows)
     report = pack(table, tmp_path / "out", progress=False)
-    assert (report.packed, report.bad) == (1, {"other columns of more than 1 MiB (--fields chooses some)": 1})
+    assert (report.packed, report.bad) == (
+        1,
+        {"other columns of more than 1 MiB (select some with --fields)": 1},
+    )
     assert pack(table, tmp_path / "some", fields=names[:8], progress=False).packed == 2
 
 
@@ -581,7 +584,7 @@ def test_the_command_says_what_became_of_other_columns(
     (tmp_path / "t.csv").write_text(",path,caption,width,alt text\n0,pictures/a.jpg,one,7,x\n")
     assert main(["pack", str(tmp_path / "t.csv"), str(tmp_path / "out"), "--quiet"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "kept as fields for data.filters and data.captions: alt text as alt_text, width" in said
+    assert "stored as fields for data.filters and data.captions: alt text as alt_text, width" in said
     assert "columns left out: '' (it has no name)" in said
     assert main(["pack", str(tmp_path / "t.csv"), str(tmp_path / "b"), "--fields", "width", "--quiet"]) == 0
     assert "data.captions: width packed" in " ".join(capsys.readouterr().out.split())

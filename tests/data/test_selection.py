@@ -334,7 +334,7 @@ def test_a_field_in_which_no_caption_is_says_so(tmp_path: Path) -> None:
     file = shard_of(tmp_path / "0.tar", of_json({"a": "x"}))
     selection = Selection(captions=CaptionRule(fields=("b",), choice="all"))
     with pytest.raises(
-        DataError, match="names the json field 'b', which no sample of 1 looked at has: their json has: a"
+        DataError, match="names the json field 'b', which none of 1 samples examined has: available fields: a"
     ):
         make_manifest([[file]], selection)
 

@@ -106,8 +106,8 @@ def test_stages_are_values() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ((Stage(until_step=0, image_size=8, context_length=8),), "ends at step 0, which is not after step 0"),
-        ((STAGES[1], STAGES[0]), "ends at step 2, which is not after step 5"),
+        ((Stage(until_step=0, image_size=8, context_length=8),), "ends at step 0, not after step 0"),
+        ((STAGES[1], STAGES[0]), "ends at step 2, not after step 5"),
         ((Stage(until_step=1, image_size=0, context_length=8),), "image_size = 0"),
         ((Stage(until_step=1, image_size=8, context_length=1),), "context_length = 1"),
     ],

@@ -21,8 +21,8 @@ def batch(reading: float, making: float) -> Batch:
 @pytest.mark.parametrize(
     ("reading", "making", "said"),
     [
-        (8.0, 10.0, "reading from s3://bucket/a.tar is 80% of making a batch"),
-        (1.0, 10.0, "decoding and cropping images is 90% of making a batch: raise data.workers = 0"),
+        (8.0, 10.0, "reading from s3://bucket/a.tar takes 80% of the time per batch"),
+        (1.0, 10.0, "decoding and cropping images takes 90% of the time per batch: raise data.workers = 0"),
         (0.0, 0.0, "raise data.workers = 0"),
     ],
 )

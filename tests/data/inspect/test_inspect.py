@@ -263,9 +263,9 @@ def test_keys_and_members(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("members", "seen", "hint"),
     [
-        ([("a.jpg", b""), ("a.caption", b"")], "'caption' (1)", "name the .caption files .txt"),
-        ([("a.jpg", b""), ("a.text", b"")], "'text' (1)", "name the .text files .txt"),
-        ([("a.JPG.txt", b""), ("a.JPG", b"")], "'jpg.txt' (1)", "leave no other dots in names"),
+        ([("a.jpg", b""), ("a.caption", b"")], "'caption' (1)", "rename the .caption files to .txt"),
+        ([("a.jpg", b""), ("a.text", b"")], "'text' (1)", "rename the .text files to .txt"),
+        ([("a.JPG.txt", b""), ("a.JPG", b"")], "'jpg.txt' (1)", "use no other dots in names"),
         ([("0.jpg", b""), ("1.txt", b"")], "'jpg' (1)", "follow one another"),
         ([("README", b""), (".x.jpg", b"")], "none; 2 files have no extension", "expected: KEY.jpg/"),
         ([], "none", "expected: KEY.jpg/jpeg/png/webp/… with KEY.txt"),
@@ -471,8 +471,8 @@ def test_transparent_and_rotated_images_are_reported_with_the_setting(tmp_path: 
     )
     assert "1 of 10 images is transparent" in told(found) and "5 of 10 images are rotated" in told(found)
     chosen = look([str(tmp_path)], decoding=Decoding(background=(255, 255, 255), upright=True))
-    assert row(chosen, "images", "transparent").startswith("1 of 10 (10.0%); laid on #ffffff")
-    assert row(chosen, "images", "rotated by EXIF").startswith("5 of 10 (50.0%); turned upright")
+    assert row(chosen, "images", "transparent").startswith("1 of 10 (10.0%); blended onto #ffffff")
+    assert row(chosen, "images", "rotated by EXIF").startswith("5 of 10 (50.0%); rotated upright")
     assert "transparent" not in told(chosen) and "rotated" not in told(chosen)
     write_tar(tmp_path / "plain/0.tar", pairs(0, 10))
     none = look([str(tmp_path / "plain")])

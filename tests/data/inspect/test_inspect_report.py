@@ -115,7 +115,8 @@ def test_a_filter_on_an_unknown_field_is_reported(tmp_path: Path) -> None:
     found = look([str(path)], filters=["widht >= 106", "WIDTH > 1", "lang = en"])
     said = told(found)
     assert (
-        "no sample read has the json field 'widht': did you mean 'width'? their json has: a.b, lang, " in said
+        "no sample read has the json field 'widht': did you mean 'width'? available fields: a.b, lang, "
+        in said
     )
     assert "no sample read has the json field 'WIDTH': did you mean 'width'?" in said
     assert "no sample read passes" not in said and "fill a batch" not in said
@@ -147,12 +148,12 @@ def test_missing_captions_are_refused_as_by_training(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         look([str(path)], captions=["lnag"])
     assert str(caught.value) == (
-        "data.captions names the json field 'lnag', which no sample of 12 looked at has: did you mean 'lang'? "
-        "their json has: lang; 12 of them with a caption file: data.captions=txt takes it"
+        "data.captions names the json field 'lnag', which none of 12 samples examined has: did you mean 'lang'? "
+        "available fields: lang; 12 of them have a caption file: use data.captions=txt"
     )
     without = with_json(tmp_path / "1.tar", METAS, text=False)
     with pytest.raises(
-        DataError, match=r"has a caption file \(.txt\) or the json field 'caption': their json has"
+        DataError, match=r"has a caption file \(.txt\) or the json field 'caption': available fields"
     ):
         look([str(without)])
     empty = dict.fromkeys(range(5), b" ")
@@ -247,7 +248,7 @@ def test_the_page_is_suggested_if_it_would_show_bad_or_duplicate_images(
     write_tar(tmp_path / "good.tar", pairs(0, 4))
     write_tar(tmp_path / "double.tar", pairs(0, 4, pictures={1: picture(0)}))
     assert "--html" not in last_line(tmp_path / "good.tar")
-    assert last_line(tmp_path / "double.tar") == "to see bad and duplicate images: --html PAGE.html"
+    assert last_line(tmp_path / "double.tar") == "to see bad and duplicate images, add --html PAGE.html"
 
 
 def test_filters_may_be_many() -> None:
@@ -274,5 +275,5 @@ def test_an_unknown_caption_field_is_reported(tmp_path: Path) -> None:
     members = [*pairs(0, 6), *((f"{number:06d}.json", b'{"alt_text": "a"}') for number in range(6))]
     write_tar(tmp_path / "0.tar", sorted(members))
     found = look([str(tmp_path)], captions=["txt", "alt"])
-    assert "data.captions: no sample read has the json field 'alt': their json has: alt_text" in told(found)
+    assert "data.captions: no sample read has the json field 'alt': available fields: alt_text" in told(found)
     assert "data.captions" not in told(look([str(tmp_path)], captions=["txt", "alt_text"]))

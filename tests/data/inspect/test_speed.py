@@ -174,7 +174,7 @@ def test_options_between_sources_and_settings(shards: str) -> None:
 
 def test_settings_without_effect_are_refused(shards: str) -> None:
     for word, message in [
-        ("data.window=3", "data.window has no effect here: only data.crop_scale, "),
+        ("data.window=3", "data.window has no effect here; settings with an effect: data.crop_scale, "),
         ("data.crop_scal=1", "data.crop_scal is unknown: did you mean 'data.crop_scale'"),
         ("data.flip=2", "data.flip"),
     ]:

@@ -123,7 +123,7 @@ def test_what_does_not_fit(nginx: Nginx, tmp_path: Path, monkeypatch: pytest.Mon
     message = error_of(lambda: ShardCache(tmp_path / "cache", 49_999).fetch(shard))
     assert "50000 bytes" in message and "49999" in message and "raise data.cache_gb" in message
     huge = ShardFile(url=shard.url, size=1 << 60, version="")
-    assert "has no room for" in error_of(lambda: ShardCache(tmp_path / "cache", 1 << 61).fetch(huge))
+    assert "has no space for" in error_of(lambda: ShardCache(tmp_path / "cache", 1 << 61).fetch(huge))
     assert "Not a directory" in error_of(lambda: ShardCache(Path("/dev/null/cache"), LARGE).fetch(shard))
     assert downloads(nginx) == []
 

@@ -128,7 +128,7 @@ def test_what_begins_again_must_come_further(
     unruly.script = ["other"] * 99
     monkeypatch.setenv("AWS_ENDPOINT_URL", unruly.url.rpartition("/")[0])
     message = error_of(lambda: download(whole("s3://pairs/00000.tar"), tmp_path / "got"))
-    assert "its checksum is not the one that the store states; gave up after 8 tries" in message
+    assert "the checksum differs from the one stated by the store; gave up after 8 tries" in message
     assert len(unruly.requests) == 8
 
 
@@ -147,8 +147,8 @@ def test_a_server_without_ranges(nginx: Nginx, tmp_path: Path) -> None:
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     for start, stop in ((0, 10), (10, 20), (0, len(data))):
         message = error_of(partial(read_range, shard, start, stop))
-        assert message.startswith(f"{shard.url}: this server supports no ranges")
-        assert message.endswith("set data.cache_gb (--cache-gb) to more than 0")
+        assert message.startswith(f"{shard.url}: the server does not support byte ranges")
+        assert message.endswith("set data.cache_gb (--cache-gb) above 0")
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -176,7 +176,7 @@ def test_a_server_without_ranges_is_told_before_samples_are_read(
         assert error_of(lambda: Shards.of(shards, cache=None)) == message  # now that all is counted, too
         server.shutdown()
         thread.join()
-    assert "/train/0.tar: this server supports no ranges" in message and "data.cache_gb" in message
+    assert "/train/0.tar: the server does not support byte ranges" in message and "data.cache_gb" in message
 
 
 def test_a_full_disk_is_no_failure_of_the_store(nginx: Nginx, tmp_path: Path) -> None:

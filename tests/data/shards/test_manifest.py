@@ -179,15 +179,15 @@ BEFORE = [("/d/0.tar", 10, 5, "aa"), ("/d/1.tar", 20, 6, "bb"), ("/d/2.tar", 30,
     [
         (BEFORE, []),
         ([(url.replace("/d/", "s3://x/y/"), *rest) for url, *rest in BEFORE], []),
-        (BEFORE[:2], ["2 shards, there were 3", "2.tar is gone"]),
-        (BEFORE + BEFORE[:1], ["4 shards, there were 3", "0.tar is new"]),
+        (BEFORE[:2], ["2 shards instead of 3", "2.tar is gone"]),
+        (BEFORE + BEFORE[:1], ["4 shards instead of 3", "0.tar is new"]),
         ([*BEFORE[:2], ("/d/9.tar", 30, 7, "cc")], ["2.tar is gone", "9.tar is new"]),
         (BEFORE[::-1], ["the shards are in another order"]),
-        ([BEFORE[0], ("/d/1.tar", 21, 6, "bb"), BEFORE[2]], ["1.tar has 21 bytes, it had 20"]),
-        ([BEFORE[0], ("/d/1.tar", 20, 9, "xx"), BEFORE[2]], ["1.tar has 9 used samples, it had 6"]),
+        ([BEFORE[0], ("/d/1.tar", 21, 6, "bb"), BEFORE[2]], ["1.tar has 21 bytes instead of 20"]),
+        ([BEFORE[0], ("/d/1.tar", 20, 9, "xx"), BEFORE[2]], ["1.tar has 9 used samples instead of 6"]),
         ([BEFORE[0], ("/d/1.tar", 20, 6, "xx"), BEFORE[2]], ["1.tar has other samples"]),
         ([BEFORE[0], ("/d/1.tar", 20, 9, ""), BEFORE[2]], []),  # only stated: nobody knows better
-        ([BEFORE[0], ("/d/1.tar", 20, 9, ""), ("/d/2.tar", 31, 7, "")], ["2.tar has 31 bytes, it had 30"]),
+        ([BEFORE[0], ("/d/1.tar", 20, 9, ""), ("/d/2.tar", 31, 7, "")], ["2.tar has 31 bytes instead of 30"]),
         ([("https://h/0.tar?signature=a/b", 10, 5, "aa"), *BEFORE[1:]], []),
     ],
 )  # fmt: skip
@@ -200,11 +200,9 @@ def test_what_is_said_of_changes(now: list[tuple[str, int, int, str]], said: lis
 
 def test_other_rules_and_other_sources_are_said() -> None:
     one = made_of(BEFORE)
-    assert made_of(BEFORE, selection="t").changes_since(one) == [
-        "captions or filters are chosen by other rules"
-    ]
+    assert made_of(BEFORE, selection="t").changes_since(one) == ["the settings of captions or filters differ"]
     assert made_of(BEFORE[:2], selection="t").changes_since(one)[1:] == [
-        "2 shards, there were 3",
+        "2 shards instead of 3",
         "2.tar is gone",
     ]
     assert made_of(BEFORE, sources=(1, 2)).changes_since(one) == [
@@ -216,7 +214,7 @@ def test_of_many_changes_a_few_are_listed() -> None:
     before = [(f"/d/{number}.tar", 10, 5, "aa") for number in range(50)]
     bigger = made_of([(url, 11, count, digest) for url, _, count, digest in before])
     assert bigger.changes_since(made_of(before)) == [
-        *(f"{number}.tar has 11 bytes, it had 10" for number in range(3)), "47 more"
+        *(f"{number}.tar has 11 bytes instead of 10" for number in range(3)), "47 more"
     ]  # fmt: skip
     others = made_of([(f"/d/x{number}.tar", 10, 5, "aa") for number in range(50)]).changes_since(
         made_of(before)
@@ -401,7 +399,7 @@ def test_more_stated_than_there_is_are_samples_that_cannot_be_read(tmp_path: Pat
     data = Shards.of(shards)
     assert len(data) == 7 and data.read(4).key == "a001"
     for number in (5, 6):
-        with pytest.raises(DataError, match="its shard has only 2 samples, though more were stated"):
+        with pytest.raises(DataError, match="its shard has only 2 samples, fewer than stated"):
             data.read(number)
         assert data.locate(number) == (shards[1].url, "")
 

@@ -232,7 +232,9 @@ def test_features_of_other_data_of_the_same_names_are_refused(
     stored: tuple[Path, Path], tmp_path: Path
 ) -> None:
     other = Shards.of(find_shards(str(write_pairs(tmp_path / "set", first=3))))
-    with pytest.raises(DataError, match=r"of another shard than .*0.tar, which lacks 3 of the encoded keys"):
+    with pytest.raises(
+        DataError, match=r"from another shard than .*0.tar, which lacks 3 of the encoded keys"
+    ):
         StoredFeatures(stored[0]).check(other)
 
 
@@ -246,7 +248,7 @@ def test_captions_must_be_trained_on_as_they_were_encoded(pairs: Path, stored: t
     shards = find_shards(str(pairs))
     for rule in (CaptionRule(prefix="a "), CaptionRule(templates=("{}!",)), CaptionRule(choice="random")):
         changed = Shards.of(shards, captions=rule)
-        with pytest.raises(ConfigError, match="are of the captions as they are: leave"):
+        with pytest.raises(ConfigError, match="require unchanged captions: remove"):
             StoredFeatures(*stored).check(changed)
         StoredFeatures(stored[0]).check(changed)
 

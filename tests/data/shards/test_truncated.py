@@ -153,7 +153,7 @@ def test_a_repaired_shard_is_a_change(folder: Path) -> None:
     (folder / "1.tar").write_bytes((folder / "0.tar").read_bytes())
     size = (folder / "0.tar").stat().st_size
     (change,) = make_manifest([find_shards(str(folder))], USE).changes_since(before)
-    assert change.startswith(f"1.tar has {size} bytes, it had ")
+    assert change.startswith(f"1.tar has {size} bytes instead of ")
 
 
 def test_the_command_index(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

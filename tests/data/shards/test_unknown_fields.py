@@ -51,8 +51,8 @@ def refusal(samples: Sequence[dict[str, Any]], selection: Selection, path: Path,
 METAS = of_json(
     *[{"width": 300, "caption": "x", "alt": {"en": "y"}, "tags": ["z"], "none": None} for _ in range(3)]
 )
-THERE = "their json has: alt.en, caption, tags, width"
-TEXTS = "their json has: alt.en, caption, tags"
+THERE = "available fields: alt.en, caption, tags, width"
+TEXTS = "available fields: alt.en, caption, tags"
 
 
 @pytest.mark.parametrize("shards", [1, 3, 12])
@@ -73,7 +73,7 @@ def test_a_filter_on_a_field_that_no_json_has_names_those_it_has(
     said = refusal(METAS, selection, tmp_path, shards=shards)
     looked = 3 * min(shards, 8)
     assert said == (
-        f"data.filters names the json field {name!r}, which no sample of {looked} looked at has: {hint}"
+        f"data.filters names the json field {name!r}, which none of {looked} samples examined has: {hint}"
     )
 
 
@@ -85,9 +85,9 @@ def test_a_caption_field_that_no_json_has_names_those_it_has(
     rule = CaptionRule(fields=("captoin",), choice=choice, weights=(1.0,))
     said = refusal(METAS, Selection(captions=rule), tmp_path, shards=shards)
     assert said == (
-        f"data.captions names the json field 'captoin', which no sample of {3 * min(shards, 8)} looked at "
-        f"has: did you mean 'caption'? {TEXTS}; {3 * min(shards, 8)} of them with a caption file: "
-        "data.captions=txt takes it"
+        f"data.captions names the json field 'captoin', which none of {3 * min(shards, 8)} samples examined "
+        f"has: did you mean 'caption'? {TEXTS}; {3 * min(shards, 8)} of them have a caption file: "
+        "use data.captions=txt"
     )
 
 
@@ -100,24 +100,24 @@ def test_a_caption_field_where_there_is_no_json_names_the_caption_files(
     said = refusal([{"txt": "text"}] * 2, Selection(captions=rule), tmp_path, shards=shards)
     looked = 2 * min(shards, 8)
     assert said == (
-        f"data.captions names the json field 'alt', which no sample of {looked} looked at has: they have no json "
-        f"with any field; {looked} of them with a caption file: data.captions=txt takes it"
+        f"data.captions names the json field 'alt', which none of {looked} samples examined has: "
+        f"the samples have no json fields; {looked} of them have a caption file: use data.captions=txt"
     )
 
 
 def test_other_mistakes_with_where_captions_are(tmp_path: Path) -> None:
     said = refusal([{"json": '{"text": "x"}'}] * 2, Selection(), tmp_path)
     assert said == (
-        "no sample of 2 looked at has a caption file (.txt) or the json field 'caption': their json has: text"
+        "none of 2 samples examined has a caption file (.txt) or the json field 'caption': available fields: text"
     )
     said = refusal(METAS, Selection(captions=CaptionRule(fields=("width",))), tmp_path)
     assert said == (
-        "no sample of 3 looked at has a text in the json field 'width', where data.captions looks for captions; "
-        "texts are in: alt.en, caption, tags"
+        "none of 3 samples examined has text in the json field 'width', where data.captions looks for captions; "
+        "text is in: alt.en, caption, tags"
     )
     hostile = [{"json": json.dumps({"a\x1b[2J\n": 1, "x" * 99: 2, "": 3})}]
     said = refusal(hostile, Selection(captions=CaptionRule(fields=("z",))), tmp_path)
-    assert said.isprintable() and said.endswith(f"their json has: , a\\x1b[2J\\n, {'x' * 40}…")
+    assert said.isprintable() and said.endswith(f"available fields: , a\\x1b[2J\\n, {'x' * 40}…")
     many = [{"json": json.dumps({f"f{number:03d}": 1 for number in range(500)})}]
     said = refusal(many, Selection(captions=CaptionRule(fields=("z",))), tmp_path)
     assert said.endswith("f018, f019 and 180 more")
