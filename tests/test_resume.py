@@ -146,7 +146,7 @@ def test_two_processes_see_the_same_batches_and_losses(
     assert len(list((out / "checkpoints").glob("step_*"))) == 2  # checkpoint.keep
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_outlives_the_end_of_its_log_and_does_not_forget_what_it_was(
     pairs: Path, tmp_path: Path
 ) -> None:

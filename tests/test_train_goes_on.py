@@ -74,7 +74,7 @@ def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_too_many_bad_samples_cost_no_step(train: Train, tmp_path: Path) -> None:
     steps = SAMPLES // BATCH + 1
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -100,7 +100,7 @@ def test_too_many_bad_samples_cost_no_step(train: Train, tmp_path: Path) -> None
     assert sum(map(len, listed)) == counted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_has_ended_can_be_extended(train: Train, tmp_path: Path) -> None:
     out, optim = tmp_path / "run", replace(load_config(QUICKSTART).optim, warmup=2)
     train(out, "steps=4")

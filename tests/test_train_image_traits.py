@@ -103,6 +103,7 @@ def test_images_are_counted_and_told_of_at_first_and_at_the_end(train: Train, tm
     assert decoding(tmp_path / "run") == Decoding()
 
 
+@pytest.mark.long
 def test_the_counts_go_on_after_a_stop_and_so_does_the_rest(train: Train, tmp_path: Path) -> None:
     out, options = tmp_path / "run", ("data.background=white", "checkpoint.every_steps=2")
     assert [TURNED in line for line in about_images(train("run", *options))] == [True, True]

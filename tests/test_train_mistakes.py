@@ -235,6 +235,7 @@ def test_a_mended_mistake_needs_no_new_folder(ended: Callable[[str], Ended]) -> 
     assert training.returncode == 0, training.stderr
 
 
+@pytest.mark.long
 def test_a_folder_is_for_one_training_at_a_time(place: Place) -> None:
     settings = ("data.train={root}/good", "steps=1000000")
     first = place.start(*settings, run="shared")

@@ -139,6 +139,7 @@ def numbers(out: Path, name: str) -> list[float]:
     return [line[name] for line in lines]
 
 
+@pytest.mark.long
 def test_all_ranks_leave_when_one_is_asked_to(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     running = trainings.start_ranks(2, out, "steps=1000", "loss.name=siglip", "sharding=hybrid")

@@ -196,7 +196,7 @@ def test_a_run_that_made_no_step_may_begin_again_on_other_data(
     assert len(metrics(out)) == 2 and not (out / "bad_samples.jsonl").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_one_rank_has_no_batch_all_ranks_save_and_end(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = ("steps=100000", "checkpoint.every_steps=0", "data.workers=1", "sharding=full")

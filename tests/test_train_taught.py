@@ -64,6 +64,7 @@ def test_a_finished_run_teaches(trainings: Trainings, teacher: Path, tmp_path: P
     assert not any("chance" in line for line in metrics(out))  # it depends on the teacher
 
 
+@pytest.mark.long
 def test_a_teacher_that_has_changed_since_is_refused(
     trainings: Trainings, teacher: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_teacher_that_splits_texts_otherwise_is_one_line(
     assert error.startswith(f"error: distill.teacher = '{other}' has another tokenizer than ViT-Ti-4-16")
 
 
+@pytest.mark.long
 def test_stored_features_teach(trainings: Trainings, teacher: Path, tmp_path: Path) -> None:
     images, texts, out = tmp_path / "images", tmp_path / "texts", tmp_path / "run"
     for folder, kind in ((images, ()), (texts, ("--text",))):

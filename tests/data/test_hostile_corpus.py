@@ -148,6 +148,7 @@ def bad_of(batches: Sequence[Batch]) -> list[BadSample]:
     return [bad for batch in batches for bad in batch.bad]
 
 
+@pytest.mark.long
 def test_a_loader_and_a_training_replace_what_is_bad_and_write_it_down(corpus: Path, tmp_path: Path) -> None:
     loader = make_loader(corpus)
     steps = steps_of(loader)

@@ -192,7 +192,7 @@ def test_seeds_and_crop_scales_differ(shards: Shards) -> None:
 
 def test_a_bad_sample_is_replaced_and_written_down(damaged: Shards) -> None:
     epochs = [list(make_loader(damaged).batches(start, start + 5)) for start in (0, 5)]
-    bad_numbers = {4: "picture", 17: "picture", 30: "picture", 9: "empty caption", 22: "empty caption"}
+    bad_numbers = {4: "image", 17: "image", 30: "image", 9: "empty caption", 22: "empty caption"}
     for batches in epochs:
         assert all(batch.images.shape == (BATCH, 3, 16, 16) for batch in batches)
         assert sorted(number for batch in batches for number in batch.ids.tolist()) == list(range(SAMPLES))

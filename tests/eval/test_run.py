@@ -87,6 +87,7 @@ def test_all_tasks_of_a_dataset_and_nothing_twice(
     assert {line["task"] for line in added} == {"few-shot"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no kill -9")
 def test_killed_at_a_random_moment_and_run_again_gives_the_same_table(
     run: Path, probed: Path, write_dataset: WriteDataset, forked: Forked, tmp_path: Path

@@ -21,14 +21,18 @@ import sys
 from pathlib import Path
 import open_clip
 from clipkit import create
-from clipkit.errors import run_command
+from clipkit.errors import ConfigError
 from clipkit.files.open_clip import config_files
 
 assert Path(open_clip.__file__).is_relative_to(sys.argv[1]), open_clip.__file__
 open_clip.add_model_config(sys.argv[2])
 assert {"CLAP-made-up", "Registered-made-up"}.isdisjoint(config_files()), "it is listed"
 assert {"ViT-B-32", "RN50"} <= config_files().keys()
-run_command(lambda: create(sys.argv[3]))
+for name in ("CLAP-made-up", "CLAP-made-up-quickgelu", "Registered-made-up"):
+    try:
+        create("open_clip:" + name)
+    except ConfigError as error:
+        print(error)
 """
 
 
@@ -65,20 +69,7 @@ def test_the_listed_architectures_are_open_clips() -> None:
     assert not without_image_tower("RN50") and not without_image_tower("no such name")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("open_clip:CLAP-made-up", "configuration has no image tower or no text tower"),
-        (
-            "open_clip:CLAP-made-up-quickgelu",
-            "configuration has no image tower or no text tower",
-        ),
-        ("open_clip:Registered-made-up", "is not an architecture of open_clip"),
-    ],
-)
-def test_a_configuration_without_an_image_tower_is_not_listed(
-    name: str, message: str, tmp_path: Path
-) -> None:
+def test_a_configuration_without_an_image_tower_is_not_listed(tmp_path: Path) -> None:
     """As open_clip 4 has them among its files, and as ``add_model_config`` registers them."""
     theirs, ours = vocabulary_file().parent, tmp_path / "site" / "open_clip"
     configs = ours / "model_configs"
@@ -92,14 +83,18 @@ def test_a_configuration_without_an_image_tower_is_not_listed(
     registered = tmp_path / "Registered-made-up.json"
     registered.write_text(json.dumps(AUDIO))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(ours), str(registered), name],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(ours), str(registered)],
         env={"PYTHONPATH": f"{ours.parent}:{Path(clipkit.__file__).parents[1]}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: name = '{name}' ")
-    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 0, done.stderr
+    listed, quickgelu, registered_only = done.stdout.splitlines()
+    lacking = "configuration has no image tower or no text tower"
+    assert listed.startswith("name = 'open_clip:CLAP-made-up' ") and lacking in listed
+    assert quickgelu.startswith("name = 'open_clip:CLAP-made-up-quickgelu' ") and lacking in quickgelu
+    assert registered_only.startswith("name = 'open_clip:Registered-made-up' ")
+    assert "is not an architecture of open_clip" in registered_only
 
 
 def test_the_declared_versions_are_the_tested_ones() -> None:

@@ -218,16 +218,16 @@ def test_every_row_is_accounted_for(server: Server, tmp_path: Path) -> None:
 
 @pytest.fixture
 def many(server: Server, tmp_path: Path) -> Path:
-    """300 rows, a tenth missing, some URLs and images twice."""
+    """150 rows, a tenth missing, some URLs and images twice."""
     draw = random.Random(0)
     paths = [
-        f"/img/{draw.randrange(250)}.jpg" if draw.random() < 0.9 else f"/missing/{i}" for i in range(280)
+        f"/img/{draw.randrange(120)}.jpg" if draw.random() < 0.9 else f"/missing/{i}" for i in range(140)
     ]
-    paths += [f"/img/{number}.jpg?again" for number in range(20)]
+    paths += [f"/img/{number}.jpg?again" for number in range(10)]
     return table(tmp_path / "many.csv", [server.url + path for path in paths])
 
 
-SMALL = DownloadOptions(samples_per_shard=40)
+SMALL = DownloadOptions(samples_per_shard=20)
 
 
 def test_shards_do_not_depend_on_the_order_of_responses(server: Server, many: Path, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_parts_make_the_same_shards(server: Server, many: Path, tmp_path: Path) 
     for part in (2, 1, 3):
         found = download(many, tmp_path / "parts", options, fetch=QUICK, part=(part, 3))
     assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
-    assert found.rows == 300
+    assert found.rows == 150
 
 
 def test_one_process_per_part_and_the_same_options(server: Server, many: Path, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ for batch in own.loader(source, ShardCache(folder / "shards", 10**9), workers=2)
 """
 
 
+@pytest.mark.long
 def test_after_kills_at_any_moment(
     folder: Path, expected: list[list[str]], nginx: servers.Nginx, tmp_path: Path
 ) -> None:

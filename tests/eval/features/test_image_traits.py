@@ -81,7 +81,6 @@ def test_an_evaluation_tells_of_them_also_where_features_are_known(
     plain = score(folder)
     assert plain[1] == told
     assert score(folder) == plain  # from kept features
-    assert score(folder, "--background", "white")[1] == told[1:]
     assert score(folder, "--upright")[1] == told[:1]
     assert score(folder, "--background", "none", "--no-upright") == (plain[0], [])
     table, lines = score(folder, "--background", "white", "--upright")
