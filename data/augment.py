@@ -323,7 +323,7 @@ def jpeg_decoder() -> Callable[..., Any]:
         from torchcodec import decoders
     except (ImportError, OSError, RuntimeError) as error:  # built for another version of torch
         raise ConfigError(
-            'data.nvjpeg = true requires a torchcodec built for this torch: pip install -e ".[nvjpeg]"'
+            'data.nvjpeg = true requires torchcodec built for this torch: pip install -e ".[nvjpeg]"'
         ) from error
     decode: Callable[..., Any] = decoders.decode_jpeg
     return decode

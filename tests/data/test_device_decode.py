@@ -147,12 +147,12 @@ def test_without_torchcodec_the_line_says_how_to_get_it(monkeypatch: pytest.Monk
         return load(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"data\.nvjpeg = true needs torchcodec"):
+    with pytest.raises(ConfigError, match=r"data\.nvjpeg = true requires torchcodec"):
         jpeg_decoder()
 
 
 def test_nvjpeg_is_for_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"data\.nvjpeg = true needs a GPU"):
+    with pytest.raises(ConfigError, match=r"data\.nvjpeg = true requires a GPU"):
         require_nvjpeg(CPU)
 
 

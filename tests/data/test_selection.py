@@ -348,12 +348,12 @@ def test_more_captions_than_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("width => 256", "filter 'width => 256' has => for >=: write 'width >= 256'"),
-        ("width=<256", "filter 'width=<256' has =< for <=: write 'width <= 256'"),
-        ("a.b =! en", "filter 'a.b =! en' has =! for !=: write 'a.b != en'"),
-        ("a <> 3", "filter 'a <> 3' has <> for !=: write 'a != 3'"),
-        ("a === 3", "filter 'a === 3' has === for =: write 'a = 3'"),
-        ("a =>", "filter 'a =>' has => for >=: write 'a >= VALUE'"),
+        ("width => 256", "filter 'width => 256' has => instead of >=: write 'width >= 256'"),
+        ("width=<256", "filter 'width=<256' has =< instead of <=: write 'width <= 256'"),
+        ("a.b =! en", "filter 'a.b =! en' has =! instead of !=: write 'a.b != en'"),
+        ("a <> 3", "filter 'a <> 3' has <> instead of !=: write 'a != 3'"),
+        ("a === 3", "filter 'a === 3' has === instead of =: write 'a = 3'"),
+        ("a =>", "filter 'a =>' has => instead of >=: write 'a >= VALUE'"),
         ("a >== 3", "filter 'a >== 3' has no known operator: >=, <=, >, <, = or !="),
     ],
 )

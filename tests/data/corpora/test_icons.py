@@ -170,7 +170,7 @@ def test_a_test_image_similar_to_a_training_image_is_dropped(root: Path, tmp_pat
     make(tmp_path / "out", root=root, progress=False)
     assert "user home" not in (tmp_path / "out/classnames.txt").read_text().splitlines()
     left_out = json.loads((tmp_path / "out/card.json").read_text())["left_out"]
-    assert left_out["test: nearly the same as a training picture"] == 1
+    assert left_out["test: nearly the same as a training image"] == 1
 
 
 def test_the_same_themes_give_the_same_bytes(root: Path, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_keys_and_members(tmp_path: Path) -> None:
         ([("a.jpg", b""), ("a.caption", b"")], "'caption' (1)", "rename the .caption files to .txt"),
         ([("a.jpg", b""), ("a.text", b"")], "'text' (1)", "rename the .text files to .txt"),
         ([("a.JPG.txt", b""), ("a.JPG", b"")], "'jpg.txt' (1)", "use no other dots in names"),
-        ([("0.jpg", b""), ("1.txt", b"")], "'jpg' (1)", "follow one another"),
+        ([("0.jpg", b""), ("1.txt", b"")], "'jpg' (1)", "be consecutive"),
         ([("README", b""), (".x.jpg", b"")], "none; 2 files have no extension", "expected: KEY.jpg/"),
         ([], "none", "expected: KEY.jpg/jpeg/png/webp/… with KEY.txt"),
     ],

@@ -121,7 +121,7 @@ def test_a_filter_on_an_unknown_field_is_reported(tmp_path: Path) -> None:
     assert "no sample read has the json field 'WIDTH': did you mean 'width'?" in said
     assert "no sample read passes" not in said and "fill a batch" not in said
     assert "no sample read passes the filters" in told(look([str(path)], filters=["width > 999"]))
-    with pytest.raises(ConfigError, match="has => for >="):
+    with pytest.raises(ConfigError, match="has => instead of >="):
         look([str(path)], filters=["width => 3"])
 
 
