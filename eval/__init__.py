@@ -2,9 +2,9 @@
 
 import eval
 scores = eval.evaluate(model, "digits")                             # a list of eval.Score
-scores = eval.evaluate(model, "digits", out=Path("results.jsonl"))  # and lines in a file, with provenance
+scores = eval.evaluate(model, "digits", out=Path("results.jsonl"))  # also appended to a file, with provenance
 
-Names that need torch are imported at first use, so that the command line responds to --help and Ctrl-C at once.
+Names that need torch are imported on first use, so that ``--help`` and Ctrl-C respond immediately.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""``python -m eval``: score models on datasets, and build pages of the results. Imports no torch until parsed."""
+"""``python -m eval``: score models on datasets and build pages of the results. Imports torch only after parsing."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -41,13 +41,13 @@ def _parser() -> Parser:
     return command_parser(
         COMMANDS,
         prog="python -m eval",
-        description="Score models on datasets, and build pages of the results.",
+        description="Score models on datasets and build pages of the results.",
         epilog=_EPILOG,
     )
 
 
 def _program() -> int:
-    """Run the command of the process, together with all ranks that torchrun started."""
+    """Run the command, together with all ranks that torchrun started."""
     command = chosen_command(COMMANDS, _parser().parse_args())
     from clipkit import distributed
 
@@ -62,7 +62,7 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         action="append",
         default=[],
         metavar="NAME|FOLDER",
-        help="a dataset's name, a dataset folder or URL, or a folder of images by class; may be repeated",
+        help="dataset name, dataset folder or URL, or folder of images by class; may be repeated",
     )
     add(
         "--suite",
@@ -74,37 +74,37 @@ def _scoring_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
     add(
         "--data-root",
         metavar="FOLDER",
-        help="folder or store that holds datasets by name; hf://datasets/clip-benchmark for the published ones",
+        help="folder or store with datasets by name; hf://datasets/clip-benchmark for the published ones",
     )
     add("--model", required=True, action="append", help=f"{what}; may be repeated" if several else what)
     add(
         "--name",
         default="",
         metavar="ARCHITECTURE",
-        help="its architecture, if that is not stored with the weights; NAME-quickgelu with QuickGELU",
+        help="architecture, if not stored with the weights; NAME-quickgelu for QuickGELU",
     )
     add(
         "--out",
         type=Path,
         metavar="FILE",
-        help="results file to append to (default: results.jsonl in the run folder of the model, else here)",
+        help="results file to append to (default: results.jsonl in the model's run folder or the current folder)",
     )
     if several:
         add("--skip-existing", action="store_true", help="skip results already in FILE")
     add(
         "--features",
         metavar="FOLDER",
-        help="where features of images and texts are cached (default: features in the cache); '' caches none",
+        help="folder to cache image and text features in (default: features in the cache); '' disables caching",
     )
     add("--batch-size", type=whole(1, MOST_BATCH), default=256, metavar="N", help="default: 256")
-    add("--device", default="auto", help="auto (CUDA if there is a GPU), cpu, cuda, cuda:1 …")
+    add("--device", default="auto", help="auto (CUDA if available), cpu, cuda, cuda:1 …")
     add(
         "--precision",
         default="fp32",
         choices=["fp32", "bf16", "fp16"],
-        help="number format of the towers (default: fp32)",
+        help="dtype of the towers (default: fp32)",
     )
-    add("--seed", type=whole(0, MOST_SEED), default=0, help="seed of random draws (default: 0)")
+    add("--seed", type=whole(0, MOST_SEED), default=0, help="random seed (default: 0)")
     add_decoding_options(parser, default="as in the model's training")
 
 
@@ -140,7 +140,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
         dest="known_as",
         default="",
         metavar="NAME",
-        help="the name under which cards list its scores (default: MODEL)",
+        help="model name under which cards list the expected scores (default: MODEL)",
     )
     parser.set_defaults(skip_existing=False)
 
@@ -151,13 +151,13 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="RUN|RESULTS",
-        help="one run folder; or results.jsonl files, or several run folders",
+        help="one run folder, or any number of results.jsonl files and run folders",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="default: RUN/report.html for one run; else scores.html beside the first results",
+        help="default: RUN/report.html for one run, else scores.html next to the first results file",
     )
     for table in ("csv", "latex", "markdown"):
         parser.add_argument(
@@ -198,7 +198,7 @@ def _new_arguments(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "run": Command(
-        summary="score models on datasets and suites, by each dataset's main task or by the tasks given",
+        summary="score models on datasets and suites, on each dataset's main task or the given tasks",
         arguments=partial(_task_arguments, TASKS),
         run="eval.commands:score",
     ),
@@ -211,12 +211,12 @@ COMMANDS = {
         for name, task in TASKS.items()
     },
     "verify": Command(
-        summary="check that a model reaches the scores that cards expect of it",
+        summary="check that a model reaches the expected scores in the dataset cards",
         arguments=_verify_arguments,
         run="eval.commands:verify",
     ),
     "report": Command(
-        summary="build a run's report.html, or a page or table over the results of many models",
+        summary="build a run's report.html, or a page or table of the results of many models",
         arguments=_report_arguments,
         run="eval.commands:report",
     ),
@@ -231,7 +231,7 @@ COMMANDS = {
         run="eval.commands:list_datasets",
     ),
     "new": Command(
-        summary="make a card for a dataset of your own from its folder",
+        summary="create a card for your own dataset from its folder",
         arguments=_new_arguments,
         run="eval.datasets.new:run",
     ),

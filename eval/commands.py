@@ -82,11 +82,13 @@ def report(options: argparse.Namespace) -> int:
 
     printed = [form for form, path in tables.items() if str(path) == "-"]
     if len(printed) > 1:
-        raise ConfigError(f"--{printed[0]} - and --{printed[1]} - both print: name a file for one of them")
+        raise ConfigError(
+            f"--{printed[0]} - and --{printed[1]} - both write to standard output: choose a file for one of them"
+        )
     files = [source / "results.jsonl" if source.is_dir() else source for source in options.source]
     if missing := [file for file in files if not file.is_file()]:
         raise ConfigError(
-            f"no results at {str(missing[0])[:_SHOWN]}: name a results.jsonl or the folder of a run"
+            f"no results at {str(missing[0])[:_SHOWN]}: expected a results.jsonl file or a run folder"
         )
     counts: dict[str, set[object]] = {}
     for line in (line for file in files for line in read_results(file)):
@@ -119,16 +121,16 @@ def _check_outputs(sources: Sequence[Path], outputs: Mapping[str, Path | None]) 
             continue
         named = f"--{option} {str(path)[:_SHOWN]}"
         if str(path) in ("-", "."):  # the latter is an empty argument
-            raise ConfigError(f"{named}: name the file to write, such as {_OUTPUTS[option]}")
+            raise ConfigError(f"{named}: expected the name of a file to write, such as {_OUTPUTS[option]}")
         same = False
         with suppress(OSError, ValueError):  # a path that does not exist, or is invalid
             same = path.is_file() and any(one.exists() and path.samefile(one) for one in kept)
         if path.suffix == ".jsonl" or same:
             raise ConfigError(
-                f"{named} is a file of results or of a run: name another, such as {_OUTPUTS[option]}"
+                f"{named} is a results file or belongs to a run: choose another name, such as {_OUTPUTS[option]}"
             )
         if (other := taken.setdefault(path.absolute(), option)) != option:
-            raise ConfigError(f"{named} would overwrite the file of --{other}: name two files")
+            raise ConfigError(f"{named} would overwrite the output of --{other}: choose different files")
 
 
 def _print_notes(notes: Sequence[str]) -> None:
@@ -199,7 +201,7 @@ def score(options: argparse.Namespace) -> int:
     with _ranks(options.device) as device:
         tasks = tuple(options.task)
         if not options.data and not options.suite:
-            raise ConfigError("nothing to score on: name a dataset with --data or a suite with --suite")
+            raise ConfigError("no dataset given: use --data or --suite")
         _check_towers(options.model, tasks)
         named, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)
         if not named and not options.suite:
@@ -218,19 +220,19 @@ def score(options: argparse.Namespace) -> int:
             before = len(scored.trouble)
             try:
                 _score_model(model, targets, tasks, options, device, scored)
-            except ClipkitError as error:  # the other models are scored
+            except ClipkitError as error:  # continue with the other models
                 if len(models) == 1:
                     raise
                 scored.trouble.append(error)
             if len(models) > 1 and len(scored.trouble) > before and distributed.rank() == 0:
-                print(f"{model.name} does not have all of its scores:", file=sys.stderr)
+                print(f"some scores of {model.name} are missing:", file=sys.stderr)
             _print_trouble(scored.trouble[before:])
         _print_trouble(trouble)
         return _status([*broken, *trouble, *scored.trouble], scored)
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Measure the scores that cards expect of a model, and compare."""
+    """Measure the scores for which cards list expected values, and compare."""
     with _ranks(options.device) as device:
         if len(options.model) > 1:
             raise ConfigError("verify checks one --model at a time")
@@ -261,7 +263,7 @@ def _ranks(name: str) -> Iterator[str]:
             try:
                 device = torch.device(name)
             except RuntimeError as error:
-                raise ConfigError(f"unknown --device {name!r}: give auto, cpu or cuda") from error
+                raise ConfigError(f"unknown --device {name!r}: expected auto, cpu or cuda") from error
             if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
                 raise ConfigError(
                     f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
@@ -272,9 +274,9 @@ def _ranks(name: str) -> Iterator[str]:
 
 
 def _check_towers(models: Sequence[str], tasks: Sequence[str]) -> None:
-    """Raise ConfigError if a model's name says that it has no text tower and a task needs one.
+    """Raise ConfigError if a task needs a text tower and a model's name shows that it has none.
 
-    No tasks stand for the datasets' own.
+    Without ``tasks`` the datasets' own tasks run, which need texts.
     """
     for model in models:
         if model.startswith(TIMM) and (not tasks or any(TASKS[task].needs_text for task in tasks)):
@@ -282,7 +284,7 @@ def _check_towers(models: Sequence[str], tasks: Sequence[str]) -> None:
 
 
 def _check_something_fits(targets: Sequence[Target], tasks: Sequence[str]) -> None:
-    """Raise the first error before a model is loaded if no task fits any dataset."""
+    """Raise the first error, before a model is loaded, if no task fits any dataset."""
     refused: list[ClipkitError] = []
     for target in targets:
         for task in tasks or target.dataset.tasks:
@@ -301,23 +303,23 @@ def _merged(named: Sequence[Target], others: Sequence[Target], prompts: str) -> 
 
     Raises:
         DataError: two would have the same name.
-        ConfigError: none of them has the prompt set that is asked for.
+        ConfigError: none of them has the requested prompt set.
     """
     targets = {target.dataset.name: target for target in named}
     for target in others:
         known = targets.setdefault(target.dataset.name, target)
         if known.card is not target.card:
             raise DataError(
-                f"two datasets would both be named {target.dataset.name}, yours and the suite's: rename the folder"
+                f"two datasets would both be named {target.dataset.name} (yours and the suite's): rename the folder"
             )
     datasets = [one.dataset for one in targets.values()]
     given = {name for one in datasets for name in (one.prompt_set, one.caption_prompt_set)}
     if prompts and targets and prompts not in given:
         cards = [one.card for one in targets.values() if one.card]
         known_sets = sorted({name for card in cards for name in (*card.prompt_sets, *card.caption_prompts)})
-        how = "a card states prompts as [prompts.NAME], those of captions in [caption_prompts]"
+        how = "cards define prompt sets in [prompts.NAME], and for captions in [caption_prompts]"
         hint = nearest(prompts, known_sets) if known_sets else how
-        raise ConfigError(f"--prompts {prompts}: none of the datasets has it ({hint})")
+        raise ConfigError(f"--prompts {prompts}: no dataset has this prompt set ({hint})")
     return list(targets.values())
 
 
@@ -331,7 +333,7 @@ class _Model:
 
     @classmethod
     def of(cls, name: str, out: Path | None) -> "_Model":
-        """Choose a checkpoint of a run of clipkit or open_clip, which may write another one meanwhile."""
+        """Resolve a run of clipkit or open_clip to one checkpoint; training may write another meanwhile."""
         source = name
         try:
             path = Path(source).expanduser()
@@ -416,7 +418,7 @@ def _score_model(
             upright="--upright" if options.upright is None else "",
         ).values():
             print(printable(f"dataset {name}, split {split}: {line}"), file=sys.stderr)
-    skipped = f", skipped {own.found} that exist" if options.skip_existing else ""
+    skipped = f", skipped {own.found} existing" if options.skip_existing else ""
     print(f"wrote {counted(len(own.scores), 'line')} to {wanted.out.absolute()}{skipped}")
 
 

@@ -1,7 +1,7 @@
 """Compare two models by paired tests, and one model with its known scores.
 
 Accuracies and recalls are tested by McNemar's exact test, means and other metrics by a paired bootstrap (see
-eval/metrics/intervals.py). Scores that are not comparable are refused with the reason. As testing many datasets
+eval/metrics/intervals.py). Scores that are not comparable are skipped with a reason. As testing many datasets
 finds differences by chance, p is corrected by Holm's procedure (1979, "A simple sequentially rejective multiple
 test procedure") over the datasets of each task, setting and metric: the probability of any false finding among them
 stays below 5%.
@@ -45,7 +45,7 @@ LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean over its items
 _LEAST_DIGITS = 6  # of a hash, to name weights by its start
 _FORM = "`compare MODEL_A MODEL_B --results FILE`"
-_NO_DETAILS = "there are no details of the items"
+_NO_DETAILS = "there are no per-item details"
 _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
 
 
@@ -57,7 +57,7 @@ class Difference:
         dataset: its name.
         task: as in the scores.
         setting: as in the scores.
-        prompt_set: of both models.
+        prompt_set: the prompt set of both models.
         metric: as in the scores.
         first: the first model's value.
         second: the second model's value.
@@ -83,7 +83,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelComparison:
-    """Labels of two models, what was tested, a line for what was not, and notes on the files."""
+    """Labels of two models, the tested differences, a line for each untested one, and notes on the files."""
 
     first: str
     second: str
@@ -100,7 +100,7 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
         first: a model by its name, its label on the page, or its weights (or their first digits); or a results file
             of one model, or a run folder. Of several steps of one training the last is used, unless a checkpoint is
             named.
-        second: another.
+        second: the second model, likewise.
 
     Raises:
         ConfigError: there is no such model or file, several have the name, or both are the same.
@@ -176,7 +176,7 @@ def _find_models(
             files.append(path)
             run, checkpoint = split_checkpoint(name)
             if checkpoint and path == Path(run) / "results.jsonl":
-                path = None  # which has other checkpoints too
+                path = None  # the run has other checkpoints too
         paths.append(path)
     files = list(dict.fromkeys(files))
     if not files:
@@ -187,7 +187,7 @@ def _find_models(
     notes = list(found.unread)
     one, other = (_model(found, *pair, notes) for pair in zip((first, second), paths, strict=True))
     if one == other:
-        raise ConfigError(f"{first!r} and {second!r} are the same model: name two")
+        raise ConfigError(f"{first!r} and {second!r} are the same model: choose two different ones")
     return files, found, (one, other), notes
 
 
@@ -205,7 +205,7 @@ def _results_file(name: str) -> Path | None:
         if path.is_dir():
             path = path / "results.jsonl"
             if not path.is_file():
-                raise ConfigError(f"no results at {path}: score the model by `python -m eval run`")
+                raise ConfigError(f"no results at {path}: score the model with `python -m eval run`")
             return path
         if path.suffix != ".jsonl":
             return None
@@ -217,7 +217,7 @@ def _results_file(name: str) -> Path | None:
 
 
 def _goes_by(model: Model, name: str) -> bool:
-    """Whether a name means a model; the name of a checkpoint means no other checkpoint of its run."""
+    """Whether a name refers to a model; a checkpoint's name does not match other checkpoints of its run."""
     plain, checkpoint = split_checkpoint(name)
     if checkpoint:
         number = checkpoint.removeprefix("step_")
@@ -251,7 +251,7 @@ def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> 
         last = [i for i in matches if None not in all_steps and models[i].step == steps[-1]]
         if len(last) == 1 and len(steps) > 1:
             shown = some([f"{step:,}" for step in steps])
-            notes.append(f"{path or name} has scores of steps {shown}: the last is compared")
+            notes.append(f"{path or name} has scores for steps {shown}; using the last")
         matches = last or matches
     if len(matches) == 1:
         return matches[0]
@@ -259,15 +259,15 @@ def _model(found: ResultSet, name: str, path: Path | None, notes: list[str]) -> 
         raise DataError(f"there are no scores in {path}")
     if path is not None:
         form = _FORM.replace("FILE", str(path))
-        raise ConfigError(f"{path} holds several models ({labels}): name one as {form}")
+        raise ConfigError(f"{path} contains several models ({labels}): choose one with {form}")
     if matches:
-        raise ConfigError(f"{name!r} is several models: name one of {labels}, as {_FORM}")
+        raise ConfigError(f"{name!r} matches several models: choose one of {labels} with {_FORM}")
     if checkpoint and any(run in model.names for model in models):
         raise ConfigError(
-            f"no scores of the checkpoint {name!r}: score it by `python -m eval run --model {name}`"
+            f"no scores for checkpoint {name!r}: score it with `python -m eval run --model {name}`"
         )
     known = nearest(name, [model.label for model in models])
-    raise ConfigError(f"no results of a model {name!r}, and no such file or run folder: {known}")
+    raise ConfigError(f"no results for model {name!r}, and no such file or run folder: {known}")
 
 
 def _differences(
@@ -279,7 +279,7 @@ def _differences(
     """Test all metrics of a dataset, task and setting, with every prompt set of both models; or say why not."""
     dataset, split, task, setting = kind
     if task == "few-shot":
-        yield "few-shot scores are means over draws of images, without details of each"
+        yield "few-shot scores are means over draws, without details of each draw"
         return
     prompts = [list(dict.fromkeys(row.prompt_set for row in own)) for own in rows]
     common = [one for one in prompts[0] if one in prompts[1]]
@@ -304,9 +304,9 @@ def _differences(
                 continue
             change = other.value - row.value
             if test is None:
-                yield f"no test of {metric}, as the details do not hold it item by item"
+                yield f"{metric} cannot be tested: the details have no per-item values of it"
             elif abs(test.difference - change) > _ROUNDING * max(1.0, row.value):
-                yield f"{metric}: the details are not those of these scores"
+                yield f"{metric}: the details do not match the scores"
             else:
                 yield Difference(
                     dataset=dataset,
@@ -338,28 +338,28 @@ def _incomparable(scores: Sequence[tuple[Record, Record]]) -> str | None:
 def _different_items(first: Details, second: Details) -> str | None:
     """Return why details are not of the same items, or None."""
     if first.data_revision and second.data_revision not in ("", first.data_revision):
-        return f"the details are of different data ({first.data_revision} and {second.data_revision})"
+        return f"the details come from different data ({first.data_revision} and {second.data_revision})"
     if first.n != second.n:
         return f"the details have different numbers of items ({first.n:,} and {second.n:,})"
     if first.labels is None or second.labels is None:
-        return None if first.labels is second.labels else "only one model's details hold the labels"
+        return None if first.labels is second.labels else "only one model's details have labels"
     try:
         same = first.labels.tensor().equal(second.labels.tensor())
     except DataError as error:
         return str(error)
-    return None if same else "the items of the details are in another order, or have other labels"
+    return None if same else "the items in the details differ in order or labels"
 
 
 def _test(metric: str, first: Details, second: Details) -> Comparison | None:
-    """Test a metric item by item; None if the details do not hold what that needs.
+    """Test a metric item by item; None if the details lack the required values.
 
     Raises:
-        DataError: their values do not unpack, or have different lengths.
+        DataError: their values cannot be unpacked, or have different lengths.
     """
 
     def aligned(values: Tensor, like: Tensor) -> Tensor:
         if len(values) != len(like) or not len(values):
-            raise DataError(f"the details are of {len(like):,} and {len(values):,} items")
+            raise DataError(f"the details have {len(like):,} and {len(values):,} items")
         return values
 
     if metric in first.right and metric in second.right:
@@ -405,7 +405,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """The datasets with known scores of a model.
+    """The datasets with known scores for a model.
 
     Attributes:
         targets: available datasets, each once for every prompt set with a known score.
@@ -419,11 +419,11 @@ class Known:
 
 
 def known_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
-    """List the tasks with known scores of a model from the cards alone, without opening a dataset.
+    """List the tasks with known scores for a model from the cards alone, without opening a dataset.
 
     Args:
         names: datasets, as a user names them; empty for all with cards.
-        model: the name its scores are known by.
+        model: the model's name in the cards.
 
     Raises:
         ConfigError: there are none.
@@ -435,21 +435,21 @@ def known_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
     where = f" on {some(names)}" if names else ""
     if not models:
         raise ConfigError(
-            f"no scores are known of {model!r}{where}, nor of any model: state them in a card as [[expected]]"
+            f"no scores are known for {model!r}{where}, or for any other model: add them to a card as [[expected]]"
         )
-    hint = nearest(model, models) if len(models) > 1 else f"only of {models[0]}"
+    hint = nearest(model, models) if len(models) > 1 else f"only for {models[0]}"
     raise ConfigError(
-        f"no scores are known of {model!r}{where}, {hint}; use --as NAME to give the name that the scores of "
-        "--model are known by"
+        f"no scores are known for {model!r}{where}, {hint}; use --as NAME to set the name under which cards list "
+        "the scores of --model"
     )
 
 
 def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> Known:
-    """Open the datasets whose cards state scores of a model.
+    """Open the datasets whose cards list scores of a model.
 
     Args:
         names: datasets, as a user names them; empty for all with cards.
-        model: the name its scores are known by.
+        model: the model's name in the cards.
         root: folder of datasets, by the names of their cards.
 
     Raises:
@@ -488,7 +488,7 @@ def _cards(names: Sequence[str]) -> dict[str, Card]:
 
 
 def expected_of(target: Target, model: str) -> list[Expected]:
-    """List the scores that a dataset's card expects of a model with the prompts that the dataset uses."""
+    """List the scores that a dataset's card expects from a model with the prompts that the dataset uses."""
     if target.card is None:
         return []
     of_classes, of_captions = ("", target.dataset.prompt_set), (target.dataset.caption_prompt_set,)
@@ -516,7 +516,7 @@ def nothing_checked(known: Known, model: str) -> str:
     """Explain why there is no check."""
     why = "can be scored" if known.targets else "is available"
     datasets = counted(known.datasets, "dataset")
-    return f"nothing could be checked: none of the {datasets} with known scores of {model} {why}"
+    return f"nothing could be checked: none of the {datasets} with known scores for {model} {why}"
 
 
 def print_checks(checks: Sequence[Check]) -> int:

@@ -1,4 +1,4 @@
-"""Score models on datasets: images are encoded once for all tasks, and results are written as they come."""
+"""Score models on datasets: images are encoded once for all tasks, and results are written at once."""
 
 import hashlib
 import json
@@ -36,8 +36,8 @@ def check_tasks(
     """Check that a dataset has what tasks need, and return the tasks.
 
     Args:
-        dataset: to score on.
-        tasks: None for the dataset's own.
+        dataset: the dataset to score on.
+        tasks: names of tasks; None for the dataset's own.
         classes: all texts that the model can read if it has a classification head; empty for any text.
 
     Raises:
@@ -102,11 +102,11 @@ def evaluate(
         model: a model, or a subject with its dataset and encoded features. Under autocast the towers run in its
             dtype, similarities in float32.
         data: a dataset, or an argument of ``open_dataset``; None for a subject's own.
-        tasks: of ``TASKS``; None for the dataset's own.
+        tasks: names in ``TASKS``; None for the dataset's own.
         batch_size: images encoded at a time.
         ranks: the ranks that share the work.
         out: a results file to which rank 0 appends one line per score.
-        step: of the training, for the results.
+        step: training step, for the results.
         weights: identity of the weights, for the results; by default the model's hash.
         origin: further provenance for the results, such as the model's name.
         progress: called with the number of images after each batch.
@@ -173,17 +173,17 @@ def run_model(
     An error of a dataset or task is recorded in ``scored.trouble``; the others are scored.
 
     Args:
-        model: to score, perhaps under autocast.
+        model: the model to score, perhaps under autocast.
         targets: the datasets.
         out: a results file, to which rank 0 appends.
-        tasks: on each dataset; empty for its main one.
-        options: of the tasks.
+        tasks: tasks on each dataset; empty for its main one.
+        options: options of the tasks.
         skip_existing: skip results of the same weights, data, prompts and options that are in the file.
         store: folder of encoded features; None keeps them in memory.
         ranks: the ranks that share the work.
         batch_size: images encoded at a time.
         origin: provenance for the results: name and identity of the weights.
-        step: of the training, for the results.
+        step: training step, for the results.
         started: called with each dataset before its images are encoded; returns a progress callback.
         scored: receives the results, so that they are available if the run ends early.
 
@@ -215,7 +215,7 @@ def run_model(
     # the texts of all tasks in one pass, sorted by length
     texts = (texts for work in works for texts in TASKS[work.task].texts_of(work.subject.dataset))
     encoder.texts(list(dict.fromkeys(text for own in texts for text in own)), whose="the prompts")
-    _run_tasks(works, options, out=out, step=step, scored=scored, started=started, go_on=True)
+    _run_tasks(works, options, out=out, step=step, scored=scored, started=started, continue_on_error=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -235,18 +235,18 @@ def _run_tasks(
     step: int | None,
     scored: Scored,
     started: Callable[[EvalDataset], Callable[[int], None]] | None = None,
-    go_on: bool = False,
+    continue_on_error: bool = False,
 ) -> None:
     """The evaluation loop: run each task, and append its results on rank 0 as soon as they are computed.
 
     Args:
         works: consumed, so that the features of a dataset are released after the last of its tasks.
-        options: of the tasks.
+        options: options of the tasks.
         out: a results file; None writes nothing.
-        step: of the training, for the results.
+        step: training step, for the results.
         scored: receives scores, errors and counts.
         started: called with each dataset; returns its progress callback.
-        go_on: whether an error costs only its own task.
+        continue_on_error: whether to continue with the other tasks after an error.
     """
     before: Subject | None = None
     while works:
@@ -258,7 +258,7 @@ def _run_tasks(
         try:
             outcome = TASKS[work.task].run(work.subject, options)
         except (ConfigError, DataError) as error:
-            if not go_on:
+            if not continue_on_error:
                 raise
             scored.trouble.append(error)
             continue
@@ -292,7 +292,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
         if len(splits) == 1 or splits[1].split != "train":
             raise NoSplit(
                 f"dataset {subject.dataset.name} has no train split, which {task} learns from: put its images "
-                "into FOLDER/train/CLASS and FOLDER/test/CLASS, or pack a train split beside its test shards"
+                "into FOLDER/train/CLASS and FOLDER/test/CLASS, or pack a train split next to its test shards"
             )
     for dataset in splits:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
@@ -335,8 +335,8 @@ class Scorer:
     """Scores a model during training, on all ranks, into the run's ``results.jsonl`` and ``snapshots/``.
 
     Attributes:
-        model: in its state at each call.
-        datasets: to score on.
+        model: the model, scored in its state at each call.
+        datasets: the datasets to score on.
         run: the run folder, to which rank 0 writes.
         ranks: the ranks that share the work.
         batch_size: images encoded at a time on each rank.
@@ -344,7 +344,7 @@ class Scorer:
         say: called with a line for each of the main scores.
         record: called on rank 0 with the step and the scores of a dataset by ``dataset/task/metric``.
         note: called for each dataset and split with the number of transparent and rotated images.
-        as_scored: puts the model into the state that is scored, and back.
+        as_scored: context manager that puts the model into the state to be scored.
     """
 
     model: CLIP
@@ -359,7 +359,7 @@ class Scorer:
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def score_if_owed(self, step: int) -> None:
-        """Score this step unless rank 0 finds its results."""
+        """Score this step unless rank 0 finds results of it."""
         owed = 0.0
         if self.ranks.rank == 0:
             lines = read_results(self.run / "results.jsonl")

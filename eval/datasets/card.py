@@ -1,6 +1,6 @@
 """Dataset cards: what a dataset is, how it is scored, and what others have measured on it.
 
-A card is a TOML file: ``eval/datasets/NAME.toml`` for the datasets that clipkit knows, ``card.toml`` beside a
+A card is a TOML file: ``eval/datasets/NAME.toml`` for the datasets that clipkit knows, ``card.toml`` next to a
 user's own images. Class names are bound to the dataset's own class keys, since published lists are not all in label
 order.
 """
@@ -41,8 +41,8 @@ __all__ = [
     "read_card",
 ]
 
-DATASETS = Path(__file__).parent  # the cards that clipkit brings
-FOLDER = "folder"  # names or templates that are beside the images
+DATASETS = Path(__file__).parent  # clipkit's own cards
+FOLDER = "folder"  # names or templates that are next to the images
 _IMAGENET_NAMES = "open_clip:IMAGENET_CLASSNAMES"
 _IMAGENET_TEMPLATES = ("open_clip:OPENAI_IMAGENET_TEMPLATES", "open_clip:SIMPLE_IMAGENET_TEMPLATES")
 _MAX_BYTES = 4 << 20  # of a card
@@ -62,7 +62,7 @@ Score = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class MetricKind:
-    """The facts about a dataset that decide which metrics apply to it.
+    """Properties of a dataset that determine which metrics apply.
 
     Attributes:
         multilabel: whether an image may have several labels.
@@ -131,7 +131,7 @@ class MetricKind:
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A table of a card's file, without unknown keys."""
+    """A table in a card file; unknown keys are errors."""
 
 
 class Prompts(_Table, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ class Prompts(_Table, frozen=True, kw_only=True):
 
     Attributes:
         source: where the prompts are from.
-        templates: prompts with ``{c}``; or "folder" for those beside the images, an ``open_clip:`` list, or the
+        templates: prompts with ``{c}``; or "folder" for those next to the images, an ``open_clip:`` list, or the
             name of another prompt set of the card.
         names: by class key, the names of classes that are not called by their key; or a string as for templates.
     """
@@ -169,7 +169,7 @@ class Hub(_Table, frozen=True, kw_only=True):
 
 
 class Sources(_Table, frozen=True, kw_only=True):
-    """Where the images are.
+    """Locations of the images.
 
     Attributes:
         clip_benchmark: a published folder at ``hf://datasets/clip-benchmark/``.
@@ -198,7 +198,7 @@ class Sources(_Table, frozen=True, kw_only=True):
 
 
 class Paper(_Table, frozen=True, kw_only=True):
-    """What the CLIP paper (Radford et al. 2021) prints of a dataset in Table 9 and Figure 5.
+    """What the CLIP paper (Radford et al. 2021) reports for a dataset in Table 9 and Figure 5.
 
     Attributes:
         name: the dataset's name.
@@ -206,7 +206,7 @@ class Paper(_Table, frozen=True, kw_only=True):
         test: number of images.
         zero_shot_minus_resnet50: zero-shot score of ViT-L/14@336px minus that of a linear probe on a supervised
             ResNet-50.
-        doubtful: what its other tables or the dataset contradict, or cannot be checked.
+        doubtful: facts that its other tables or the dataset contradict, or that cannot be checked.
     """
 
     name: Text
@@ -276,12 +276,12 @@ class Card(_Table, frozen=True, kw_only=True):
         title: its full name.
         tasks: names of ``eval.tasks.TASKS``, the main task first; empty if it cannot be scored here (see the note).
         metric: the primary metric, which applies to the main task.
-        further: further metrics.
+        further: additional metrics.
         classes: number of classes; None without classes.
-        label_is_line: whether some class names stand for two classes, so that a ``classnames.txt`` is bound line by
+        label_is_line: whether two classes may share a name, so that a ``classnames.txt`` is matched line by
             line and a class's number is also its key.
         multilabel: whether an image may have several labels.
-        metadata: names of the columns of the ``npy`` beside each image; metrics may group by one.
+        metadata: names of the columns of the ``npy`` next to each image; metrics may group by one.
         stand_in: the card of the dataset that others score if this one's data are unavailable.
         get: how to get the data.
         home: the authors' page.
@@ -291,15 +291,15 @@ class Card(_Table, frozen=True, kw_only=True):
         keys: the dataset's names of its classes in label order; () if unknown.
         splits: by split, the number of images.
         captions: by split, the number of captions.
-        items: by split, the number of questions if these are not the images: pairs of images, cues.
+        items: by split, the number of items if these are not single images but pairs of images or cues.
         caption_prompts: by prompt set, the template for captions, with ``{c}``; used only if the user names it.
         aliases: by class key, other keys of the class.
         superclasses: by superclass, the keys of its classes.
-        paper: what the CLIP paper prints, for its 27 datasets.
+        paper: numbers from the CLIP paper, for its 27 datasets.
         sources: where the data are.
         prompt_sets: by name; the first is the default.
         published: scores by others.
-        expected_scores: scores to be met.
+        expected_scores: scores that models must reach.
     """
 
     name: str = msgspec.field(name="(name)")
@@ -337,7 +337,7 @@ class Card(_Table, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> tuple[Expected, ...]:
-        """The scores to be met, by model."""
+        """The scores that models must reach."""
         return tuple(
             Expected(
                 model=model,
@@ -353,7 +353,7 @@ class Card(_Table, frozen=True, kw_only=True):
         )
 
     def metric_kind(self) -> MetricKind:
-        """Return what decides which metrics apply."""
+        """Return the properties that determine which metrics apply."""
         return MetricKind(
             multilabel=self.multilabel,
             classes=self.classes,
@@ -364,9 +364,9 @@ class Card(_Table, frozen=True, kw_only=True):
     def check_size(self, split: str, images: int) -> None:
         """Raise DataError if a split does not have the stated number of images."""
         if (stated := self.splits.get(split, images)) != images:
-            how = f"fetch it again: {self.get or self.home}"
+            how = f"download it again: {self.get or self.home}"
             if not (self.get or self.home):  # a user's own dataset
-                how = f"restore what is missing, or set {split!r} of [splits] in its card to {images}"
+                how = f"restore the missing images, or set {split!r} of [splits] in its card to {images}"
             raise DataError(
                 f"dataset {self.name}: split {split!r} has {counted(images, 'image')}, "
                 f"its card says {stated:,}; {how}"
@@ -414,7 +414,8 @@ class Card(_Table, frozen=True, kw_only=True):
             if number in seen:
                 first, second = keys[seen[number]], keys[label]
                 raise DataError(
-                    f"card {self.name}: labels {seen[number]} and {label} are one class, {first!r} and {second!r}"
+                    f"card {self.name}: labels {seen[number]} and {label} are the same class, "
+                    f"{first!r} and {second!r}"
                 )
             seen[number] = label
         missing = [repr(key) for number, key in enumerate(self.keys) if number not in seen]
@@ -467,7 +468,7 @@ class Card(_Table, frozen=True, kw_only=True):
             prompt_set: a name in ``self.prompt_sets``.
             keys: the dataset's class keys by label; () if it only numbers its classes, which works if the numbers
                 are keys or aliases.
-            templates: the templates beside its images, for prompt sets that use them.
+            templates: the templates next to its images, for prompt sets that use them.
 
         Raises:
             DataError: there is no such prompt set, or the classes cannot be bound.
@@ -489,7 +490,7 @@ class Card(_Table, frozen=True, kw_only=True):
             chosen = tuple(templates) if chosen == FOLDER else _from_open_clip(chosen)
         if not chosen:
             raise DataError(
-                f"card {self.name}: prompts {prompt_set!r} use the templates beside the images, and there are none"
+                f"card {self.name}: prompts {prompt_set!r} use the templates next to the images, but there are none"
             )
         source = self.prompt_sets[prompt_set].source
         return PromptSet(name=prompt_set, class_names=class_names, templates=chosen, source=source)
@@ -537,7 +538,7 @@ def read_card(path: Path, *, name: str = "") -> Card:
     """Read a card; its name is the file's unless ``name`` is given.
 
     Raises:
-        DataError: the file cannot be read, or something in it is wrong.
+        DataError: the file cannot be read, or its content is invalid.
     """
     try:
         with path.open("rb") as file:
@@ -557,7 +558,7 @@ def parse_card(text: str, *, name: str, file: str) -> Card:
     """Parse a card; ``file`` is its name in messages.
 
     Raises:
-        DataError: something in it is wrong.
+        DataError: its content is invalid.
     """
     try:
         table = tomllib.loads(text)
@@ -569,7 +570,7 @@ def parse_card(text: str, *, name: str, file: str) -> Card:
     if isinstance(keys, str):  # the name of a card with the same classes
         known = [path.stem for path in DATASETS.glob("*.toml") if path.stem not in ("suites", name)]
         if keys not in known:
-            _refuse(file, "keys", keys, f"a list of text or the name of a card, {nearest(keys, known)}")
+            _refuse(file, "keys", keys, f"a list of strings or the name of a card, {nearest(keys, known)}")
         table["keys"] = read_card(DATASETS / f"{keys}.toml").keys
     table = {"title": name, "tasks": None, **table, "(name)": name}
     if table["tasks"] is None:
@@ -641,7 +642,7 @@ def _explained(message: str, table: dict[str, Any]) -> str:
 
 
 def _checked(card: Card, stated_classes: int | None, file: str) -> Card:
-    """Check what depends on several keys."""
+    """Check conditions that involve several keys."""
     keys = set(card.keys)
     if card.keys and stated_classes not in (None, len(card.keys)):
         _refuse(file, "classes", stated_classes, f"{len(card.keys)}, the number of keys")

@@ -1,4 +1,4 @@
-"""The cards and suites that clipkit brings, and what they say, for tables, pages and the terminal."""
+"""clipkit's cards and suites, and their facts for tables, pages and the terminal."""
 
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -34,7 +34,7 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         cards: names of cards, in the order of the source.
         prompts: the prompt set to use where a card has it; "" for each card's first.
         metric: the primary metric; "" for each card's own.
-        note: what is particular about the suite.
+        note: remarks about the suite.
         source: who defined it.
     """
 
@@ -66,7 +66,7 @@ def card_names() -> tuple[str, ...]:
 def load_card(name: str) -> Card:
     """Return a dataset's card; raise DataError if there is none."""
     if name not in card_names():
-        raise DataError(f"no card of a dataset {name!r}: {nearest(name, card_names())}")
+        raise DataError(f"no card for dataset {name!r}: {nearest(name, card_names())}")
     return read_card(DATASETS / f"{name}.toml")
 
 
@@ -89,7 +89,7 @@ def load_suite(name: str) -> Suite:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# What cards say about the datasets in some results.
+# Facts from cards about the datasets in a set of results.
 
 
 def suites_of(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -126,7 +126,7 @@ def cards_in_no_suite() -> tuple[str, ...]:
 
 
 def is_of_card(dataset: str, counts: Collection[object]) -> bool:
-    """Return whether scores of these numbers of images are of the card's dataset, not of a folder of that name."""
+    """Return whether these image counts match the card's dataset rather than a folder with the same name."""
     if dataset not in card_names():
         return False
     stated = load_card(dataset).splits.get(TEST)
@@ -134,7 +134,7 @@ def is_of_card(dataset: str, counts: Collection[object]) -> bool:
 
 
 def card_lines(name: str) -> list[str]:
-    """Return what a card says, as lines for a terminal; raise DataError if there is no such card."""
+    """Format a card as lines for a terminal; raise DataError if there is no such card."""
     card = load_card(name)
     known = card.sources
     sources = [f"built in, --data {known.builtin}"] if known.builtin else []

@@ -35,7 +35,7 @@ DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # for datasets without templates
 
 
 class Lacks(DataError):
-    """The dataset lacks what a task needs, without being damaged."""
+    """The dataset is intact, but lacks something that a task needs."""
 
 
 class NoSplit(Lacks):
@@ -135,7 +135,7 @@ class EvalDataset:
         return self.images.stamp()
 
     def where(self, number: int) -> str:
-        """Name an image in a message."""
+        """Describe an image's location for a message."""
         shard, key = self.images.locate(number)
         return f"dataset {self.name}: image {key} of {shard}"
 

@@ -1,4 +1,4 @@
-"""``python -m eval new``: writes a card for a user's own dataset, from what its folder says."""
+"""``python -m eval new``: write a card for a user's own dataset, based on its folder."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ _WIDTH = 100  # characters of a line of TOML
 
 def run(options: argparse.Namespace) -> int:
     """Write the card of a dataset folder."""
-    takes = "a card is made for a local folder of images by class, shards or parquet files"
+    takes = "expected a local folder of images by class, shards or parquet files"
     folder = Path(options.data)
     try:
         folder = folder.expanduser()
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         options.title.encode()
     except UnicodeError as error:  # from a terminal with another encoding
-        raise ConfigError(f"the name {options.title[:_SHOWN]!r} is not UTF-8: use other letters") from error
+        raise ConfigError(f"the name {options.title[:_SHOWN]!r} is not UTF-8: choose another name") from error
     card = new_card(options.title, folder)
     where = printable(shlex.quote(options.data))
     text = card_toml(card, comments=_comments(card, where)) + _examples(card, where)
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
     print(f"wrote {path}: check its metric and prompts, then")
     if card.keys and card.keys == tuple(map(str, range(len(card.keys)))):
-        print("  write the names of its classes under [prompts.own.names], since the folder has none, then")
+        print("  add class names under [prompts.own.names], since the folder has none, then")
     print(f"  python -m eval run --data {where} --model MODEL")
     return 0
 
@@ -76,24 +76,24 @@ def _comments(card: Card, where: str) -> dict[str, str]:
     """Return a comment for each key of the card that a user may change."""
     kind = MetricKind(multilabel=card.multilabel, classes=card.classes)
     first, every = kind.fitting(card.tasks[:1]), kind.fitting(card.tasks)
-    also = "any of the same" if first == every else f"any of {', '.join(every)}"
+    also = "any of the same metrics" if first == every else f"any of {', '.join(every)}"
     return {
         "": f"Used by python -m eval run --data {where}; eval/README.md lists all keys.",
         "tasks": f"the first is scored unless --task says otherwise; any of {', '.join(TASKS)}",
         "metric": f"the metric in tables; for {card.tasks[0]} one of {', '.join(first)}",
         "further": f"also reported: {also}",
-        "keys": "the folder's names of the classes in label order: leave them as they are",
-        "splits": "number of images; any other number is refused",
+        "keys": "the folder's class names in label order: do not change them",
+        "splits": "number of images; any other number is an error",
         "prompts.own": "templates have {c} for the name; add more sets as [prompts.NAME], for --prompts NAME",
         "prompts.own.names": "the name of each class in prompts: one name, or a list of synonyms",
     }
 
 
 def _examples(card: Card, where: str) -> str:
-    """Return commented examples of a prompt for captions and of a score to be met."""
+    """Return commented examples of a caption prompt and an expected score."""
     prompts = "own" if "own" in card.prompt_sets and card.tasks[0] != "retrieval" else ""
     of_captions = """
-# What --prompts NAME puts around each caption; without it captions are used unchanged:
+# Templates that --prompts NAME applies to captions; without it captions are used unchanged:
 # [caption_prompts]
 # NAME = "a photo of {c}"
 """
@@ -110,7 +110,7 @@ def _examples(card: Card, where: str) -> str:
 
 
 def new_card(title: str, folder: Path) -> Card:
-    """Make a card from a dataset's folder.
+    """Create a card from a dataset's folder.
 
     Raises:
         DataError: the folder has no test split or is broken, or two of its classes have the same name.
@@ -127,8 +127,7 @@ def new_card(title: str, folder: Path) -> Card:
     if repeated := [repr(name) for name, count in Counter(dataset.class_names).items() if count > 1]:
         raise DataError(
             f"{folder} has classes with the same name, {some(repeated)}: rename them, since a card identifies "
-            "classes "
-            "by their names"
+            "classes by name"
         )
     keys = dataset.class_names
     if not keys:  # numbered classes

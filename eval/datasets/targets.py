@@ -1,4 +1,4 @@
-"""Finds the datasets that a user names (datasets, folders or suites), opens them and binds them to their cards."""
+"""Find the datasets that a user names (cards, folders or suites), open them and bind them to their cards."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Target:
         card: the dataset's card, if there is one.
         keys: the dataset's own class names.
         opener: opens any of its splits, without the card's names.
-        own_card: whether the card is beside the images, so that its sizes hold for all splits.
+        own_card: whether the card is next to the images, so that its sizes hold for all splits.
     """
 
     dataset: EvalDataset
@@ -57,7 +57,9 @@ class Target:
             DataError: it is damaged, or has other classes.
         """
         found, bound = self.opener(split), self.dataset
-        if self.own_card and self.card is not None:  # other cards may be of another edition's training images
+        if (
+            self.own_card and self.card is not None
+        ):  # other cards may describe another edition's training images
             self.card.check_size(split, len(found))
         if found.class_names != self.keys:
             raise DataError(
@@ -84,8 +86,8 @@ def find_named(
     """Open the datasets that a user names, and skip those that are missing or damaged.
 
     Args:
-        names: names of cards, folders, URLs, and what else ``open_dataset`` takes.
-        root: where datasets are looked for by their cards' names.
+        names: names of cards, folders, URLs, and anything else that ``open_dataset`` accepts.
+        root: the folder to search for datasets by card name.
         prompts: the prompt set to use where a card has it; "" for the card's own choice.
 
     Returns:
@@ -159,7 +161,7 @@ def find_suites(
 
     Args:
         suites: names of suites.
-        root: where datasets are looked for by their cards' names.
+        root: the folder to search for datasets by card name.
         prompts: the prompt set to use where a card has it; "" for the suite's or the card's own choice.
 
     Returns:
@@ -208,7 +210,7 @@ class Trouble:
             said, names = str(errors[""]), list(self._unreached)
             why = said.partition(": ")[2] or said  # without the address of the first dataset
             errors[""] = Unreachable(
-                f"{shown(str(self._root))}: {why}; it costs {counted(len(names), 'dataset')}: {some(names)}"
+                f"{shown(str(self._root))}: {why}; {counted(len(names), 'dataset')} not available: {some(names)}"
             )
         return list(errors.values())
 
@@ -227,7 +229,7 @@ def _check_root(root: Root) -> None:
 def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Sequence[str] = ()) -> Target:
     """Open the test split of a card's dataset; ``prompts`` is for its classes, ``captions`` for its captions."""
     if not card.tasks:
-        raise Lacks(f"{card.name} is known and cannot be scored here: {card.note}")
+        raise Lacks(f"{card.name} cannot be scored: {card.note}")
     opener = _opener(card, root)
     dataset = replace(opener(TEST), name=card.name)
     card.check_size(TEST, len(dataset))
@@ -241,7 +243,7 @@ def _of_card(card: Card, root: Root, *, prompts: str, captions: str, metrics: Se
 
 
 def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> Target:
-    """Return a dataset that has no card, or its own card beside the images.
+    """Return a dataset that has no card, or its own card next to the images.
 
     Raises:
         DataError: the card does not fit the images.
@@ -259,13 +261,13 @@ def _of_folder(source: str, dataset: EvalDataset, root: Root, prompts: str) -> T
         dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
     if not card.tasks:
-        raise Lacks(f"{file} has no tasks: name those that {card.name} is for")
+        raise Lacks(f"{file} has no tasks: add those that {card.name} supports")
     if dataset.labels is not None:
         multilabel = dataset.labels.dim() == 2
         if multilabel != card.multilabel:
             how = "images have several labels" if multilabel else "each image has one label"
             raise DataError(
-                f"{file}: {how}, so it must have multilabel = {str(multilabel).lower()}, and metrics for that"
+                f"{file}: {how}, so it must have multilabel = {str(multilabel).lower()}, and matching metrics"
             )
         kind = MetricKind(
             multilabel=multilabel,
@@ -298,12 +300,12 @@ def _opener(card: Card, root: Root) -> Opener:
     """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files.
 
     Raises:
-        Missing: it is not here.
+        Missing: it is not available.
     """
     known = card.sources
-    where = f"not under {root}" if root is not None else "say where it is with --data-root"
+    where = f"not under {root}" if root is not None else "pass its location with --data-root"
     ready = f"published at {known.urls[0]}" if known.urls else card.get or f"see {card.home}"
-    how = f"{where}; {ready}" + (f"; {card.stand_in} may stand in for it" if card.stand_in else "")
+    how = f"{where}; {ready}" + (f"; {card.stand_in} can be used instead" if card.stand_in else "")
     if known.builtin:
         return lambda split: open_dataset(known.builtin, split=split)
     if root is None:
@@ -327,7 +329,7 @@ def _opener(card: Card, root: Root) -> Opener:
     try:
         of_torchvision(TEST)
     except NotFetched as error:
-        also = "" if "torchvision" in how else f", or as torchvision.datasets.{library.name} keeps it"
+        also = "" if "torchvision" in how else f", or in the layout of torchvision.datasets.{library.name}"
         raise Missing(f"{card.name}: {how}{also}") from error
     return of_torchvision
 

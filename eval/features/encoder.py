@@ -1,4 +1,4 @@
-"""Encodes each image and text once for all tasks; store.py keeps the features.
+"""Encode each image and text once for all tasks; store.py stores the features.
 
 Letters in shape comments: N images or texts, B batch, D embedding dimension, W width before the projection, S image
 side.
@@ -46,7 +46,7 @@ _TEXT_PIECE = 8192
 _WAIT = 0.5  # seconds between attempts to take another process's lock
 _MAX_THREADS = 8
 _BATCHES_AHEAD = 3
-_PIECE = 1024  # images, about, between two writes to the store
+_PIECE = 1024  # approximate number of images between two writes to the store
 _log = logging.getLogger("eval")
 
 
@@ -102,7 +102,7 @@ class Encoder:
         store: the folder for features of all models; None keeps them in memory for the lifetime of the encoder.
         ranks: the processes that share the work.
         batch_size: images per forward pass.
-        progress: called with the number of images after each batch, and with that of all images found in the store.
+        progress: called with the number of images after each batch, and with the number found in the store.
 
     Attributes:
         encoded: number of images and texts that this rank has encoded, by "images" and "texts".
@@ -274,10 +274,10 @@ class Encoder:
         try:
             while not lock.try_acquire():
                 if not waits:
-                    _log.warning("dataset %s: waiting for another process that encodes it", dataset.name)
+                    _log.warning("dataset %s: waiting for another process that is encoding it", dataset.name)
                     waits = True
                 time.sleep(_WAIT)
-        except OSError:  # the folder cannot be written, which the table reports
+        except OSError:  # the folder cannot be written; the table reports it
             yield
             return
         try:
@@ -351,9 +351,7 @@ class _ImagePass:
             try:
                 eval_pixels(self.dataset.images.read(min(broken)), self.model.preprocess)
             except DataError as error:
-                raise DataError(
-                    f"{where}: {error}; fix or remove it, since no image may be skipped"
-                ) from error
+                raise DataError(f"{where}: {error}; fix or remove it (images are never skipped)") from error
             raise DataError(f"{where} could be read only at the second attempt: check the disk")
         if self.ranks.world > 1:
             digests, fresh = self._of_all(numbers, own, digests, fresh)
@@ -382,7 +380,7 @@ class _ImagePass:
         return digests
 
     def _run_model(self, waiting: dict[bytes, _Loaded], fresh: _Rows, images: int) -> None:
-        """Encode the waiting images, and report the progress by so many images."""
+        """Encode the waiting images and report ``images`` as progress."""
         if waiting:
             decoded = [one.pixels for one in waiting.values() if one.pixels is not None]
             pixels = torch.stack(decoded).to(self.encoder.device)  # (B, 3, S, S)

@@ -32,7 +32,7 @@ _RESIZE_MODES = {"center": "shortest", "squash": "squash"}  # by timm's crop_mod
 
 @dataclass(frozen=True, kw_only=True)
 class CroppedPreprocess(Preprocess):
-    """Preprocessing to ``image_size`` pixels, of which the model crops the center.
+    """Preprocessing to ``image_size`` pixels; the model crops the center.
 
     This is timm's evaluation of most models: resize the shorter side to floor(S / crop_pct), then crop the central
     S x S. In two crops, as here, the pixels are the same if the margin is a multiple of 4 (224 of 256, 160 of 168);
@@ -168,7 +168,7 @@ def load_image_model(source: str, *, device: str | torch.device = "cpu") -> Imag
 
 @contextmanager
 def _loading(source: str) -> Iterator[None]:
-    """Turn timm's errors about missing or unsuitable weights into ConfigError, and execute no pickles."""
+    """Turn timm's errors about missing or unsuitable weights into ConfigError, and refuse pickles."""
     from safetensors import SafetensorError
 
     before = os.environ.get(_NO_PICKLES)

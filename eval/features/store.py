@@ -1,4 +1,4 @@
-"""Stores features by the content that they belong to, so that all tasks and datasets share them.
+"""Store features by content, so that all tasks and datasets share them.
 
 A table belongs to one model (weights, architecture, preprocessing, dtype) and one kind of input (images, texts). A
 row is found by a digest of the image's bytes or of the text.
@@ -6,17 +6,16 @@ row is found by a digest of the image's bytes or of the text.
 FOLDER/digests.bin    16 bytes per row
 FOLDER/NAME.bin       one file per column, float32, WIDTH numbers per row
 FOLDER/sums.bin       per row one CRC-32 per column, columns sorted by name, of folder, column, digest and values
-FOLDER/rows/KEY.bin   the rows of a split, once all its images are encoded: a digest of KEY and of the digests of
-these
-                      rows, then the row numbers as int64
+FOLDER/rows/KEY.bin   the rows of a split, once all its images are encoded: a digest of KEY and of these
+                      rows' digests, then the row numbers as int64
 FOLDER/writer         the lock of the process that appends
 
 Columns are written and synced before their digests, so the number of digests is the number of rows, and the next
 writer overwrites what a killed process left behind. Several processes may read and append at the same time.
 
-Any file may be deleted, truncated, swapped or overwritten at any time. Row numbers are used only if the digests in
-these rows are those that they were stored for, and values only if their CRC-32 is right; otherwise the images are
-looked up again, or the table is refused. No score is computed from another image's rows. If a table cannot be
+Any file may be deleted, truncated, swapped or overwritten at any time. Row numbers are used only if the rows still
+have the digests that they were stored with, and values only if their CRC-32 matches; otherwise the images are
+looked up again, or the table is rejected. No score is computed from another image's rows. If a table cannot be
 written, new rows stay in memory.
 
 Letters: N requested rows, T rows of the table, W the width of a column.
@@ -49,11 +48,11 @@ __all__ = ["DIGEST_BYTES", "PIECE", "FeatureTable", "chosen_rows", "digest_of", 
 # --------------------------------------------------------------------------------------------------------------
 # Rows mapped from a file.
 #
-# Pages of a mapped file stay in a process's memory until others need it, so one pass over the features of a million
-# images would seem to need all of them. Readers therefore ``release`` rows that they have read.
+# Pages of a mapped file count as a process's memory until they are reclaimed, so one pass over the features of a
+# million images would appear to need memory for all of them. Readers therefore ``release`` rows after reading them.
 
 PIECE = 8 << 20  # bytes of rows between two releases; scattered rows may touch 16 times as much
-_MAX_COPY = 64 << 20  # bytes of scattered rows to copy into memory; more go to a file without a name
+_MAX_COPY = 64 << 20  # bytes of scattered rows to copy into memory; larger copies go to an unnamed file
 _NUMBER_BYTES = 4  # of float32 and of CRC-32
 
 _maps: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # maps in use, by address
@@ -269,7 +268,7 @@ class FeatureTable:
                     whole = map_rows(file, self._kept, self.widths[name])
                 shape = self._kept, len(self._names)
                 stored = np.memmap(self._file("sums"), np.uint32, mode="r", shape=shape)
-            except ValueError:  # the file has become shorter
+            except ValueError:  # the file was truncated
                 raise self._removed() from None
             values, sums = whole.numpy(), stored[:, self._names.index(name)]
             step = max(1, PIECE // (self.widths[name] * _NUMBER_BYTES))
@@ -364,7 +363,7 @@ class FeatureTable:
         )
 
     def _removed(self) -> DataError:
-        return DataError(f"features in {self.folder} were removed while in use: run this again")
+        return DataError(f"features in {self.folder} were removed while in use: run the command again")
 
 
 def _write(path: Path, start: int, data: bytes) -> None:

@@ -1,6 +1,6 @@
 """Metrics: from features to ranks and predictions, and from these to values with 95% intervals.
 
-Each metric is defined as by the dataset's authors or the CLIP paper; docstrings name where CLIP_benchmark, WILDS,
+Metrics follow the dataset's authors or the CLIP paper; docstrings note where CLIP_benchmark, WILDS,
 DataComp or scikit-learn differ. A NaN similarity never helps a model, and a tie between a right and a wrong
 candidate counts as wrong, except among classes, where the lower index comes first, as in ``argmax``.
 

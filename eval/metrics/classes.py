@@ -84,7 +84,7 @@ def effective_trials(sizes: Floats | Ints) -> float:
 
 
 def _counts(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
-    """Count the right images and all images of every class that has any."""
+    """Count the correct images and all images of every class that has any."""
     label = labels.cpu().numpy()
     total = np.bincount(label)
     right = np.bincount(label, weights=correct.cpu().numpy(), minlength=len(total))
@@ -97,7 +97,7 @@ class PerClass:
     """Accuracy by class.
 
     Attributes:
-        right: (C,) int64, number of right images.
+        right: (C,) int64, number of correct images.
         total: (C,) int64, number of images.
         accuracy: (C,) float64 in 0 … 1; NaN for a class without images.
         low: (C,) float64, lower end of Wilson's 95% interval; 0 for a class without images.
@@ -213,7 +213,7 @@ def calibration_bins(confidence: Tensor, correct: Tensor, *, bins: int = 15) -> 
 def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int = 15) -> Estimate:
     """Compute ECE, the mean over images of the gap between confidence and accuracy of their bin; lower is better.
 
-    (Guo et al. 2017, arXiv 1706.04599.) ECE is biased upward, the more the fewer images a bin has, and resampling
+    (Guo et al. 2017, arXiv 1706.04599.) ECE is biased upward, especially with few images per bin, and resampling
     adds the same bias again. The interval is therefore the basic bootstrap's: it extends as far below the value as
     the resamples lie above it.
 
@@ -297,7 +297,7 @@ def confusion(predicted: Tensor, labels: Tensor) -> Confusion:
 
 
 def superclass_confusion(of_classes: Confusion, superclass: Tensor) -> Confusion:
-    """Merge the classes of each superclass, so that confusing two breeds of dog is no mistake.
+    """Merge the classes of each superclass, so that confusing two breeds of dog is not a mistake.
 
     Args:
         of_classes: confusion of classes.

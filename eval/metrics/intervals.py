@@ -69,7 +69,7 @@ def resamples(counts: Ints, *, cost: int = 1, number: int | None = None) -> Iter
     Args:
         counts: (N,) int64, the number of identical items at each place.
         cost: how often each draw is processed, such as once per class.
-        number: of resamples, 1,000 by default; reduced, down to 100, for large datasets.
+        number: number of resamples, 1,000 by default; reduced, down to 100, for large datasets.
 
     Yields:
         (≤ R, N) int64, how often each place was drawn, for a block of resamples.
@@ -108,8 +108,8 @@ def estimate(statistic: Statistic, n: int, *, trials: float = 0.0, cost: int = 1
     """Estimate a statistic of ``n`` ≥ 1 items with a bootstrap interval.
 
     Args:
-        statistic: of how often each item was drawn.
-        n: items.
+        statistic: a function of how often each item was drawn.
+        n: number of items.
         trials: for values in 0 … 1, the number of Bernoulli trials of about the same variance. Each end is then the
             wider of the bootstrap's and Wilson's, because the bootstrap of an all-correct model has no width.
         cost: see ``resamples``.

@@ -1,7 +1,6 @@
 """Metrics of retrieval (recall, mean and median rank) and of choosing between captions.
 
-In the latter a tie counts as wrong, and so does a NaN: a model that cannot tell two captions apart has not
-understood one of them.
+When choosing between captions, ties and NaN count as wrong.
 
 Dimensions: Q queries, N images, K wrong captions, I items (pairs of images or cues), M candidates, G groups.
 """

@@ -1,6 +1,6 @@
 """Metrics that rank images: average precision (plain and 11-point) and the area under the ROC curve.
 
-Images of equal score are taken together, so no metric depends on the order of a file. A NaN ranks last for a
+Images with equal scores are grouped, so no metric depends on file order. A NaN ranks last for a
 positive image and first for a negative one.
 
 Dimensions: N images, C classes, K positive images of a class, R resamples.
@@ -185,6 +185,6 @@ def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
 
 
 def _without_nan(score: Floats, positive: Bools) -> Floats:
-    """Replace NaN by the value that helps least."""
+    """Replace NaN by the least favorable value."""
     result: Floats = np.where(np.isnan(score), np.where(positive, -np.inf, np.inf), score)
     return result

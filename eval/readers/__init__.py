@@ -1,4 +1,4 @@
-"""Opens datasets to evaluate models on.
+"""Open datasets to evaluate models on.
 
 A source is a built-in dataset's name; a folder of shards, of parquet files, or of images by class; the URL of a
 folder of the first two kinds; a ``.json`` file of SugarCrepe or ARO; ``torchvision:CIFAR10``; or, with a root, the
@@ -42,7 +42,7 @@ _HUB_PARTS = ("https:", "http:", "hf:", "datasets", "resolve")  # parts of a URL
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
-    """Options of readers, each of which uses some; see ``open_dataset``."""
+    """Options for readers; each reader uses some of them. See ``open_dataset``."""
 
     split: str = TEST
     root: Path | str | None = None
@@ -137,7 +137,7 @@ def open_dataset(
 ) -> EvalDataset:
     """Open a dataset; a built-in one is generated on first use.
 
-    To keep scores of several datasets together, open them with ``open_datasets``, which makes their names unique.
+    To score several datasets together, use ``open_datasets``, which makes their names unique.
 
     Args:
         source: what to open; see above.
@@ -145,7 +145,7 @@ def open_dataset(
         root: a folder, local or in a store, with datasets by name; for torchvision's datasets, the folder of their
             files.
         metadata_names: names of all columns of a published dataset's ``npy``, besides the label.
-        images: the image folder of a ``.json`` file, by default ``images`` or ``val2017`` beside it.
+        images: the image folder of a ``.json`` file, by default ``images`` or ``val2017`` next to it.
         arguments: arguments of torchvision's class besides the split.
         cache_gb: size of the local cache of remote shards.
 
@@ -243,7 +243,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
             return _Located(source=found, place=there, parts=(source.replace("/", "-"),))
         if path.is_file():
             raise DataError(
-                f"no dataset {shortened!r}: it is a file, but not a .json of SugarCrepe or ARO: name its folder"
+                f"no dataset {shortened!r}: it is a file, but not a .json of SugarCrepe or ARO: pass its folder"
             )
     except OSError as error:
         raise DataError(f"cannot read dataset {shortened!r}: {error.strerror}") from error

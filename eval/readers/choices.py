@@ -20,7 +20,7 @@ from eval.results.records import parse_json
 
 __all__ = ["SYMMETRIC_RELATIONS", "open_caption_choices"]
 
-# The 157 relations of ARO's Visual Genome set of which both captions may be right; the authors' notebook excludes
+# The 157 relations of ARO's Visual Genome set for which both captions may be right; the authors' notebook excludes
 # them from the published mean (github.com/mertyg/vision-language-models-are-bows).
 _SYMMETRIC = """\
 adjusting; around; attached to; beside; between; bigger than; biting; boarding; brushing; by; chewing;
@@ -67,7 +67,7 @@ def open_caption_choices(
         file: the JSON file.
         name: the dataset's name.
         split: only "test" exists.
-        images: the folder of images; by default looked for beside the file.
+        images: the folder of images; by default ``images`` or ``val2017`` next to the file.
 
     Raises:
         DataError: an entry is incomplete, or an image is missing.
@@ -137,4 +137,6 @@ def _image_folder(file: Path, name: str, images: Path | str | None) -> Path:
     for inside in _FOLDERS:
         if (folder := file.parent / inside).is_dir():
             return folder.resolve()
-    raise DataError(f"dataset {name}: no folder images or val2017 beside {file}: put its images into one")
+    raise DataError(
+        f"dataset {name}: no folder images or val2017 next to {file}: put its images into one of them"
+    )

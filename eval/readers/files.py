@@ -1,4 +1,4 @@
-"""Image files, and what all readers share: checks of the result, names of splits, small text files."""
+"""Image files, and helpers for all readers: consistency checks, split names, small text files."""
 
 import hashlib
 import logging
@@ -117,7 +117,7 @@ class FileImages:
 
 
 def _state_of(file: Path) -> tuple[int, int, int, int]:
-    """Return the size of an image file and what ``written`` returns; a pipe, say, is refused."""
+    """Return an image file's size and the values of ``written``; only regular files are accepted."""
     try:
         found = file.stat()
     except FileNotFoundError as error:
@@ -131,7 +131,7 @@ def _state_of(file: Path) -> tuple[int, int, int, int]:
 
 
 def written(found: os.stat_result) -> tuple[int, int, int]:
-    """Return what changes when a file is rewritten; copying and unpacking may preserve ``st_mtime_ns``."""
+    """Return metadata that changes when a file is rewritten; copying and unpacking may preserve ``st_mtime_ns``."""
     return found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
@@ -165,13 +165,13 @@ def tables_in(folder: Path) -> list[Path]:
 
 
 def how_to_pack(table: Path | None) -> str:
-    """Return the command that makes a dataset from a table."""
+    """Return the command that creates a dataset from a table."""
     named = "TABLE" if table is None else shlex.quote(str(table))
     return f"python -m data pack {named} OUT --test 1.0, then --data OUT"
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Consistency of what a reader has found.
+# Consistency checks on a reader's result.
 
 _LONGEST = 60  # characters of a caption in a message
 
@@ -231,7 +231,7 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Usual names of split folders and files, in any case.
+# Common names of split folders and files, case-insensitive.
 
 SPLIT_NAMES = {
     "train": ("train", "training"),
@@ -258,7 +258,7 @@ def folder_of_split(
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Small text files beside the images, local or in a store.
+# Small text files next to the images, local or in a store.
 
 _MAX_TEXT_BYTES = 16 << 20
 
@@ -277,7 +277,7 @@ def lines_of(place: str | Path) -> list[str]:
 
 
 def templates_in(root: str | Path) -> tuple[str, ...]:
-    """Return the prompt templates beside a dataset's images."""
+    """Return the prompt templates next to a dataset's images."""
     return tuple(filter(None, lines_of(beside(root, "zeroshot_classification_templates.txt"))))
 
 

@@ -46,7 +46,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     inside = _folder_of_split(folder, split, splits)
     own_classes = {one.name: one for one in visible_folders(inside)}
     classes = sorted(own_classes)
-    if inside != folder:  # labels of all splits number the same classes, also those that one split lacks
+    if inside != folder:  # all splits number the same classes, including those that a split lacks
         classes = sorted({one.name for own in splits.values() for one in visible_folders(own)}) or classes
     labelled = [
         (file, label)
@@ -57,23 +57,23 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     if not labelled:
         tables = tables_in(inside)
         pairs = f"; {tables[0].name} may be a table of captions: {how_to_pack(tables[0])}" if tables else ""
-        raise DataError(f"{inside} holds no image in folders by class, as in {inside}/cat/1.jpg{pairs}")
+        raise DataError(f"{inside} contains no images in folders by class, such as {inside}/cat/1.jpg{pairs}")
     images = FileImages(inside, [file for file, _ in labelled])
     if len(classes) == 1:
         if tables := tables_in(folder) or tables_in(folder / classes[0]):
             raise DataError(
-                f"{folder} holds images in one folder, {classes[0]}, and {tables[0].name}, which may be a table of "
-                f"their captions: {how_to_pack(tables[0])}; images by class need at least two folders"
+                f"{folder} contains images in one folder, {classes[0]}, and {tables[0].name}, which may be a table "
+                f"of their captions: {how_to_pack(tables[0])}; images by class need at least two folders"
             )
         raise DataError(
-            f"{folder} holds images of one class only, {classes[0]!r}: images by class need at least two folders, "
-            "as "
-            f"{folder / 'cat'} and {folder / 'dog'}; for images with captions {how_to_pack(None)}"
+            f"{folder} contains images of only one class, {classes[0]!r}: images by class need at least two "
+            f"folders, such as {folder / 'cat'} and {folder / 'dog'}; for images with captions {how_to_pack(None)}"
         )
     if inside == folder and all(one.lower() in _SPLIT_WORDS for one in classes):
         raise DataError(
-            f"{folder} holds images in {some(classes)}, which are names of splits, not of classes: put the images "
-            f"in a folder per class, as {folder / classes[0] / 'cat'}; for images with captions {how_to_pack(None)}"
+            f"{folder} contains images in {some(classes)}, which are names of splits, not of classes: put the "
+            f"images in a folder per class, such as {folder / classes[0] / 'cat'}; "
+            f"for images with captions {how_to_pack(None)}"
         )
     beside = [one.name for one in inside.iterdir() if not _is_hidden(one.name) and one.is_file()]
     if beside := sorted(one for one in beside if _extension(one) in IMAGE_EXTENSIONS):
@@ -111,8 +111,8 @@ def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:
         )
     if "train" in splits:
         raise NoSplit(
-            f"{folder} has only the split 'train': name the folder of the images to score on, or put them beside "
-            f"it; splits are folders {ACCEPTED}"
+            f"{folder} has only the split 'train': pass the folder with the images to score on, or put them next "
+            f"to it; splits are folders {ACCEPTED}"
         )
     return folder
 

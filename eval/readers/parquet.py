@@ -1,4 +1,4 @@
-"""Reader of Hugging Face's datasets: parquet files with embedded images; no script of a dataset is run.
+"""Reader of Hugging Face's datasets: parquet files with embedded images; dataset scripts are never run.
 
 The columns decide what the dataset is:
 
@@ -60,7 +60,7 @@ _RIGHT_AND_WRONG = (
     ("correct_caption", re.compile(r"hard_text_\d+")),
     ("caption", re.compile(r"negative_caption")),
 )
-# usual names of columns
+# common column names
 _IMAGE = ("image", "img", "images", "picture", "jpg", "png", "webp")
 _LABEL = ("label", "labels", "fine_label", "cls", "class")
 _CAPTION = ("caption", "captions", "text", "txt", "sentences", "raw")
@@ -90,7 +90,7 @@ def open_hugging_face(
 
     Raises:
         NoSplit: there is no such split.
-        DataError: a file is missing or damaged, or the columns are of no known kind.
+        DataError: a file is missing or damaged, or the columns match no known format.
     """
     files = _open_files(name, place, split, cache_gb)
     if not len(files):
@@ -115,8 +115,8 @@ def open_hugging_face(
     if not image:
         packed = how_to_pack(None if files.files[0].is_remote else Path(files.files[0].url))
         raise DataError(
-            f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image (a table of "
-            f"paths is packed first: {packed})"
+            f"dataset {name}: its columns are {_listed(files.schema.names)}; none is called image (pack a table "
+            f"of paths first: {packed})"
         )
     images = ParquetImages(files, [image])
     for right, pattern in _RIGHT_AND_WRONG:
@@ -247,7 +247,7 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
     2207.12576).
 
     Every candidate of every cue is an image, so an image may occur several times. ``items`` is the cue's number and
-    ``captions`` the cue. Images are in a column of lists, or files in a folder beside the parquet files.
+    ``captions`` the cue. Images are in a column of lists, or files in a folder next to the parquet files.
     """
     from pyarrow import types
 
@@ -356,7 +356,9 @@ class ParquetFiles:
                 for group in range(opened.num_row_groups):
                     table = opened.read_row_group(group, columns=list(names), use_threads=False)
                     if len(table) != self.groups[number][group]:
-                        raise DataError(f"{file.shown} has {len(table)} rows, its footer says otherwise")
+                        raise DataError(
+                            f"{file.shown} has {len(table)} rows, which does not match its footer"
+                        )
                     for values, name in zip(found, names, strict=True):
                         values += table.column(name).to_pylist()
         return found
@@ -438,7 +440,8 @@ def _files_of_split(name: str, place: Path | str, split: str) -> tuple[ShardFile
             raise DataError(f"dataset {name}: {files[0].shown} and its neighbours belong to several datasets")
         if missing := sorted(set(range(total)) - numbers):
             raise DataError(
-                f"dataset {name}: part {missing[0]} of {total} is missing beside {files[0].shown}; fetch it again"
+                f"dataset {name}: part {missing[0]} of {total} is missing next to {files[0].shown}; "
+                "download it again"
             )
     return tuple(files)
 
@@ -590,7 +593,7 @@ class ParquetImages:
                 raise DataError(f"{shown} has a row group of {size} bytes: write smaller row groups")
             values = opened.read_row_group(group, columns=[column], use_threads=False).column(column)
             if len(values) != self._files.groups[file][group]:
-                raise DataError(f"{shown} has {len(values)} rows, its footer says otherwise")
+                raise DataError(f"{shown} has {len(values)} rows, which does not match its footer")
             return values
 
 
@@ -607,7 +610,7 @@ def _bytes_of(value: Any, place: int) -> bytes:
     if types.is_struct(value.type):
         names = [field.name for field in value.type]
         if "bytes" not in names or not value["bytes"].is_valid:
-            raise DataError("it holds only the path of an image: write the dataset with embedded images")
+            raise DataError("it contains only the path of an image: write the dataset with embedded images")
         value = value["bytes"]
     if not value.is_valid or not (types.is_binary(value.type) or types.is_large_binary(value.type)):
         raise DataError(f"it holds {value.type if value.is_valid else 'nothing'}, not the bytes of an image")

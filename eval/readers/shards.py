@@ -1,4 +1,4 @@
-"""Reader of WebDataset shards with text files beside them, the layout in which most datasets are published.
+"""Reader of WebDataset shards with text files next to them, the layout in which most datasets are published.
 
 CLIP_benchmark and DataComp publish such datasets, and data/shards/writer.py writes them. A sample has an image and
 
@@ -98,7 +98,7 @@ def open_published(
     metadata_names: Sequence[str] = (),
     cache_gb: float = CACHE_GB,
 ) -> EvalDataset:
-    """Open one split of a published dataset; remote shards are fetched now and kept.
+    """Open one split of a published dataset; remote shards are downloaded now and cached.
 
     Args:
         folder: a local folder or URL (``https://``, ``hf://``, ``s3://``, ``gs://``, or a dataset's page at Hugging
@@ -134,7 +134,7 @@ def open_published(
     if cache is not None:
         cache.prefetch([file for file in files if file.is_remote], threads=_FETCHING)
     selection = Selection(need=("image",), captions=CaptionRule())
-    # counted again, since statistics beside the shards may be those of other shards
+    # counted again, since statistics next to the shards may be those of other shards
     shards = Shards(make_manifest([files], selection, cache=cache, stats=False), selection, cache=cache)
     samples = card.get("samples")
     stated = samples.get(own_split) if isinstance(samples, dict) else None
@@ -150,7 +150,7 @@ def open_published(
         raise DataError(f"dataset {name} is multilabel, so its npy is the label and has no metadata")
     numbers, all_captions, arrays = _annotations(name, shards, arrays=multilabel or bool(metadata_names))
     if cache is not None:
-        cache.close()  # everything is fetched; otherwise a suite would keep every dataset's threads
+        cache.close()  # everything is fetched; otherwise a suite would keep the threads of every dataset
 
     images, labels, captions = ShardImages(shards), None, None
     if multilabel:
@@ -381,13 +381,13 @@ def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
         with warnings.catch_warnings(action="ignore"):
             version = np.lib.format.read_magic(file)
             shape, fortran, dtype = read[version[0]](file)
-    except Exception as error:  # numpy's parser raises a dozen kinds
+    except Exception as error:  # numpy's parser raises many exception types
         raise DataError(f"its npy has an invalid header: {' '.join(str(error).split())[:100]}") from error
     if dtype.hasobject:
-        raise DataError("its npy holds objects, which could execute code; only numbers are read")
+        raise DataError("its npy contains objects, which could execute code; only numbers are read")
     if dtype.kind not in "biuf" or len(shape) > 8 or any(side < 0 for side in shape):
         raise DataError(
-            f"its npy holds {dtype} values of shape {str(shape)[:60]}; only arrays of numbers are read"
+            f"its npy contains {dtype} values of shape {str(shape)[:60]}; only arrays of numbers are read"
         )
     return dtype, shape, fortran
 
@@ -398,7 +398,7 @@ def _multi_hot(name: str, arrays: Sequence[Array | None], shards: Shards, *, cla
     rows = np.zeros((len(arrays), width), dtype=np.bool_)
     for number, array in enumerate(arrays):
         if array is None:
-            raise _at(name, shards, number, "has no npy, which holds the labels of a multilabel dataset")
+            raise _at(name, shards, number, "has no npy with the labels of a multilabel dataset")
         if array.size != width or array.ndim > 2 or (array.ndim == 2 and 1 not in array.shape):
             other = f"others have {width}"
             if classes:
@@ -523,7 +523,7 @@ def _is_dataset(address: str) -> bool:
         return any(read_text_file(f"{address}/{name}") is not None for name in _PROBES)
     except Unreachable:
         raise
-    except DataError as error:  # missing files are None, so the server fails: do not ask it for every dataset
+    except DataError as error:  # missing files are None, so the server failed: do not retry for every dataset
         raise Unreachable(str(error)) from error
 
 
@@ -546,7 +546,7 @@ def files_in(folder: str) -> list[ShardFile]:
             try:
                 attempts.failed(error)
             except DataError as fault:
-                if error.temporary:  # the wait was in vain, and would be for every other dataset
+                if error.temporary:  # every other dataset would wait for the same failure
                     raise Unreachable(str(fault)) from None
                 raise
 
@@ -602,8 +602,7 @@ def _remote_shards(name: str, root: str, split: str) -> list[ShardFile]:
         return store.describe([f"{folder}/{number}.tar" for number in range(int(count))])
     if root.startswith(("http://", "https://")):
         raise NoSplit(
-            f"dataset {name}: no {store.shown(folders[0])}/nshards.txt, which says how many shards there are: no "
-            "such "
+            f"dataset {name}: no {store.shown(folders[0])}/nshards.txt with the number of shards: no such "
             "split, or not a published dataset"
         )
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Reader of torchvision's datasets: their image files where there are files, otherwise lossless PNG.
+"""Reader of torchvision's datasets: their original image files if there are any, otherwise lossless PNG.
 
 ``TORCHVISION_SETS`` lists each dataset's splits by torchvision's arguments. ImageNet's ``val`` is the test split.
 Datasets for which torchvision has no splits have the single split "all".
@@ -131,19 +131,19 @@ def open_torchvision(
     files, labels = _files(dataset), _labels(name, dataset)
     if not labels:
         raise DataError(f"dataset {name} has no image")
-    for number in {0, len(labels) // 2, len(labels) - 1}:  # images and labels still belong together
+    for number in {0, len(labels) // 2, len(labels) - 1}:  # check that images and labels correspond
         try:
             image, given = dataset[number]
             image.close()
         except (OSError, SyntaxError) as error:
             raise DataError(f"dataset {name}: image {number} does not decode: {error}") from error
-        assert int(given) == labels[number], f"torchvision has changed where {name} keeps its labels"
+        assert int(given) == labels[number], f"torchvision has changed where {name} stores its labels"
     images: Images
     if files is None:
         images = ArrayImages(dataset, f"torchvision:{kind}", split)
     else:
         order = list(range(len(files)))
-        if split == ALL:  # SUN397's files are in the order of the disk
+        if split == ALL:  # SUN397's files are in directory order
             order.sort(key=lambda number: files[number])
         images, labels = FileImages(root, [files[one] for one in order]), [labels[one] for one in order]
     # ImageNet's classes are lists of names, so its WordNet ids are the keys; some datasets have no class names
@@ -195,7 +195,7 @@ def _labels(name: str, dataset: Any) -> list[int]:
 
 
 class ArrayImages:
-    """Images that torchvision keeps in memory or unpacks itself, as lossless PNG.
+    """Images that torchvision holds in memory or unpacks itself, as lossless PNG.
 
     Args:
         dataset: torchvision's dataset.

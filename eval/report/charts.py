@@ -141,7 +141,7 @@ def downsample(points: Sequence[Point], count: int = POINTS) -> list[tuple[float
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """A score in a large figure: ``figure`` is its value as text without the unit ("%" or "").
+    """A score in large type: ``figure`` is its value as text without the unit ("%" or "").
 
     A gauge shows ``value``, ``interval`` and ``chance`` in [0, 1], if ``value`` is not None.
     """
@@ -180,7 +180,7 @@ class Thumbnails:
 
     @property
     def size(self) -> int:
-        """The characters of all images."""
+        """The total number of characters of all images."""
         return sum(map(len, self._classes))
 
     @property
@@ -374,7 +374,7 @@ class Dot:
 
 
 def ranked_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> Markup:
-    """Render fractions in [0, 1] as bars, the greatest first; empty without bars."""
+    """Render fractions in [0, 1] as bars, the largest first; empty without bars."""
     ranked = sorted(bars, key=lambda bar: -bar.value)
     return macro("charts.html", "ranked_bars")(title, ranked, note) if bars else Markup()
 
@@ -382,9 +382,9 @@ def ranked_bars(title: str, bars: Sequence[Bar], *, note: str = "") -> Markup:
 def difference_bars(
     title: str, bars: Sequence[Bar], *, limits: tuple[float, float], note: str = ""
 ) -> Markup:
-    """Render differences in [−1, 1] on both sides of a line at 0, the greatest first.
+    """Render differences in [−1, 1] on both sides of a line at 0, the largest first.
 
-    ``limits`` are the least and greatest value of all charts that share one scale.
+    ``limits`` are the minimum and maximum over all charts that share one scale.
     """
     low, high = min(0.0, limits[0]), max(0.0, limits[1])
     ranked = sorted(bars, key=lambda bar: -bar.value)

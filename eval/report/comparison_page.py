@@ -221,8 +221,8 @@ def _curves(
 ) -> tuple[list[_Curve], list[int], str]:
     """Collect curves of at least ``least`` points over the datasets that all curves have, of the same data.
 
-    Of each dataset the first metric recorded counts. A dataset with few images per class has no score for many
-    shots: it counts as far as it goes. If the curves share no datasets, each has its own.
+    Each dataset contributes its first recorded metric. A dataset with few images per class has no scores for many
+    shots and contributes only to the others. If the curves share no datasets, each uses its own.
 
     Returns:
         The curves, all their numbers, and a description of the datasets.

@@ -1,7 +1,7 @@
 """Read results files of any number of models: a column per model, a row per score.
 
-Lines with the same weights are of one model, however it was named: as a run, a checkpoint, an export, or by another
-spelling of its path. Scores recorded by a training belong to the model that ``python -m eval run`` scored at that
+Lines with the same weights belong to one model, named as a run, a checkpoint, an export, or by another spelling
+of its path. Scores recorded by a training belong to the model that ``python -m eval run`` scored at that
 step. Of several steps of a training the last counts, besides checkpoints that were named explicitly.
 """
 
@@ -39,11 +39,11 @@ class Model:
         others: names besides ``name``, not counting other spellings of its path.
         run: the same for several models of one training.
         weights: as in the scores and their details; the hash of the file if it is known.
-        step: of its training, or None.
-        earlier_steps: of the same training, without rows of their own.
-        files: with its lines.
-        architecture: or "".
-        gflops: of its image tower for one image, or None if unknown.
+        step: its training step, or None.
+        earlier_steps: earlier steps of the same training, which have no rows of their own.
+        files: the files with its lines.
+        architecture: name of the architecture, or "".
+        gflops: GFLOPs of the image tower for one image, or None if unknown.
         provenance: the other fields of its last line.
     """
 
@@ -76,7 +76,7 @@ class ResultSet:
 
 @dataclass(frozen=True, kw_only=True)
 class _Origin:
-    """What a line says of its model: file, its absolute folder, and fields; text that is missing is ""."""
+    """A line's fields about its model, with the file and its absolute folder; missing text is ""."""
 
     file: Path
     folder: str
@@ -95,7 +95,7 @@ class _Origin:
 
     @cached_property
     def run(self) -> str:
-        """The same for all models of one run: the folder if the results are in it, otherwise the name."""
+        """Identifies the run of a model: the folder if the results are in it, otherwise the name."""
         return self.folder if self.short == PurePosixPath(self.folder).name else self.name
 
     @cached_property
@@ -163,7 +163,7 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
     kept, earlier = _last_steps(numbers)
     if dropped := sum(numbers[origin] not in kept for origin, _ in lines):
         notes.append(
-            f"{counted(dropped, 'score')} of earlier steps of a training left out; the page of its run has them."
+            f"{counted(dropped, 'score')} of earlier steps of a training left out; the run's own page shows them."
         )
     lines = [(origin, record) for origin, record in lines if numbers[origin] in kept]
     of_model: dict[int, list[_Line]] = {}
@@ -194,7 +194,9 @@ def read_result_set(results: Sequence[Path]) -> ResultSet:
         if count
     ]
     if replaced:
-        notes.append(f"Replaced by later scores on other images of the same name: {some(list(replaced))}.")
+        notes.append(
+            f"Replaced by later scores on different images with the same name: {some(list(replaced))}."
+        )
     models = _models([*of_model.values()], [earlier.get(number, ()) for number in of_model])
     notes += [
         f"{some(list(one.others))} {'has' if len(one.others) == 1 else 'have'} the same weights as {one.label}: "
@@ -368,7 +370,7 @@ class DataGroup:
     """Comparable scores: of the same images, as far as the lines say.
 
     Attributes:
-        revision: of their images; "" if unknown.
+        revision: the revision of their images; "" if unknown.
         n: number of items averaged over; None if unknown.
         rows: the scores.
         note: how this group differs from the others; "" for a single group.

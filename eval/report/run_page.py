@@ -63,21 +63,21 @@ class Result(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """Everything the page shows.
+    """The contents of a run folder that the page shows.
 
     Attributes:
-        name: of the folder.
-        config_text: as written, or "".
+        name: the folder's name.
+        config_text: the text of ``config.toml``, or "".
         config: parsed, {} if that fails.
-        steps: in the config.
+        steps: number of steps in the config.
         scored_on: the datasets of ``eval.data`` in the config.
-        first_score: the step of the first scores by the config; 0 if it does not say.
+        first_score: the step of the first scores according to the config, or 0.
         metrics: by name, the finite (step, value) points of a curve in order of steps.
-        results: in order of steps.
+        results: scores in order of steps.
         snapshots: at most five per dataset, evenly spaced, with the first and the last.
-        bad_samples: how many samples could not be used.
+        bad_samples: number of samples that could not be used.
         first_bad: shard, key and cause of the first few.
-        notes: what is missing or broken.
+        notes: notes on missing or broken files.
     """
 
     name: str
@@ -131,7 +131,7 @@ def _read(run: Path) -> RunFolder:
         try:
             config = tomllib.loads(config_text)
         except (ValueError, RecursionError) as error:  # ValueError also for numbers of thousands of digits
-            notes.append(f"config.toml does not parse ({error}); it is shown as it is.")
+            notes.append(f"config.toml is not valid TOML ({error}); it is shown as plain text.")
 
     columns: dict[str, dict[int, float]] = {name: {} for name in _METRICS}
     not_finite: set[str] = set()
@@ -491,7 +491,7 @@ def _score_charts(run: RunFolder) -> list[tuple[Series, Chart]]:
 
 
 def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine:
-    """Draw many points as a smoothed line before a band from the least to the greatest raw value."""
+    """Draw many points as a smoothed line before a band from the minimum to the maximum raw value."""
     if len(points) < _MANY:
         return ChartLine(name=name, points=points, summary=summary)
     buckets = downsample(points)

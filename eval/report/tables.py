@@ -1,10 +1,10 @@
 """The table of models × datasets with averages and published numbers, and all scores as CSV, LaTeX and Markdown.
 
 A dataset's score is its primary metric, in its main task and with the prompts that most models were scored with. An
-average covers the datasets that every model has, of those models that have any, so that columns are comparable.
-That of a suite uses the main task of each dataset and is left out if less than half of the suite is there. Datasets
-in no suite are averaged by task, metric and setting. Scores of other data under the same name have lines of their
-own, which no average counts.
+average covers the datasets that every model has, of those models that have any, so that columns are comparable. A
+suite's average uses the main task of each dataset, and is left out if over half of the suite is unavailable.
+Datasets in no suite are averaged by task, metric and setting. Scores of other data under the same name have their
+own lines, which are not averaged.
 """
 
 import csv
@@ -167,7 +167,7 @@ class TableRow:
 
     @cached_property
     def best(self) -> set[int]:
-        """The best models, including those that look equal; none if all look equal."""
+        """The best models, including those equal after rounding; none if all are equal."""
         texts = [self.text(value) for value in self.values]
         known = {text: value for text, value in zip(texts, self.values, strict=True) if value is not None}
         sign = -1 if lower_is_better(self.metric) else 1
@@ -181,11 +181,11 @@ class Line(TableRow):
 
     Attributes:
         dataset: its name.
-        task: of all cells.
+        task: the task of all cells.
         note: the task, prompt set, split, setting or data, if the dataset has several; or "".
-        setting: that averages distinguish; "" for tasks without training.
-        counted: whether averages of its task count it.
-        main: whether averages of suites count it: it is of the dataset's main task.
+        setting: the setting that averages distinguish; "" for tasks without training.
+        counted: whether averages of its task include it.
+        main: whether averages of suites include it, because its task is the dataset's main task.
     """
 
     dataset: str

@@ -1,4 +1,4 @@
-"""Tables of scores for the terminal, at most 80 columns wide; names from data cannot command it.
+"""Tables of scores for the terminal, at most 80 columns wide; control characters in names are escaped.
 
 On a narrower terminal the less important columns are left out, so that the metric and its value stay readable.
 """
@@ -32,7 +32,7 @@ __all__ = ["comparison_table", "score_table"]
 _WIDTH = 80
 _NAME = 20  # characters of a line of a dataset's name
 _LEAST_NAME = 7  # on a narrow terminal
-_METRIC = 9  # least characters of a metric, so that it breaks only between words
+_METRIC = 9  # minimum width of a metric, so that it breaks only between words
 _GAP = 2  # characters between columns
 _SHOTS = re.compile(r"(\d+)-shot ?(.*)")
 _HEADS = ("A", "B", "B − A [95%]", "p", "better")
@@ -196,8 +196,8 @@ def _interval(score: Score) -> str:
 def comparison_table(comparison: ModelComparison) -> RenderableType:
     """Show the differences of two models; A is the first and B the second.
 
-    A section has what p was corrected over, the datasets of one task, setting and metric; or for a single dataset,
-    all its metrics. On a narrow terminal columns are left out, last the difference.
+    A section has the datasets over which p was corrected (one task, setting and metric), or all metrics of a single
+    dataset. Narrow terminals show fewer columns; the difference is the last to be left out.
     """
     return _Fitted(lambda width: _differences(comparison, min(width, _WIDTH)))
 

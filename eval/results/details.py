@@ -65,7 +65,7 @@ def zero_shot_details(
         image_features: (N, D) unit norm, possibly memory-mapped.
         class_weights: (D, C) unit columns.
         logit_scale: exp(t) of the model.
-        seed: of the examples, which depend on nothing else but N and the predictions.
+        seed: seed of the examples, which otherwise depend only on N and the predictions.
         device: for the matrix products; by default that of the features.
 
     Raises:
@@ -197,7 +197,7 @@ def retrieval_details(
         pairs: (P, 2) int64, image and the number of one of its captions.
         right: by metric, (queries,) bool; "image_to_text_R@1" of the N images.
         values: by metric that is their mean, (queries,) float.
-        seed: of the examples.
+        seed: seed of the examples.
     """
     chosen = _choose_examples(right["image_to_text_R@1"], seed)
     device = text_features.device
@@ -246,7 +246,7 @@ def item_details(
     """Collect what a paired test needs, for any task.
 
     Args:
-        dataset: that was scored.
+        dataset: the scored dataset.
         task: as in the scores.
         n: number of items.
         setting: as in the scores.
@@ -281,7 +281,7 @@ def _choose_examples(right: Tensor, seed: int) -> list[int]:
 def take_snapshot(
     subject: Subject, *, step: int, queries: Sequence[str] | None = None, seed: int = 0
 ) -> Snapshot:
-    """Collect what the report shows of a dataset at a step of the training.
+    """Collect what the report shows about a dataset at a training step.
 
     The images and queries depend only on the dataset and the seed, so that they can be followed from step to step.
     Only texts without features are encoded: queries, and captions of the similarity matrix. The global random
@@ -289,10 +289,10 @@ def take_snapshot(
 
     Args:
         subject: the model and the dataset.
-        step: of the training.
+        step: the training step.
         queries: at most 32 texts to search images for. By default prompts of classes spread over the list, or
             captions if there are no classes.
-        seed: of the choice of images.
+        seed: seed for choosing images.
 
     Raises:
         DataError: the dataset is empty, the features are not finite, or there are too many queries.
@@ -425,7 +425,7 @@ def _thumbnails(dataset: EvalDataset, numbers: Sequence[int]) -> dict[str, Thumb
 
 
 def _thumbnail(dataset: EvalDataset, number: int, alt: str) -> Thumbnail:
-    """Shrink an image; without content if it can no longer be read or does not decode."""
+    """Return a thumbnail, empty if the image can no longer be read or decoded."""
     from PIL import Image
 
     from clipkit.files import decode_image

@@ -1,6 +1,6 @@
-"""Record types of snapshots and details, and their files.
+"""Records of snapshots and details, and their files.
 
-A snapshot is what the report of a training run shows of one step and dataset; it is stored in
+A snapshot is what the report of a training run shows for one step and dataset; it is stored in
 ``snapshots/step_<8 digits>.<dataset>.json`` of the run folder. Details are what a page and a paired test need
 besides the scores of one model, dataset and task; ``runs/a/results.jsonl`` has them in ``runs/a/results.details/``.
 """
@@ -240,9 +240,9 @@ class Packed:
                 values = np.frombuffer(raw, dtype=np.dtype(self.kind).newbyteorder("<"))
                 complete = len(values) == self.n
         except (binascii.Error, zlib.error, ValueError) as error:
-            raise DataError(f"values of {self.n:,} items do not unpack ({error})") from error
+            raise DataError(f"cannot unpack the values of {self.n:,} items ({error})") from error
         if not complete:
-            raise DataError(f"values of {self.n:,} items do not unpack: there are more or fewer")
+            raise DataError(f"cannot unpack the values of {self.n:,} items: there are more or fewer")
         return torch.from_numpy(values.astype(np.int64) if self.kind == "uint32" else values.copy())
 
 
@@ -276,12 +276,12 @@ class Details:
         dataset: as in the scores, as are ``task``, ``weights`` (set by ``write_details``), ``split``,
             ``prompt_set``, ``setting`` and ``data_revision``.
         n: number of items.
-        class_names: of the C classes.
+        class_names: names of the C classes.
         class_counts: (C,) images of each class; () if an image has no class or several.
         class_right: (C,) those of them predicted correctly.
         mistakes: (true class, predicted class, count), the most frequent first.
         matrix: the (C · C) cells of the confusion matrix by rows, one for each true class, if there are few.
-        bins: of the reliability diagram.
+        bins: bins of the reliability diagram.
         examples: predictions to show. For retrieval, captions with their cosine similarities; equal captions
             count once.
         candidates: for retrieval, the number of captions; otherwise 0.
@@ -292,7 +292,7 @@ class Details:
         chosen_c: for a probe, C (the inverse of the regularization strength) chosen on validation images.
         chosen_rate: for a fine-tuned model, its learning rate.
         tuned_on: images that a hyperparameter was chosen on: "val", or "a fifth of train".
-        superclass_names: of groups of classes.
+        superclass_names: names of groups of classes.
         superclass_matrix: their confusion matrix by rows.
     """
 
@@ -329,11 +329,11 @@ class Details:
         if self.matrix is not None and self.matrix.n != classes**2:
             raise ValueError(f"expected a confusion matrix of {classes} classes")
         if any(max(label, predicted) >= classes for label, predicted, _ in self.mistakes):
-            raise ValueError(f"a mistake is of a class beyond the {classes} classes")
+            raise ValueError(f"a mistake has a class beyond the {classes} classes")
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Identifies the details: writing the same key again replaces them."""
+        """The key of the details; writing the same key again replaces them."""
         return self.weights, self.dataset, self.split, self.task, self.prompt_set, self.setting
 
     @property
@@ -412,7 +412,7 @@ def write_details(results: Path, details: Details, *, weights: str) -> Path:
 
     Args:
         results: the file that the scores are appended to.
-        details: of one dataset and task.
+        details: the details of one dataset and task.
         weights: as in the scores.
 
     Raises:

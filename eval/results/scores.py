@@ -56,10 +56,10 @@ class Score:
         low: lower end of the 95% interval, if there is one.
         high: upper end.
         chance: mean of random guessing; None if that is not one number.
-        split: of the dataset.
+        split: the dataset's split.
         prompt_set: name of the prompts, "own" for those stored with the images; "" if none are used, and for
-            retrieval with captions as they are.
-        setting: of the task, such as "4-shot"; "" if it has none.
+            retrieval with unchanged captions.
+        setting: the task's setting, such as "4-shot"; "" if it has none.
     """
 
     dataset: str
@@ -83,7 +83,7 @@ class Record:
 
     Attributes:
         dataset: as in ``Score``, as are the next ones.
-        step: of the training.
+        step: the training step.
         seconds: duration of the task.
         line: all fields as written.
         model: its column in a ``ResultSet``.
@@ -112,7 +112,7 @@ class Record:
 
     @property
     def series(self) -> Series:
-        """What scores of one metric at several steps have in common."""
+        """The key shared by scores of one metric at several steps."""
         return self.dataset, self.split, self.task, self.prompt_set, self.setting
 
     @property
@@ -143,7 +143,7 @@ def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterato
     Args:
         path: the file.
         notes: receives a note on lines without a dataset, task, metric or finite value, and on a missing file.
-        consequence: of a missing file, for its note; "" for no note.
+        consequence: the consequence of a missing file, for its note; "" for no note.
     """
     skipped = 0
     for line in json_lines(path, notes, consequence):
@@ -184,8 +184,8 @@ def append_results(
 ) -> None:
     """Append one line per score: step, the score's fields, the duration of its task, and the provenance.
 
-    The file is locked meanwhile, so that lines of concurrent programs do not mix. An incomplete line at the end of
-    the file, left by a killed program, is terminated first.
+    The file is locked while writing, so that lines of concurrent programs do not mix. An incomplete line at the end
+    of the file, left by a killed program, is terminated first.
 
     Raises:
         DataError: the file cannot be written.
@@ -273,8 +273,8 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
     """Describe where a score comes from: versions, weights, data, prompts, dtype, preprocessing, time.
 
     Args:
-        model: that encoded (call this under the same autocast).
-        dataset: it was scored on.
+        model: the model (call this under the autocast that it was scored with).
+        dataset: the dataset that it was scored on.
         weights: as ``weights_id`` names them, or any other description.
     """
     prompts = dataset.prompts()

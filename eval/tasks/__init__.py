@@ -1,4 +1,4 @@
-"""Tasks: what a model can be scored on with a dataset.
+"""Tasks that a model can be scored on.
 
 ``TASKS`` maps names to entries. The module of a task is imported when it runs.
 """
@@ -28,15 +28,15 @@ class Options:
     """Options of the tasks, validated on construction.
 
     Attributes:
-        seed: of drawing example images, and validation images from the training split.
+        seed: seed for drawing example images, and validation images from the training split.
         layers: linear-probe: blocks of the image tower to probe too, from 1; True for all.
         shots: few-shot: images per class. Numbers that the smallest class does not have are skipped.
         seeds: few-shot: one draw for each.
         estimators: few-shot: "ridge" and "logistic".
         tuned: few-shot: whether C of the logistic regression is chosen on all validation images, as in the CLIP
             paper.
-        neighbours: knn: numbers of voting neighbours.
-        epochs: fine-tune: times that each image is seen.
+        neighbours: knn: numbers of voting neighbors.
+        epochs: fine-tune: number of epochs.
         rates: fine-tune: learning rates to choose from.
         fine_tune_batch: fine-tune: batch size.
         runs: fine-tune: folder of training runs; by default in the cache folder.
@@ -187,7 +187,11 @@ def _few_shot_options(parser: argparse.ArgumentParser) -> None:
         help=f"few-shot: seeds of the draws (default: {_listed(Options.seeds)})",
     )
     parser.add_argument(
-        "--estimators", nargs="+", choices=_ESTIMATORS, default=_ESTIMATORS, help="few-shot: default: both"
+        "--estimators",
+        nargs="+",
+        choices=_ESTIMATORS,
+        default=_ESTIMATORS,
+        help="few-shot: classifiers (default: both)",
     )
     parser.add_argument(
         "--tuned",
@@ -203,7 +207,7 @@ def _knn_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=Options.neighbours,
         metavar="K",
-        help=f"knn: default: {_listed(Options.neighbours)}",
+        help=f"knn: numbers of neighbors (default: {_listed(Options.neighbours)})",
     )
 
 
@@ -211,7 +215,11 @@ def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
     positive = number(0, 1e6, above=True)
     epochs = Options.epochs
     parser.add_argument(
-        "--epochs", type=positive, default=epochs, metavar="E", help=f"fine-tune: default: {epochs:g}"
+        "--epochs",
+        type=positive,
+        default=epochs,
+        metavar="E",
+        help=f"fine-tune: number of epochs (default: {epochs:g})",
     )
     parser.add_argument(
         "--rates",
@@ -219,7 +227,7 @@ def _fine_tune_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=Options.rates,
         metavar="LR",
-        help="fine-tune: learning rates, of which the best on the validation split is used "
+        help="fine-tune: learning rates; the best on the validation split is used "
         f"(default: {_listed(Options.rates)})",
     )
     parser.add_argument(
@@ -256,7 +264,7 @@ TASKS: Mapping[str, Task] = {
         depends_on=("seed", "layers"),
     ),
     "few-shot": Task(
-        summary="learn classes from 1, 2, 4, 8 and 16 images each",
+        summary="train classifiers on 1, 2, 4, 8 and 16 images per class",
         function="eval.tasks.probe:few_shot",
         fits="labels",
         metric="acc1",
@@ -265,7 +273,7 @@ TASKS: Mapping[str, Task] = {
         depends_on=("shots", "seeds", "estimators", "tuned"),
     ),
     "knn": Task(
-        summary="classify images by their nearest neighbours in the training split",
+        summary="classify images by their nearest neighbors in the training split",
         function="eval.tasks.probe:knn",
         fits="labels",
         metric="acc1",
@@ -275,7 +283,7 @@ TASKS: Mapping[str, Task] = {
         depends_on=("neighbours",),
     ),
     "retrieval": Task(
-        summary="find captions by image and images by caption",
+        summary="retrieve captions by image and images by caption",
         function="eval.tasks.retrieval:retrieval",
         fits="captions",
         texts="caption_prompts",

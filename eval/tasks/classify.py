@@ -66,9 +66,9 @@ def classification_scores(
     """Score a classifier.
 
     Args:
-        answers: of the classifier on a dataset.
+        answers: the classifier's predictions on a dataset.
         task: for the scores, such as "zero-shot".
-        metrics: those of a card, of which classification metrics are used; empty for the default ones.
+        metrics: a card's metrics, of which only classification metrics are used; empty for the default ones.
         setting: for the scores, such as "4-shot".
 
     Raises:

@@ -1,4 +1,4 @@
-"""The task ``compositional``: choose between captions that differ in word order or choice, or images of a cue.
+"""The task ``compositional``: choose between similar captions, or find the images of a cue.
 
 Winoground          ``text``, ``image`` and ``group``: datasets with ``choices`` and two images per item
 SugarCrepe, ARO     ``accuracy``: other datasets with ``choices``. If the metadata names the relation or pair of

@@ -5,7 +5,7 @@ cosines with its rows. Of several learning rates the best on validation images i
 again, on training and validation images, and tested once. Trainings follow configs/finetune.toml with all layers
 trained from the start and no weight averages.
 
-The trainings, the scores by rate and a copy of the images are kept in a folder named after a digest of their
+The trainings, the scores by rate and a copy of the images are stored in a folder named after a digest of their
 inputs: interrupted trainings resume, and nothing is trained twice.
 """
 
@@ -52,10 +52,10 @@ _log = logging.getLogger("eval")
 _PROGRAM = Path(__file__).parents[2] / "train.py"
 _CONFIG = _PROGRAM.parent / "configs" / "finetune.toml"
 _FORMATS = {b"\x89P": "png", b"RI": "webp", b"GI": "gif", b"BM": "bmp", b"II": "tif", b"MM": "tif"}
-_PICTURES, _HEAD = "pictures", "head"
+_IMAGES, _HEAD = "pictures", "head"
 _HELD = "another training"  # in train.py's error about a run that an orphaned process still trains
-_WAIT = 1.0  # seconds between two looks at another process
-_KEPT = "what was trained is kept, and the same command goes on from there"
+_WAIT = 1.0  # seconds between two checks of another process
+_KEPT = "progress is saved; run the same command again to continue"
 
 LabelledImage = tuple[EvalDataset, int, int]  # a dataset, the number of the image, its class
 
@@ -69,11 +69,11 @@ class ClassTraining:
     """A folder of trainings of one model on one set of images.
 
     Attributes:
-        folder: of the trainings.
-        epochs: times that each image is seen.
+        folder: the folder.
+        epochs: number of epochs.
         batch_size: over all devices; reduced to the number of images.
-        seed: of the order and the crops.
-        device: of the trainings; on CUDA, all GPUs of this machine are used.
+        seed: seed of the order and the crops.
+        device: device of the trainings; on CUDA, all GPUs of this machine are used.
     """
 
     folder: Path
@@ -93,7 +93,7 @@ class ClassTraining:
 
         Args:
             head: the initial model, see ``with_class_head``.
-            names: of its classes.
+            names: names of its classes.
             learn: images to learn from.
             tune: images to choose a learning rate on.
 
@@ -103,11 +103,11 @@ class ClassTraining:
         """
         if not (self.folder / _HEAD).exists():
             save_model(head, self.folder / _HEAD)
-        if (self.folder / _PICTURES).exists():
+        if (self.folder / _IMAGES).exists():
             return
-        for left in self.folder.glob(f".{_PICTURES}.partial-*"):  # by a killed process
+        for left in self.folder.glob(f".{_IMAGES}.partial-*"):  # of a killed process
             shutil.rmtree(left, ignore_errors=True)
-        with DatasetWriter(self.folder / _PICTURES) as writer:
+        with DatasetWriter(self.folder / _IMAGES) as writer:
             for split, images in (("train", learn), (TEST, tune)):
                 for place, (image, label) in enumerate(_read(images)):
                     record = Record(
@@ -124,7 +124,7 @@ class ClassTraining:
         """Train on the images to learn from; return the metrics of the images to tune on."""
         run = self.folder / f"rate_{rate!r}"
         steps = self._train(
-            head, run, rate, ("train",), say, "eval.data=" + json.dumps([str(self.folder / _PICTURES)])
+            head, run, rate, ("train",), say, "eval.data=" + json.dumps([str(self.folder / _IMAGES)])
         )
         lines = [line for line in latest_results(run / "results.jsonl") if line.get("step") == steps]
         return {line["metric"]: float(line["value"]) for line in lines}
@@ -132,13 +132,13 @@ class ClassTraining:
     def final(self, head: CLIP, rate: float, say: str) -> Path:
         """Train on all images; return the run folder."""
         run = self.folder / f"final_{rate!r}"
-        splits = [one for one in ("train", TEST) if (self.folder / _PICTURES / one).is_dir()]
+        splits = [one for one in ("train", TEST) if (self.folder / _IMAGES / one).is_dir()]
         self._train(head, run, rate, splits, say, "eval.data=[]")
         return run
 
     def _train(self, head: CLIP, run: Path, rate: float, splits: Sequence[str], say: str, *more: str) -> int:
         """Train, or resume, to the end; return the number of steps."""
-        pictures, log = self.folder / _PICTURES, run.with_name(f"{run.name}.log")
+        pictures, log = self.folder / _IMAGES, run.with_name(f"{run.name}.log")
         counts: dict[str, int] = json.loads((pictures / "card.json").read_text(encoding="utf-8"))["samples"]
         samples = sum(counts[one] for one in splits)
         batch_size = max(2, min(self.batch_size, samples))
@@ -189,7 +189,7 @@ class ClassTraining:
         if status == 0 or status > 128:  # 128 + the signal that stopped it
             return ""
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return next((line for line in lines if line.startswith("error: ")), f"it ended with status {status}")
+        return next((line for line in lines if line.startswith("error: ")), f"it exited with status {status}")
 
 
 def _read(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
@@ -230,8 +230,9 @@ def _model_settings(head: CLIP) -> dict[str, object]:
         if shape is not None and replace(shape, text=wanted.text) == wanted:
             return {"model.name": known, "model.image": image, "model.image_size": size}
     raise ConfigError(
-        "fine-tuning needs a model whose architecture has a name that train.py knows, "
-        f"{f'not {head.name!r}' if head.name else 'and this one has none'}: train one by model.name and model.image"
+        "fine-tuning needs a model with an architecture that train.py knows by name, "
+        f"{f'not {head.name!r}' if head.name else 'and this one has none'}: "
+        "train one with model.name and model.image"
     )
 
 
@@ -240,11 +241,11 @@ def only_one(folder: Path) -> Iterator[None]:
     """Wait until no other process trains in a folder; create it if it does not exist.
 
     Raises:
-        ConfigError: its name cannot be a training's.
+        ConfigError: its name has braces.
         DataError: it cannot be created or written, or what is in it is damaged.
     """
     if "{" in str(folder) or "}" in str(folder):
-        raise ConfigError(f"{folder} has braces, which would be expanded: give another folder by --runs")
+        raise ConfigError(f"{folder} has braces, which would be expanded: choose another folder with --runs")
     made = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -263,9 +264,9 @@ def only_one(folder: Path) -> Iterator[None]:
         raise DataError(str(error)) from error
     except OSError as error:
         if made and not folder.is_dir():
-            raise DataError(f"{folder} was removed meanwhile: the same command begins again") from error
+            raise DataError(f"{folder} was removed meanwhile: run the same command to start over") from error
         what = f"{error.filename or folder}: {error.strerror or error}"
-        raise DataError(f"{what}: make room there, or give another folder by --runs; {_KEPT}") from error
+        raise DataError(f"{what}: free space there, or choose another folder with --runs; {_KEPT}") from error
 
 
 @contextmanager
@@ -291,17 +292,17 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
         ConfigError: train.py cannot build the model by name, or there are several ranks.
     """
     if subject.encoder.ranks.world > 1:
-        raise ConfigError("fine-tune starts processes of its own on all GPUs: run it without torchrun")
+        raise ConfigError("fine-tune starts its own processes on all GPUs: run it without torchrun")
     dataset, rates = subject.dataset, tuple(map(float, options.rates))
     metrics = fitting_metrics(dataset, subject.metrics)
-    train = training_split(subject, "train", "fine-tuning", unseen="which are known by their prompts alone")
+    train = training_split(subject, "train", "fine-tuning", unseen="initialized only from their prompts")
     if labels_of(train).ndim != 1:
-        raise DataError(f"dataset {dataset.name} has several labels per image, fine-tuning takes one")
+        raise DataError(f"dataset {dataset.name} has several labels per image, but fine-tuning needs one")
     if len(rates) > 1 or (dataset.split != "val" and subject.split("val") is not None):
         try:
             chosen, held, tuned_on = learn_and_tune(subject, train, options.seed)
         except NothingToTuneOn as error:
-            raise DataError(f"{error}; one rate, by --rates, needs none") from error
+            raise DataError(f"{error}; a single value of --rates needs none") from error
         learn, tune = _images(*chosen), _images(*held)
     else:
         learn, tune, tuned_on = _images(train, None), [], ""
@@ -378,7 +379,7 @@ def _name(
 def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: str, name: str) -> float:
     """Return the rate with the best metric on the images to tune on; of equal ones, the first.
 
-    The metrics of each rate are kept in a file, its training is not.
+    The metrics of each rate are stored in a file, its training is not.
 
     Raises:
         DataError: all rates diverge, or a training failed.
@@ -403,14 +404,14 @@ def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: s
     if diverged := [f"{rate:g}" for rate, value in values.items() if not value]:
         shown = ", ".join(diverged)
         if len(diverged) == len(rates):
-            raise DataError(f"fine-tuning on {name} diverges at all of the rates {shown}: give lower --rates")
-        _log.warning("dataset %s: at the rates %s the training diverges", name, shown)
+            raise DataError(f"fine-tuning on {name} diverges at all of the rates {shown}: use lower --rates")
+        _log.warning("dataset %s: training diverges at the rates %s", name, shown)
     rate = max(rates, key=lambda one: values[one].get(metric, values[one].get("acc1", -math.inf)))
     if rate in (min(rates), max(rates)):
         _log.warning(
-            "dataset %s: of the rates %s, the %s is best: others beyond it may be better",
+            "dataset %s: of the rates %s, the %s is best; %s rates may be better",
             name,
             ", ".join(f"{one:g}" for one in sorted(rates)),
-            "lowest" if rate == min(rates) else "highest",
+            *(("lowest", "lower") if rate == min(rates) else ("highest", "higher")),
         )
     return rate

@@ -144,7 +144,7 @@ class LogisticProblem:
             self._always = positive == self._n
             self._present = ((positive > 0) & ~self._always).nonzero()[:, 0]
             if not len(self._present):
-                raise DataError("no class that some training images show and others do not")
+                raise DataError("every class is in all or none of the training images")
             targets = labels[:, self._present]
         self._binary = labels.ndim == 1 and len(self._present) == 2
         self._softmax = labels.ndim == 1 and not self._binary
@@ -163,7 +163,7 @@ class LogisticProblem:
             mean += block.to(self._device, torch.float64).sum(dim=0)
         self._mean = mean / self._n
         if not bool(self._mean.isfinite().all()):
-            raise DataError("features of training images that are not finite")
+            raise DataError("the features of training images are not finite")
         covariance = torch.zeros(width, width, dtype=torch.float64, device=self._device)
         for _, block in self._rows.blocks(self._block):
             centred = block.to(self._device, torch.float64) - self._mean

@@ -61,11 +61,11 @@ _log = logging.getLogger("eval")
 
 # Which images a task learns from and tunes on.
 
-CARVED = 5  # one of so many training images is tuned on
+CARVED = 5  # one of this many training images is used for tuning
 
 
 class NothingToTuneOn(DataError):
-    """There is no split ``val``, and no class of ``train`` can spare an image for one."""
+    """There is no split ``val``, and no class of ``train`` has an image to spare for one."""
 
 
 def training_split(
@@ -74,9 +74,9 @@ def training_split(
     """Return a split to learn from, with the classes of the one that is scored.
 
     Args:
-        subject: with the dataset.
-        split: name of the split.
-        learner: for messages.
+        subject: the model and the dataset.
+        split: name of the split to learn from.
+        learner: description of the task, for messages.
         unseen: what becomes of classes without training images, for a warning.
 
     Raises:
@@ -95,7 +95,7 @@ def training_split(
         counts = torch.bincount(labels, minlength=len(dataset.class_names)).tolist()
         if empty := [repr(name) for name, n in zip(dataset.class_names, counts, strict=True) if not n]:
             _log.warning(
-                "dataset %s: classes without an image to learn from, %s: %s",
+                "dataset %s: classes without training images, %s: %s",
                 dataset.name,
                 unseen,
                 some(empty),
@@ -115,7 +115,7 @@ def _labels_like(dataset: EvalDataset, other: EvalDataset) -> Tensor:
 
 def _one_label(dataset: EvalDataset, labels: Tensor, learner: str) -> None:
     if labels.ndim != 1:
-        raise DataError(f"dataset {dataset.name} has several labels per image, {learner} takes one")
+        raise DataError(f"dataset {dataset.name} has several labels per image, but {learner} needs one")
 
 
 Chosen = tuple[EvalDataset, Tensor | None]  # a split, and the numbers of its images or None for all
@@ -264,7 +264,7 @@ def sweep(
         val: features to tune on.
         val_labels: as the training labels.
         classes: C.
-        metric: of ``tuning_metric``.
+        metric: the result of ``tuning_metric``.
         device: of the computation; the CPU by default.
         refit: whether the final fit includes the validation images.
 
@@ -325,7 +325,7 @@ class LinearProbe:
     """The result of a linear probe.
 
     Attributes:
-        scores: of the test images.
+        scores: scores on the test images.
         answers: predictions for the test images.
         setting: "", or "layer K".
         tuned_on: "val", or "a fifth of train".
@@ -349,7 +349,7 @@ def linear_probes(
     Args:
         subject: with a split ``train``, and perhaps ``val``.
         layers: blocks of the image tower, from 1, whose class token is probed; True for all.
-        seed: of drawing the images to tune on if there is no split ``val``.
+        seed: seed for drawing the images to tune on if there is no split ``val``.
 
     Raises:
         DataError: there is nothing to learn from, or a metric is undefined for the labels.
@@ -512,10 +512,10 @@ def _possible(subject: Subject, wanted: Sequence[int], most: int, unit: str, rea
     name = subject.dataset.name
     possible = sorted({k for k in wanted if k <= most})
     if not possible:
-        raise DataError(f"dataset {name}: {reason} to learn from, ask for at most {most:,}")
+        raise DataError(f"dataset {name}: {reason} to learn from; use at most {most:,}")
     if left_out := sorted({k for k in wanted if k > most}):
         _log.warning(
-            "dataset %s: %s%s left out, %s to learn from", name, ", ".join(map(str, left_out)), unit, reason
+            "dataset %s: skipping %s%s, %s to learn from", name, ", ".join(map(str, left_out)), unit, reason
         )
     return possible
 
@@ -590,7 +590,7 @@ def ridge_classifier(features: Tensor, labels: Tensor, classes: int, *, penalty:
     return torch.cat([slopes, bias[None]]).float()
 
 
-# k nearest neighbours, by the protocol of DINO (Caron et al. 2021, arXiv 2104.14294) with projected features: the k
+# k nearest neighbors, by the protocol of DINO (Caron et al. 2021, arXiv 2104.14294) with projected features: the k
 # training images of largest cosine similarity s vote with weight exp(s / 0.07), or in the setting "plain" with
 # weight 1. Equal votes go to the class of lower index, as in scikit-learn; of equal similarities at the k-th place
 # the training image of lower index is taken.
@@ -646,14 +646,14 @@ def nearest_neighbours(
 def votes(
     neighbours: Neighbours, labels: Tensor, classes: int, k: int, *, temperature: float | None = TEMPERATURE
 ) -> Tensor:
-    """Return the fraction of the votes that each class gets, (Q, C) float32.
+    """Return each class's fraction of the votes, (Q, C) float32.
 
     Args:
         neighbours: at least k of each image.
         labels: (N,) int64 of the training images.
         classes: C.
         k: number of votes.
-        temperature: of the weights exp(s / temperature); None for equal weights.
+        temperature: T of the weights exp(s / T); None for equal weights.
     """
     similarity = neighbours.similarity[:, :k].double()
     if temperature is None:
@@ -681,11 +681,11 @@ def knn(subject: Subject, options: Options) -> Outcome:
     """
     dataset = subject.dataset
     metrics = _without_probabilities(fitting_metrics(dataset, subject.metrics))
-    train = training_split(subject, "train", "a vote of neighbours")
+    train = training_split(subject, "train", "nearest-neighbor classification")
     labels, classes = labels_of(train), len(dataset.class_names)
-    _one_label(dataset, labels, "a vote of neighbours")
+    _one_label(dataset, labels, "nearest-neighbor classification")
     n = len(labels)
-    possible = _possible(subject, options.neighbours, n, " neighbours", f"there are {counted(n, 'image')}")
+    possible = _possible(subject, options.neighbours, n, " neighbors", f"there are {counted(n, 'image')}")
     found = nearest_neighbours(
         subject.images().projected, subject.images("train").projected, possible[-1], device=subject.device
     )

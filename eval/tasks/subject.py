@@ -43,8 +43,8 @@ def metric_scores(
     """Compute metrics, without those that are undefined for these inputs.
 
     Args:
-        dataset: that was scored.
-        names: of the metrics.
+        dataset: the scored dataset.
+        names: names of the metrics.
         inputs: what metrics of their kind are computed from.
         task: for the scores, like the other arguments.
         prompt_set: "" if there is none.

@@ -78,7 +78,7 @@ def test_what_cannot_be_done_is_told_and_the_rest_goes_on(
     assert sorted(line.partition(": ")[0] for line in said) == ["not scored"] * 2
     assert "no captions" in "".join(said) and "no train split" in "".join(said)
     assert main([*asked, "--shots", "1", "2", "--model", f"{run}/checkpoints", "--skip-existing"]) == 0
-    assert capsys.readouterr().err.splitlines()[0] == f"{run} does not have all of its scores:"
+    assert capsys.readouterr().err.splitlines()[0] == f"some scores of {run} are missing:"
     assert len(read_results(out)) == 4
 
 

@@ -98,7 +98,9 @@ def test_differences_agree_with_the_metrics(results: Path) -> None:
     assert recall.test.difference == pytest.approx(recall.second - recall.first)
     assert recall.beyond_chance
     assert by_key["glyphs", "acc1"].p == 1.0
-    said = "zero-shot on digits, glyphs, icons: no test of ece, as the details do not hold it item by item"
+    said = (
+        "zero-shot on digits, glyphs, icons: ece cannot be tested: the details have no per-item values of it"
+    )
     assert found.refused == (said,)
     text = printed(found)
     assert "2 of 6 differences are beyond chance" in " ".join(text.split())
@@ -112,7 +114,7 @@ def test_differences_agree_with_the_metrics(results: Path) -> None:
         ({"n": 399}, "the numbers of items differ (400 and 399)"),
         ({"prompt_set": "openai"}, "the prompt sets differ (own and openai)"),
         ({"prompts": "p2"}, "the prompts of set own differ (p1 and p2)"),
-        ({"details": False}, "there are no details of the items"),
+        ({"details": False}, "there are no per-item details"),
     ],
 )
 def test_incomparable_scores_are_refused(results: Path, more: dict[str, Any], said: str) -> None:
@@ -131,7 +133,7 @@ def test_items_in_another_order_are_refused(results: Path) -> None:
     details = prediction_details(dataset("digits"), guesses(0.8, 2), task="zero-shot")
     moved = {**vars(details), "labels": pack(LABELS.flip(0))}
     write_details(results, type(details)(**moved), weights="sha256:large000000")
-    assert "in another order" in compare([results], "small", "large").refused[0]
+    assert "differ in order" in compare([results], "small", "large").refused[0]
 
 
 def test_details_of_other_scores_are_refused(results: Path) -> None:
@@ -148,7 +150,7 @@ def test_details_of_other_scores_are_refused(results: Path) -> None:
         file.write(json.dumps({**line, "prompt_set": "own", "metric": "acc1", "value": 0.123}) + "\n")
     found = compare([results], "small", "large")
     assert [one.metric for one in found.differences] == ["mean_per_class_recall"]
-    assert "zero-shot on digits: acc1: the details are not those of these scores" in found.refused
+    assert "zero-shot on digits: acc1: the details do not match the scores" in found.refused
 
 
 def test_means_and_areas(results: Path) -> None:
@@ -199,14 +201,16 @@ def test_models_are_found_by_name_weights_or_file(results: Path, tmp_path: Path)
         ConfigError, match=r"'small' is neither a results file .*compare MODEL_A MODEL_B --results FILE"
     ):
         compare([], "small", "large")
-    with pytest.raises(ConfigError, match="no results of a model 'huge'"):
+    with pytest.raises(ConfigError, match="no results for model 'huge'"):
         compare([results, other], "small", "huge")
     with pytest.raises(ConfigError, match="are the same model"):
         compare([results, other], "small", "small")
     add(other, "small", "digits", guesses(0.6, 1), weights="sha256:x")
-    with pytest.raises(ConfigError, match=r"is several models: name one of small \(small0*\), small \(x\)"):
+    with pytest.raises(
+        ConfigError, match=r"matches several models: choose one of small \(small0*\), small \(x\)"
+    ):
         compare([results, other], "small", "large")
-    several = f"other.jsonl holds several models .*compare MODEL_A MODEL_B --results {other}"
+    several = f"other.jsonl contains several models .*compare MODEL_A MODEL_B --results {other}"
     with pytest.raises(ConfigError, match=several):
         compare([], str(results), str(other))
     add(other, "tiny", "icons", guesses(0.6, 1))

@@ -28,7 +28,7 @@ def test_what_the_report_command_writes_and_says(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     assert said.out == as_csv([path])
     assert said.err.startswith(f"wrote {tmp_path / 'page.html'}\nnote: results.jsonl: one line")
-    with pytest.raises(ConfigError, match="--csv - and --latex - both print"):
+    with pytest.raises(ConfigError, match="--csv - and --latex - both write to standard output"):
         main(["report", str(path), "--csv", "-", "--latex", "-"])
 
 
@@ -50,7 +50,7 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr()
     assert "of 1 differences are beyond chance" in " ".join(said.out.split())
     assert said.err.splitlines() == [
-        f"note: {path} has scores of steps 10, 20: the last is compared" for path in results
+        f"note: {path} has scores for steps 10, 20; using the last" for path in results
     ]
     asked = [part for run in runs for part in ("--results", str(run))]  # runs where files are asked for
     assert main(["compare", "a", "b", *asked]) == 0
@@ -96,11 +96,9 @@ def test_a_checkpoint_that_is_named_is_the_one_that_is_compared(
         assert "A: a at step 20 B: a at step 30" in " ".join(said.out.split())
         assert said.err == ""
     assert main(["compare", first, str(run)]) == 0
-    assert (
-        capsys.readouterr().err == f"note: {results} has scores of steps 10, 20, 30: the last is compared\n"
-    )
+    assert capsys.readouterr().err == f"note: {results} has scores for steps 10, 20, 30; using the last\n"
     other = str(run / "checkpoints" / "step_00000010")  # which only its training has scored
-    with pytest.raises(ConfigError, match=r"no scores of the checkpoint '.*step_00000010': score it by"):
+    with pytest.raises(ConfigError, match=r"no scores for checkpoint '.*step_00000010': score it with"):
         main(["compare", other, last])
 
 
@@ -116,15 +114,17 @@ def test_what_is_written_takes_the_place_of_nothing_else(tmp_path: Path, option:
     for source in (run, results):
         for place in (results, run / ".." / "run" / "results.jsonl", linked, tmp_path / "other.jsonl"):
             with pytest.raises(
-                ConfigError, match=f"^{option} .* is a file of results or of a run: name another"
+                ConfigError, match=f"^{option} .* is a results file or belongs to a run: choose another"
             ):
                 main(["report", str(source), option, str(place)])
-    with pytest.raises(ConfigError, match="is a file of results or of a run"):
+    with pytest.raises(ConfigError, match="is a results file or belongs to a run"):
         main(["report", str(run), option, str(plain)])
-    with pytest.raises(ConfigError, match=f"^{option} .: name the file to write, such as scores"):
+    with pytest.raises(
+        ConfigError, match=f"^{option} .: expected the name of a file to write, such as scores"
+    ):
         main(["report", str(results), option, ""])
     other = "--markdown" if option == "--latex" else "--latex"
-    with pytest.raises(ConfigError, match=r"would overwrite the file of --.*: name two files"):
+    with pytest.raises(ConfigError, match=r"would overwrite the output of --.*: choose different files"):
         main(["report", str(results), option, str(tmp_path / "a"), other, str(tmp_path / "a")])
     assert read_results(results) and config.read_text() == "steps = 3\n" and linked.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linked.html", "plain", "run"]

@@ -81,7 +81,7 @@ def test_all_tasks_of_a_dataset_and_nothing_twice(
     capsys.readouterr()
     assert main([*arguments, "--shots", "1", "2", "--layers", "--skip-existing"]) == 0
     assert out.read_bytes() == before
-    assert f"wrote 0 lines to {out}, skipped {len(found)} that exist" in capsys.readouterr().out
+    assert f"wrote 0 lines to {out}, skipped {len(found)} existing" in capsys.readouterr().out
     assert main([*arguments, "--shots", "1", "--layers", "--skip-existing"]) == 0  # another choice of shots
     added = read_results(out)[len(found) :]
     assert {line["task"] for line in added} == {"few-shot"}
@@ -195,7 +195,7 @@ def test_verify_with_a_stand_in(
     assert expect(measured["acc1"] + 0.011, 0.01) == 1
     told = capsys.readouterr().out
     assert "FAILS" in told and "expected by a test" in told
-    with pytest.raises(ConfigError, match="no scores are known of 'somebody'"):
+    with pytest.raises(ConfigError, match="no scores are known for 'somebody'"):
         main(["verify", "--model", str(run), "--as", "somebody", "--data", str(probed)])
 
 
@@ -327,7 +327,9 @@ def test_a_folder_that_is_called_like_a_dataset_of_the_suite(
     arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
     with monkeypatch.context() as patch:  # of the suite only the one that is quickly made
         patch.setattr("eval.commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
-        with pytest.raises(DataError, match="two datasets would both be named digits, yours and the suite's"):
+        with pytest.raises(
+            DataError, match=r"two datasets would both be named digits \(yours and the suite's"
+        ):
             main(["run", "--data", str(mine), "--suite", "builtin", *arguments])
     assert main(["run", "--data", str(mine), *arguments]) == 0
     main(["report", str(tmp_path / "r.jsonl"), "--csv", str(tmp_path / "t.csv")])
@@ -347,7 +349,7 @@ def test_several_models_of_which_one_does_not_load_and_options_that_do_not_fit(
     assert "not scored: no model at" in said
     assert "not scored: no layer 9: the image tower has 1 that can be probed" in said
     assert {line["model"] for line in read_results(out)} == {str(run), str(other)}
-    with pytest.raises(ConfigError, match="--prompts opeani: none of the datasets has it"):
+    with pytest.raises(ConfigError, match="--prompts opeani: no dataset has this prompt set"):
         main(["run", *models, "--data", str(probed), "--prompts", "opeani", "--out", str(out)])
 
 

@@ -130,7 +130,7 @@ def test_lines_details_and_pages_tell_prompts_apart(
     assert [row[0] for row in rows if row[2] == "mean R@1"] == [
         "| both (retrieval)", "| both (retrieval, prompts openai)", "| both (retrieval, prompts mine)",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"none of the datasets has it .*mine, openai"):
+    with pytest.raises(ConfigError, match=r"no dataset has this prompt set .*mine, openai"):
         main([*arguments, "--prompts", "nobody's"])
 
 

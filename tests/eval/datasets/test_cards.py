@@ -332,7 +332,7 @@ def test_clip_benchmark_prompts_are_those_of_the_installed_one() -> None:
     [
         (["cat", "dog"], "has 3 classes, the dataset 2"),
         (["cat", "dog", "catt"], r"unknown class 'catt' \(label 2\), did you mean 'cat'"),
-        (["cat", "dog", "Dog"], "labels 1 and 2 are one class, 'dog' and 'Dog'"),
+        (["cat", "dog", "Dog"], "labels 1 and 2 are the same class, 'dog' and 'Dog'"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys: list[str], message: str) -> None:
@@ -351,7 +351,7 @@ def test_a_card_without_keys_takes_the_datasets_own() -> None:
     keys = [f"animal {number}" for number in range(182)]
     found = card.prompts("datacomp", keys, ["{c} in the wild"])
     assert found.prompts(7) == ("animal 7 in the wild",)
-    with pytest.raises(DataError, match="prompts 'datacomp' use the templates beside the images"):
+    with pytest.raises(DataError, match="prompts 'datacomp' use the templates next to the images"):
         card.prompts("datacomp", keys)
     with pytest.raises(DataError, match=r"has no prompts 'openai': known: datacomp, simple"):
         card.prompts("openai", keys)
@@ -534,16 +534,18 @@ def test_partial_data_is_refused() -> None:
     card = load_card("pets")
     card.check_size("test", 3669)
     card.check_size("val", 7)  # of which the card says nothing
-    with pytest.raises(DataError, match="split 'test' has 3,668 images, its card says 3,669; fetch it again"):
+    with pytest.raises(
+        DataError, match="split 'test' has 3,668 images, its card says 3,669; download it again"
+    ):
         card.check_size("test", 3668)
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no card of a dataset 'cifar11': did you mean 'cifar1"):
+    with pytest.raises(DataError, match=r"no card for dataset 'cifar11': did you mean 'cifar1"):
         load_card("cifar11")
     with pytest.raises(DataError, match="no suite 'clip28': did you mean 'clip27'"):
         load_suite("clip28")
     with pytest.raises(DataError, match=r"cannot read .*none.toml: No such file"):
         read_card(tmp_path / "none.toml")
-    with pytest.raises(DataError, match="no card of a dataset"):
+    with pytest.raises(DataError, match="no card for dataset"):
         load_card("../datasets/pets")

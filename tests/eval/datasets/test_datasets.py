@@ -206,7 +206,7 @@ def test_a_validation_split_that_stands_in_for_test_is_no_other_split(tmp_path: 
     card = new_card("Pets", tmp_path / "pets")
     assert card.splits == {"train": 2, "test": 3}
     with pytest.raises(
-        DataError, match=r"restore what is missing, or set 'test' of \[splits\] in its card to 1$"
+        DataError, match=r"restore the missing images, or set 'test' of \[splits\] in its card to 1$"
     ):
         card.check_size("test", 1)
     (tmp_path / "pets" / "test" / "dog").mkdir(parents=True)
@@ -231,7 +231,7 @@ def test_splits_go_by_the_usual_names(tmp_path: Path, write_dataset: WriteDatase
 def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_dataset: WriteDataset) -> None:
     one = put_pictures(tmp_path / "one", "images/1.jpg", "images/2.jpg")
     assert (
-        f"one class only, 'images': images by class need at least two folders, as {one / 'cat'}"
+        f"only one class, 'images': images by class need at least two folders, such as {one / 'cat'}"
         in refusal(one)
     )
     table = one / "caps.csv"
@@ -254,7 +254,7 @@ def test_pictures_of_one_class_are_no_classification(tmp_path: Path, write_datas
         ("no", "is not a folder"),
     )
     for wrong, message in no_folder:
-        with pytest.raises(ConfigError, match=f"{message}.*a card is made for a local folder"):
+        with pytest.raises(ConfigError, match=f"{message}.*expected a local folder"):
             main(["new", "Mine", "--data", str(wrong)])
 
 
@@ -341,7 +341,7 @@ def test_wrong_setups_are_one_line(write_dataset: WriteDataset, tmp_path: Path) 
     assert refusal("~nouser/x").startswith("no dataset '~nouser/x'")
     assert refusal("x" * 5000) == f"cannot read dataset '{'x' * 200}': File name too long"
     (tmp_path / "empty").mkdir()
-    assert "no image in folders by class" in refusal(tmp_path / "empty")
+    assert "no images in folders by class" in refusal(tmp_path / "empty")
     assert "has label 7, but there are 7 class names" in refusal(write_dataset("range", labels=[0, 7]))
     assert "image s0000001" in refusal(tmp_path / "range")
     assert "sample s0000001 of" in refusal(write_dataset("unlabelled", labels=[0, None]))

@@ -26,7 +26,7 @@ def test_a_store_that_nobody_answers_for_is_told_once(monkeypatch: pytest.Monkey
         targets, trouble = find_suites(["vtab19"], root=root)
         known = find_known([], KNOWN, root=root)
     assert str(trouble[0]).startswith(f"{root}: the connection failed (refused")
-    assert str(trouble[0]).endswith("it costs 19 datasets: caltech101, cifar100, dtd and 16 more")
+    assert str(trouble[0]).endswith("19 datasets not available: caltech101, cifar100, dtd and 16 more")
     assert (len(trouble), len(known.trouble), targets + known.targets) == (1, 1, [])
 
 
@@ -37,12 +37,12 @@ def test_what_is_not_here_is_a_short_line_each(tmp_path: Path) -> None:
     known = find_known([], KNOWN, root=tmp_path)
     lines = list(map(str, known.trouble))
     assert known.datasets == len(lines) > 20 and all(isinstance(one, Missing) for one in known.trouble)
-    at = "published at hf://datasets/clip-benchmark/wds_food101, or as torchvision.datasets.Food101 keeps it"
+    at = "published at hf://datasets/clip-benchmark/wds_food101, or in the layout of torchvision.datasets.Food101"
     assert f"food101: not under {tmp_path}; {at}" in lines
     assert nothing_checked(known, KNOWN) == (
-        f"nothing could be checked: none of the {len(lines)} datasets with known scores of {KNOWN} is available"
+        f"nothing could be checked: none of the {len(lines)} datasets with known scores for {KNOWN} is available"
     )
-    with pytest.raises(DataError, match="fairface is known and cannot be scored here: Its names"):
+    with pytest.raises(DataError, match="fairface cannot be scored: Its names"):
         find_targets(["fairface"], root=tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_what_is_wrong_with_one_dataset_costs_no_other(write_dataset: WriteDatas
     assert [one.dataset.name for one in targets] == ["A-test", "B-test"]
     assert [type(one) for one in trouble] == [Missing, DataError, DataError]
     said = [str(one) for one in trouble]
-    assert "say where it is with --data-root" in said[0] and str(damaged) in said[1]
+    assert "pass its location with --data-root" in said[0] and str(damaged) in said[1]
     assert said[2].startswith(f"{wrong}/card.toml: metric = 'acc_1': expected ")
     assert not any("\n" in one for one in said)
     with pytest.raises(Missing):
@@ -71,10 +71,10 @@ def test_what_is_wrong_with_one_dataset_costs_no_other(write_dataset: WriteDatas
 def test_which_models_scores_are_known_is_told_by_cards_alone(tmp_path: Path) -> None:
     assert known_tasks(["cifar100", "flickr30k"], KNOWN) == ("zero-shot", "linear-probe", "retrieval")
     with pytest.raises(
-        ConfigError, match=r"known of 'x' on digits, nor of any model: .* as \[\[expected\]\]"
+        ConfigError, match=r"known for 'x' on digits, or for any other model: .* as \[\[expected\]\]"
     ):
         known_tasks(["digits"], "x")
-    with pytest.raises(ConfigError, match=rf"known of 'x' on cifar100, .*{KNOWN}.*--as NAME"):
+    with pytest.raises(ConfigError, match=rf"known for 'x' on cifar100, .*{KNOWN}.*--as NAME"):
         find_known(["cifar100"], "x", root=tmp_path / "none")
 
 

@@ -223,7 +223,7 @@ def test_a_damaged_store_gives_the_same_scores_or_an_error(
             try:
                 features, scores = subject.images().projected, evaluate(subject)
             except DataError as error:
-                assert "remove that folder" in str(error) or "run this again" in str(error)
+                assert "remove that folder" in str(error) or "run the command again" in str(error)
                 assert "\n" not in str(error)
                 shutil.rmtree(store)  # as the message says
                 kept = [Encoder(one, store=store, batch_size=4) for one in models]

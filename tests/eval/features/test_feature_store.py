@@ -228,7 +228,7 @@ def test_a_table_that_is_removed_while_in_use_is_refused_and_leaves_nothing_wron
     else:
         (tmp_path / "t" / f"{gone}.bin").unlink()
     for use in (lambda: append(table, [7, 8]), lambda: table.column("projected", np.arange(6))):
-        with pytest.raises(DataError, match="were removed while in use: run this again"):
+        with pytest.raises(DataError, match="were removed while in use: run the command again"):
             use()
     again = FeatureTable(tmp_path / "t", WIDTHS)
     append(again, [7, 8])

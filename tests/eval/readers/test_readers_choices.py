@@ -36,7 +36,7 @@ def refusal(file: Path, **options: Any) -> str:
 
 def test_sugar_crepe(tmp_path: Path) -> None:
     file = write(tmp_path / "data/swap_obj.json", PAIRS)
-    assert "no folder images or val2017 beside" in refusal(file)
+    assert "no folder images or val2017 next to" in refusal(file)
     (tmp_path / "val2017").mkdir()
     assert "image 1.jpg of entry 0 of swap_obj.json is not in" in refusal(file)
     (tmp_path / "val2017/1.jpg").write_bytes(png(1))

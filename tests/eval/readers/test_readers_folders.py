@@ -100,7 +100,7 @@ def test_pictures_that_are_left_out_are_told(tmp_path: Path, caplog: pytest.LogC
 
 def test_folders_called_like_splits_are_no_classes(tmp_path: Path) -> None:
     flat = fill(tmp_path / "flat", "Test/1.png", "train/2.png")
-    assert "holds images in Test, train, which are names of splits, not of classes" in refusal(flat)
+    assert "contains images in Test, train, which are names of splits, not of classes" in refusal(flat)
     vehicles = open_dataset(fill(tmp_path / "vehicles", "car/1.png", "train/2.png"))  # a class may be one
     assert vehicles.class_names == ("car", "train")
 
@@ -109,7 +109,7 @@ def test_sources_that_are_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "0.tar"
     file.write_bytes(b"x")
     assert refusal(file) == (
-        f"no dataset {str(file)!r}: it is a file, but not a .json of SugarCrepe or ARO: name its folder"
+        f"no dataset {str(file)!r}: it is a file, but not a .json of SugarCrepe or ARO: pass its folder"
     )
     for source in ("https://", "s3://", "http:///"):
         with pytest.raises(DataError, match=r"expected an address such as https://HOST/FOLDER"):
@@ -131,7 +131,7 @@ def test_a_new_card_has_any_name(tmp_path: Path, name: str) -> None:
 
 def test_a_new_card_that_cannot_be_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pets = fill(tmp_path / "pets", "cat/1.png", "dog/2.png")
-    with pytest.raises(ConfigError, match="is not UTF-8: use other letters"):
+    with pytest.raises(ConfigError, match="is not UTF-8: choose another name"):
         main(["new", "--data", str(pets), "\udcff"])
     assert not (pets / "card.toml").exists()
     monkeypatch.chdir(pets)
@@ -151,7 +151,7 @@ def test_a_new_card_of_numbered_classes_can_name_them(
     table = pa.table({"image": [png(i) for i in range(3)], "label": [0, 2, 1]})
     pq.write_table(table, folder / "test.parquet")
     assert main(["new", "--data", str(folder), "Numbers"]) == 0
-    assert "the names of its classes under [prompts.own.names]" in capsys.readouterr().out
+    assert "add class names under [prompts.own.names]" in capsys.readouterr().out
     path = folder / "card.toml"
     path.write_text(
         path.read_text().replace('0 = ["0"]', '0 = ["cat", "kitten"]').replace('2 = ["2"]', '2 = "dog"')

@@ -81,7 +81,7 @@ def test_classification(tmp_path: Path) -> None:
     (tmp_path / "pets").rename(tmp_path / "moved")
     assert open_dataset(tmp_path / "moved").revision == revision
     (tmp_path / "moved/data/test-00001-of-00002.parquet").unlink()
-    assert "part 1 of 2 is missing beside" in refusal(tmp_path / "moved")
+    assert "part 1 of 2 is missing next to" in refusal(tmp_path / "moved")
 
 
 def test_labels_of_other_kinds(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         paths.images.read(0)
     lost = {"image": [image(0), {"bytes": None, "path": "1.jpg"}], "label": [0, 0]}
     dataset = open_dataset(write(tmp_path / "lost/test.parquet", lost).parent)
-    with pytest.raises(DataError, match="it holds only the path of an image"):
+    with pytest.raises(DataError, match="it contains only the path of an image"):
         dataset.images.read(1)
 
 

@@ -330,7 +330,7 @@ def test_a_model_scored_again_on_other_data_is_noted(tmp_path: Path) -> None:
     found = read_result_set([write(tmp_path / "r.jsonl", lines)])
     assert [row.value for row in found.rows] == [0.2]
     assert found.notes == (
-        "Replaced by later scores on other images of the same name: test (revision r0.1).",
+        "Replaced by later scores on different images with the same name: test (revision r0.1).",
     )
 
 

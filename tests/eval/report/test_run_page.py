@@ -260,7 +260,7 @@ def test_odd_values_do_not_break_the_page(run: Path) -> None:
     (run / "config.toml").write_text("steps = = 3")
     page = parse(build_report(run))
     assert "Some values of loss, lr are not finite" in page.words
-    assert "config.toml does not parse" in page.words
+    assert "config.toml is not valid TOML" in page.words
     assert "250" in page.words
 
 

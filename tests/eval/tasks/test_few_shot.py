@@ -92,7 +92,7 @@ def test_few_shot_of_a_dataset(
     assert [key[0] for key in scores if key[1] == "acc1"] == [
         f"{k}-shot{kind}" for kind in ("", " logistic") for k in (1, 2, 4)
     ]
-    assert "8, 16-shot left out, class 'red' has 6 images to learn from" in caplog.text
+    assert "skipping 8, 16-shot, class 'red' has 6 images to learn from" in caplog.text
     # by hand: the draws, scikit-learn's form of the classifier, the mean and the deviation
     train, test = subject.images("train").before_projection, subject.images().before_projection
     labels, values = torch.tensor(LABELS), []
@@ -125,7 +125,7 @@ def test_c_tuned_on_val_is_said(model: CLIP, write_dataset: WriteDataset) -> Non
 
 def test_what_cannot_be_drawn(model: CLIP, write_dataset: WriteDataset) -> None:
     subject = subject_of(model, write_dataset, {"test": LABELS, "train": LABELS})
-    with pytest.raises(DataError, match="class 'red' has 6 images to learn from, ask for at most 6"):
+    with pytest.raises(DataError, match="class 'red' has 6 images to learn from; use at most 6"):
         few_shot(subject, Options(shots=(8, 16)))
     with pytest.raises(DataError, match="no val split, which the choice of C learns from"):
         few_shot(subject, Options(shots=(1,), tuned=True))

@@ -164,7 +164,7 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="run it without torchrun"):
         fine_tune(subject_of(unskilled, colours, ranks=Ranks(rank=0, world=2)), Options(runs=tmp_path))
-    with pytest.raises(ConfigError, match="needs a model whose architecture has a name"):
+    with pytest.raises(ConfigError, match="needs a model with an architecture that train"):
         fine_tune(subject_of(model, colours), Options(runs=tmp_path))
     subject = subject_of(unskilled, colours)
     train = subject.split("train")
@@ -172,7 +172,7 @@ def test_what_cannot_be_trained_is_refused(
     several = torch.nn.functional.one_hot(torch.arange(len(train)) % 3).bool()
     subject.dataset = replace(subject.dataset, labels=several[: len(subject.dataset)])
     subject._splits["train"] = replace(train, labels=several)
-    with pytest.raises(DataError, match="several labels per image, fine-tuning takes one"):
+    with pytest.raises(DataError, match="several labels per image, but fine-tuning needs one"):
         fine_tune(subject, Options(runs=tmp_path))
 
 

@@ -83,7 +83,7 @@ def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: 
     (tmp_path / "file").write_text("")
     for runs in (tmp_path / "file", Path("/proc/nothing")):
         with pytest.raises(
-            DataError, match=f"^{runs}.*, or give another folder by --runs; what was trained is kept"
+            DataError, match=f"^{runs}.*, or choose another folder with --runs; progress is saved"
         ):
             fine_tune(subject_of(unskilled, shades), Options(runs=runs))
     with pytest.raises(DataError, match=r"gone/x: No such file.*--runs"), only_one(tmp_path / "there"):
@@ -91,7 +91,7 @@ def test_what_the_disk_refuses_is_told_with_what_to_do(shades: Path, unskilled: 
     with only_one(tmp_path / "there"):  # the lock was given back
         pass
     removed = tmp_path / "there"
-    with pytest.raises(DataError, match="there was removed meanwhile: the same command begins again"):  # noqa: SIM117
+    with pytest.raises(DataError, match="there was removed meanwhile: run the same command to start over"):  # noqa: SIM117
         with only_one(removed):
             shutil.rmtree(removed)
             (removed / "rates.json").write_text("")
@@ -139,9 +139,9 @@ def test_a_rate_that_diverges_is_not_taken(
 ) -> None:
     training = Tried.of(tmp_path, {1e-3: {"acc1": 0.0}, 1e2: None, 1e3: None})
     assert best(training, unskilled, (1e-3, 1e2), "acc1") == 1e-3
-    assert "at the rates 100 the training diverges" in caplog.text
+    assert "training diverges at the rates 100" in caplog.text
     with pytest.raises(
-        DataError, match="on shades diverges at all of the rates 100, 1000: give lower --rates"
+        DataError, match="on shades diverges at all of the rates 100, 1000: use lower --rates"
     ):
         best(training, unskilled, (1e2, 1e3), "acc1")
 
@@ -236,7 +236,11 @@ def test_a_training_that_is_stopped_gives_no_number_and_goes_on(
     stopped = start("stopped")
     os.kill(training("stopped"), signal.SIGTERM)
     said = stopped.communicate(timeout=SECONDS)[1]
-    assert stopped.returncode == 1 and "it was stopped at step" in said and "goes on from there" in said
+    assert (
+        stopped.returncode == 1
+        and "it was stopped at step" in said
+        and "same command again to continue" in said
+    )
     assert not scores("stopped")
 
     made = figures("stopped")
@@ -245,7 +249,7 @@ def test_a_training_that_is_stopped_gives_no_number_and_goes_on(
     stopped.terminate()
     said = stopped.communicate(timeout=SECONDS)[1]
     assert stopped.returncode == 130 and "Traceback" not in said, said
-    assert "stopped; what was trained is kept, and the same command goes on" in said
+    assert "stopped; progress is saved; run the same command again" in said
     assert not processes_of(tmp_path / "stopped") and not scores("stopped")
 
     again = start("stopped")

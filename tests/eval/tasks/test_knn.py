@@ -99,7 +99,7 @@ def test_neighbours_of_a_dataset(
     ]
     assert scores[0].value == scores[1].value == 1.0  # an image's nearest is itself
     assert scores[2].low is not None and scores[2].task == "knn" and scores[2].chance == 1 / 7
-    assert "20 neighbours left out, there are 16 images to learn from" in caplog.text
+    assert "skipping 20 neighbors, there are 16 images to learn from" in caplog.text
     assert "9 of 9 test images are also in train" in caplog.text
     assert knn(subject, Options(neighbours=(1, 3))).scores == scores
     with pytest.raises(DataError, match="16 images"):

@@ -244,7 +244,7 @@ def test_the_probe_of_a_dataset(
     assert scores[0].low is not None and scores[0].low < 1.0
     assert (scores[0].n, scores[0].split, scores[0].prompt_set) == (20, "test", "")
     assert linear_probe(subject, Options()).scores == scores
-    assert "classes without an image to learn from" in caplog.text  # three of the seven names
+    assert "classes without training images" in caplog.text  # three of the seven names
     with pytest.raises(ConfigError, match="layer 9"):
         linear_probe(subject, Options(layers=(9,)))
 
